@@ -1,0 +1,61 @@
+# Every target sets up what it needs in .venv, so it works in a fresh clone: `make quickstart`, `make test`.
+
+PYTHON ?= python3
+# What pip installs as torch. Plain PyPI torch also runs on CPU, but brings several GB of CUDA libraries with it;
+# any other build can be named here: make setup TORCH="torch==2.11.0"
+TORCH ?= torch
+SEED ?= 0
+# Handed to pytest: make test PYTEST_ARGS="-k losses"
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow lint format bench prove-learning prove-resume clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## Install the package and its tools in .venv
+
+$(READY): pyproject.toml
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and grpo-lightning[dev] in $(VENV) (minutes, the first time) ..."
+	@$(BIN)/python -m pip install --quiet $(TORCH)
+	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+quickstart: $(READY) ## Train a tiny model with GRPO on a CPU (SEED=0)
+	$(BIN)/grpo-lightning fit --config recipes/quickstart.yaml --seed_everything=$(SEED)
+
+test: $(READY) ## Unit, property and mechanics tests on a CPU
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+
+test-slow: $(READY) ## The tests that `test` leaves out
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(READY) ## Style, types and spelling
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(READY) ## Format the code and fix what can be fixed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY) ## Time a training step against TRL's
+	$(BIN)/python benchmarks/versus_trl.py
+
+prove-learning: $(READY) ## Show that the quickstart learns: three seeds and their controls
+	$(BIN)/python benchmarks/prove_learning.py
+
+prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bit for bit
+	$(BIN)/python benchmarks/prove_resume.py
+
+clean: ## Remove .venv, caches and build outputs (runs are kept)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,56 @@
+"""GRPO for PyTorch Lightning users.
+
+The public names load on first use, so that `import grpo_lightning` stays instant and needs neither torch nor a GPU.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_lightning.data.datamodule import PromptDataModule
+    from grpo_lightning.data.source import PromptSource
+    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.objective import Objective
+    from grpo_lightning.policy.loading import PolicyLoader
+    from grpo_lightning.rollout.local import LocalEngine
+    from grpo_lightning.types import SamplingParams
+
+    __version__: str
+
+__all__ = [
+    "GRPOLightningModule",
+    "LocalEngine",
+    "Objective",
+    "PolicyLoader",
+    "PromptDataModule",
+    "PromptSource",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "GRPOLightningModule": "module",
+    "LocalEngine": "rollout.local",
+    "Objective": "objective",
+    "PolicyLoader": "policy.loading",
+    "PromptDataModule": "data.datamodule",
+    "PromptSource": "data.source",
+    "SamplingParams": "types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home (PEP 562). Raises: AttributeError if `name` is not public."""
+    if name == "__version__":
+        return version("grpo-lightning")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'grpo_lightning' has no attribute {name!r}. Public names: {', '.join(__all__)}.")
+    value = getattr(import_module(f"grpo_lightning.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next access is a plain attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    """Names to complete, those not loaded yet included."""
+    return sorted({*globals(), *__all__})

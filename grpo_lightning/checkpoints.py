@@ -1,0 +1,75 @@
+"""What a checkpoint needs beyond Lightning's: exact moments, and nothing missing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+if TYPE_CHECKING:
+    from grpo_lightning.module import GRPOLightningModule
+
+log = logging.getLogger(__name__)
+
+
+class SavesAtStepEnds:
+    """Makes checkpoints asked for inside an accumulation window wait for its end.
+
+    A checkpoint holds no gradients: one taken inside a window (a time interval, a signal, a call by hand) would resume with
+    part of the window lost.
+
+    Args:
+        module: Its rollout says where in a window the run is.
+    """
+
+    def __init__(self, module: GRPOLightningModule) -> None:
+        self.module = module
+        self.waiting: list[Callable[[], None]] = []
+
+    def attach(self, trainer: L.Trainer) -> None:
+        """Stand in for the trainer's `save_checkpoint`: every strategy and callback saves through it."""
+        save = trainer.save_checkpoint
+        if getattr(save, "waits_for_step_ends", False):
+            return
+
+        @functools.wraps(save)
+        def save_at_step_end(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if self.is_inside_window:
+                log.info("Checkpoint %s waits for the end of the optimizer step.", filepath)
+                self.waiting.append(functools.partial(save, filepath, *args, **kwargs))
+            else:
+                save(filepath, *args, **kwargs)
+
+        save_at_step_end.waits_for_step_ends = True  # type: ignore[attr-defined]
+        trainer.save_checkpoint = save_at_step_end  # type: ignore[method-assign]
+
+    @property
+    def is_inside_window(self) -> bool:
+        """True between the micro-batches of one optimizer step."""
+        rollout = self.module.rollout
+        return rollout is not None and rollout.position % rollout.accumulate != 0
+
+    def flush(self) -> None:
+        """Take the checkpoints that wait, if the window is over."""
+        if self.is_inside_window:
+            return
+        waiting, self.waiting = self.waiting, []
+        for save in waiting:
+            save()
+
+
+def check_missing_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None:
+    """Check that a checkpoint lacks frozen weights only.
+
+    Raises:
+        RuntimeError: If trained weights are missing, naming the first.
+    """
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if missing := [name for name in trained if name not in state_dict]:
+        raise RuntimeError(
+            f"The checkpoint lacks {len(missing)} of {len(trained)} trained weights, {missing[0]} first. It belongs to another "
+            "policy: give the one it was taken of."
+        )

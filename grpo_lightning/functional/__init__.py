@@ -1,0 +1,29 @@
+"""The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes."""
+
+from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages
+from grpo_lightning.functional.kl import kl_divergence
+from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
+from grpo_lightning.functional.losses import (
+    cispo_surrogate,
+    clipped_surrogate,
+    importance_ratio,
+    is_clipped_high,
+    is_clipped_low,
+)
+from grpo_lightning.functional.masking import aggregate, masked_mean, step_counts
+
+__all__ = [
+    "aggregate",
+    "cispo_surrogate",
+    "clipped_surrogate",
+    "equal_groups",
+    "group_relative_advantages",
+    "importance_ratio",
+    "is_clipped_high",
+    "is_clipped_low",
+    "kl_divergence",
+    "masked_mean",
+    "step_counts",
+    "token_entropy",
+    "token_logprobs",
+]

@@ -1,0 +1,97 @@
+"""Advantages: how much better a completion is than the others of its prompt.
+
+Left out on purpose: rewards of several functions. They are weighed and summed before they come here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def group_relative_advantages(
+    rewards: Tensor,
+    *,
+    baseline: Literal["group_mean", "leave_one_out"] = "group_mean",
+    scale: Literal["group_std", "batch_std", "none"] = "group_std",
+    eps: float = 1e-4,
+) -> Tensor:
+    """Compare each completion's reward with those of its group.
+
+        A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps),   "none": no division
+
+    A reward that is nan is not scorable: it is left out of every mean and std, and its advantage is 0. A group whose
+    scorable rewards are all equal, or that has fewer than two, gets exactly 0 (in floats its std may be above 0, and
+    dividing rounding errors by it would teach noise).
+
+    Args:
+        rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
+        baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2); "leave_one_out" is the mean of the other scorable
+            ones, RLOO (arXiv:2402.14740): K / (K - 1) times the former for K scorable rewards.
+        scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards of all groups given (hand in
+            those of all ranks, or each rank divides by another number); "none" is Dr. GRPO (arXiv:2503.20783).
+            Every std is unbiased (divided by K - 1).
+        eps: Added to the std, in units of reward.
+
+    Returns:
+        [N, G] float32 (float64 if the rewards are); the rows of both baselines sum to 0.
+
+    Raises:
+        ValueError: If the rewards are not [N, G] with G >= 2, or for an unknown baseline or scale.
+    """
+    _check_shape(rewards)
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    is_scorable = ~rewards.isnan()
+    num_scorable = is_scorable.sum(dim=1, keepdim=True)  # [N, 1]
+    deviation = rewards - rewards.nanmean(dim=1, keepdim=True)  # [N, G]
+
+    if baseline == "leave_one_out":
+        numerator = deviation * num_scorable / (num_scorable - 1).clamp(min=1)
+    elif baseline == "group_mean":
+        numerator = deviation
+    else:
+        raise ValueError(f"baseline must be 'group_mean' or 'leave_one_out', got {baseline!r}.")
+
+    if scale == "group_std":
+        std = (deviation.square().nansum(dim=1, keepdim=True) / (num_scorable - 1).clamp(min=1)).sqrt()  # [N, 1]
+        scaled = numerator / (std + eps)
+    elif scale == "batch_std":
+        spread = rewards - rewards.nanmean()
+        std = (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
+        scaled = numerator / (std + eps)
+    elif scale == "none":
+        scaled = numerator
+    else:
+        raise ValueError(f"scale must be 'group_std', 'batch_std' or 'none', got {scale!r}.")
+
+    return torch.where(is_scorable & ~equal_groups(rewards).unsqueeze(1), scaled, 0.0)
+
+
+def equal_groups(rewards: Tensor) -> Tensor:
+    """Say which groups teach nothing: their scorable rewards are all equal, or fewer than two are scorable.
+
+    Args:
+        rewards: [N, G] one reward per completion; nan is not scorable.
+
+    Returns:
+        [N] bool, True where every advantage of the group is 0.
+
+    Raises:
+        ValueError: If the rewards are not [N, G] with G >= 2.
+    """
+    _check_shape(rewards)
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    is_scorable = ~rewards.isnan()
+    highest = torch.where(is_scorable, rewards, -torch.inf).amax(dim=1)
+    lowest = torch.where(is_scorable, rewards, torch.inf).amin(dim=1)
+    return highest <= lowest  # -inf <= inf where nothing is scorable
+
+
+def _check_shape(rewards: Tensor) -> None:
+    if rewards.dim() != 2 or rewards.size(1) < 2:
+        raise ValueError(
+            f"rewards must be [num_prompts, num_generations] with num_generations >= 2, got {list(rewards.shape)}. "
+            "Raise num_generations, or reshape flat rewards with .view(-1, num_generations)."
+        )

@@ -1,0 +1,63 @@
+"""Log-probabilities and entropies of tokens: the only file that knows which logit predicts which token.
+
+Everywhere here `logits[:, t]` are the scores from which `token_ids[:, t]` was drawn: the model's output one position
+earlier, the one at the last prompt token for the first completion token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token under the softmax at the sampling temperature.
+
+        logprob[b, t] = z[token] - log(sum_v exp(z[v])),   z = logits[b, t] / temperature
+
+    Args:
+        logits: [B, T, V] of any float type; -inf forbids a token.
+        token_ids: [B, T] ids in [0, V), also where they are padding.
+        temperature: Divides the logits; positive.
+
+    Returns:
+        [B, T] float32, nats, never above 0 but for rounding.
+
+    Raises:
+        ValueError: If `temperature` is not positive.
+    """
+    scaled = _scaled(logits, temperature)
+    # logsumexp and gather keep one [B, T, V] for the backward pass; log_softmax would keep a second.
+    chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.logsumexp(scaled, dim=-1)
+
+
+def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Entropy of the distribution each token was drawn from, exact over the vocabulary.
+
+        H[b, t] = -sum_v p[v] log p[v],   p = softmax(logits[b, t] / temperature)
+
+    Args:
+        logits: [B, T, V] of any float type; -inf forbids a token, which adds nothing.
+        temperature: Divides the logits; positive.
+
+    Returns:
+        [B, T] float32, nats, between 0 and log V.
+
+    Raises:
+        ValueError: If `temperature` is not positive.
+    """
+    logprobs = _scaled(logits, temperature).log_softmax(dim=-1)
+    # p log p is 0 at p = 0; computed as 0 x -inf it would be nan.
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs.isneginf(), 0.0)).sum(dim=-1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature must be positive to score tokens, got {temperature}. Greedy sampling has no log-probs."
+        )
+    # A sum over 100k exponentials in bf16 is off by more than the ratios that are clipped.
+    logits = logits.float()
+    # Dividing by 1 would be another [B, T, V].
+    return logits if temperature == 1 else logits / temperature

@@ -1,0 +1,137 @@
+"""The pieces of the policy loss: ratio, surrogate, and what was clipped.
+
+A paper is one choice of each piece, made by the caller. Left out on purpose: the sum over tokens (`masking.aggregate`)
+and the KL term (`kl.kl_divergence`), which are pieces of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.functional.masking import masked_mean
+
+
+def importance_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: Literal["token", "sequence"] = "token"
+) -> Tensor:
+    """Probability of the tokens now over their probability when they were drawn.
+
+        token:     r[b, t] = exp(logprobs - old_logprobs)
+        sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
+
+    Args:
+        logprobs: [B, T] nats, of the policy now.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
+        level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7).
+
+    Returns:
+        [B, T] for tokens, [B, 1] for sequences; exactly 1 where nothing has moved.
+
+    Raises:
+        ValueError: If the level is neither.
+    """
+    # Masked before exp: an overflow at a padded position has a nan gradient even when it is masked afterwards.
+    log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
+    if level == "token":
+        return log_ratio.exp()
+    if level == "sequence":
+        return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
+    raise ValueError(f"level must be 'token' or 'sequence', got {level!r}.")
+
+
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Stop rewarding the policy for moving a token further once its ratio has left the trust region.
+
+        loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
+
+    PPO (arXiv:1707.06347, eq. 7). The minimum leaves one side open: a token of negative advantage whose ratio grows
+    without bound. `dual_clip` = c closes it: its loss is at most -c A, with no gradient beyond. That is
+    max(min(r A, clip(r) A), c A) for A < 0 (dual clip, arXiv:1912.09729), and delta of the two-sided clip of
+    INTELLECT-2 (arXiv:2505.07291).
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences.
+        advantages: [B, 1], or [B, T].
+        epsilon: How far below 1 the ratio may fall.
+        epsilon_high: How far above 1 it may rise (clip-higher, DAPO, arXiv:2503.14476, sec. 3.1); None is `epsilon`.
+        dual_clip: Largest ratio of a token of negative advantage; None is unlimited.
+
+    Returns:
+        The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
+
+    Raises:
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the region that is trained on.
+    """
+    highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
+    if dual_clip is not None and dual_clip <= highest:
+        raise ValueError(
+            f"dual_clip must be above 1 + epsilon_high = {highest:g}, got {dual_clip:g}. Raise it (3 is usual), or "
+            "leave it None."
+        )
+    clipped = ratio.clamp(1 - epsilon, highest)
+    if dual_clip is not None:
+        ratio = ratio.clamp(max=dual_clip)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
+    """Weigh each token's log-probability by its capped ratio: every token keeps a gradient.
+
+        loss = -stop_gradient( min(r, 1 + epsilon_high) ) A logprob
+
+    CISPO (MiniMax-M1, arXiv:2506.13585) without the lower bound, which its authors do not use.
+    `epsilon_high` is counted from 1, as everywhere here; code that caps at `epsilon_high` itself needs one more.
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences; a constant.
+        advantages: [B, 1], or [B, T].
+        logprobs: [B, T] nats, of the policy now; the gradient flows through these alone.
+        epsilon_high: How far above 1 the weight may rise.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Its value means nothing; its gradient does.
+    """
+    return -ratio.clamp(max=1 + epsilon_high).detach() * advantages * logprobs
+
+
+def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
+    """Say which tokens `clipped_surrogate` stopped from falling further: r < 1 - epsilon and A < 0.
+
+    With A > 0 a low ratio is not clipped: the minimum takes r A, and the token may recover.
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences.
+        advantages: [B, 1], or [B, T].
+        epsilon: As in `clipped_surrogate`.
+
+    Returns:
+        bool, shaped as the loss; padding is never True at token level.
+    """
+    return (ratio < 1 - epsilon) & (advantages < 0)
+
+
+def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
+    """Say which tokens `clipped_surrogate` stopped from rising further: r > 1 + epsilon_high and A > 0.
+
+    With A < 0 a high ratio is not clipped: the minimum takes r A, and the token is pushed back.
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences.
+        advantages: [B, 1], or [B, T].
+        epsilon_high: As in `clipped_surrogate`.
+
+    Returns:
+        bool, shaped as the loss; padding is never True at token level.
+    """
+    return (ratio > 1 + epsilon_high) & (advantages > 0)

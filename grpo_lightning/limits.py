@@ -1,0 +1,37 @@
+"""Limits of a run, rounded up to whole cycles."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import lightning as L
+
+log = logging.getLogger(__name__)
+
+
+def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
+    """Round `max_steps` and the number of batches per epoch up to whole cycles, and say so.
+
+    A limit that ends inside a cycle would throw away part of a rollout, and end an accumulation window early with the
+    gradient divided by the wrong number. `fast_dev_run` therefore runs one whole cycle.
+
+    Args:
+        trainer: Its limits are changed in place.
+        cycle: Micro-steps per rollout.
+    """
+    steps = cycle // trainer.accumulate_grad_batches
+    if trainer.max_steps > 0 and trainer.max_steps % steps:
+        rounded = math.ceil(trainer.max_steps / steps) * steps
+        log.warning("max_steps %d ends inside a cycle of %d optimizer steps: running %d.", trainer.max_steps, steps, rounded)
+        trainer.fit_loop.epoch_loop.max_steps = rounded
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int) and limit % cycle:
+        rounded = math.ceil(limit / cycle) * cycle
+        log.warning("limit_train_batches %d ends inside a cycle of %d micro-steps: running %d.", limit, cycle, rounded)
+        trainer.limit_train_batches = rounded
+    batches = getattr(trainer.fit_loop, "max_batches", 0)
+    if batches and not math.isinf(batches) and batches % cycle:
+        rounded = math.ceil(batches / cycle) * cycle
+        log.warning("An epoch of %d batches ends inside a cycle of %d micro-steps: running %d.", batches, cycle, rounded)
+        trainer.fit_loop.max_batches = rounded

@@ -1,0 +1,424 @@
+"""GRPO as a LightningModule: sample, score, compare, update.
+
+A cycle starts with a rollout: every prompt gets G completions, which are rewarded and compared within their group. The
+rollout is cut into micro-batches, and every `training_step` of the cycle trains on one of them. Optimization is automatic:
+accumulation, clipping, schedules, `max_steps` and callbacks work as everywhere in Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.checkpoints import SavesAtStepEnds, check_missing_keys
+from grpo_lightning.data.source import as_prompt_batch
+from grpo_lightning.evaluation import Evaluation
+from grpo_lightning.limits import round_up_limits
+from grpo_lightning.metrics import StepMetrics
+from grpo_lightning.objective import Objective
+from grpo_lightning.planner import Rollout, Turn, plan_micro_batches
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
+from grpo_lightning.policy.tokenize import tokenize
+from grpo_lightning.rewards import RewardLike, RewardSet, Scores
+from grpo_lightning.rollout.base import RolloutEngine
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.schedules import OptimizerFactory, SchedulerFactory, adamw, build_scheduler
+from grpo_lightning.seeding import derived_seed, run_seed
+from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    PolicyLike = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
+else:
+    PolicyLike = str | PolicyLoader  # what a recipe can say
+
+log = logging.getLogger(__name__)
+
+
+class GRPOLightningModule(L.LightningModule):
+    """Trains a language model by Group Relative Policy Optimization (arXiv:2402.03300).
+
+    Args:
+        policy: The model to train: hub name, folder, `PolicyLoader`, or a model or config in memory.
+        rewards: What completions are rewarded for: functions, `Reward`s or `WeightedReward`s.
+        reward_weights: One per reward; null takes each reward's own weight (1 by default).
+        tokenizer: Of a policy given in memory, or instead of the policy's own.
+        engine: What draws the completions; the policy itself by default.
+        sampling: The distribution completions are drawn from, and their longest length.
+        objective: The loss.
+        optimizer: Parameters to optimizer.
+        scheduler: Optimizer (and number of steps, if it asks) to learning-rate schedule; null keeps the rate.
+        num_generations: G, completions per prompt.
+        num_iterations: Passes over a rollout.
+        updates_per_rollout: Optimizer steps a rollout is divided over, per pass.
+        old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
+        seed: Of sampling; null takes `seed_everything`.
+    """
+
+    policy: nn.Module
+
+    def __init__(
+        self,
+        policy: PolicyLike,
+        rewards: list[RewardLike],
+        *,
+        reward_weights: list[float] | None = None,
+        tokenizer: Any = None,
+        engine: RolloutEngine | None = None,
+        sampling: SamplingParams | None = None,
+        objective: Objective | None = None,
+        optimizer: OptimizerFactory = adamw,
+        scheduler: SchedulerFactory | None = None,
+        num_generations: int = 8,
+        num_iterations: int = 1,
+        updates_per_rollout: int = 1,
+        old_logprobs: Literal["recompute", "rollout"] = "recompute",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.loader = PolicyLoader.of(policy, tokenizer)
+        self.reward_set = RewardSet(rewards, reward_weights)
+        self.engine: RolloutEngine = engine or LocalEngine()
+        self.sampling = sampling or SamplingParams()
+        self.objective = objective or Objective()
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = scheduler
+        self.num_generations = num_generations
+        self.num_iterations = num_iterations
+        self.updates_per_rollout = updates_per_rollout
+        self.old_logprobs = old_logprobs
+        self.seed = seed
+        self.check_settings()
+
+        self.rollout: Rollout | None = None
+        self.rollout_index = 0
+        self.samples: tuple[list[Group], Scores, Tensor] | None = None
+        self.metrics = StepMetrics()
+        self.saves = SavesAtStepEnds(self)
+        # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
+        self.strict_loading = False
+
+    def check_settings(self) -> None:
+        """Raise ValueError for what cannot train, naming the key, the value and what to do."""
+        for name in ("num_iterations", "updates_per_rollout"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_generations < 2:
+            raise ValueError(
+                f"model.num_generations must be at least 2, got {self.num_generations}: a lone completion has no group to be "
+                "compared with."
+            )
+        if self.sampling.is_greedy:
+            raise ValueError(
+                "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
+                "learned. Set it above 0."
+            )
+        if reshaping := self.sampling.reshaping:
+            log.warning(
+                "Sampling with %s draws from another distribution than the one that is trained (full softmax at temperature "
+                "%g); the importance ratio does not correct for it.",
+                ", ".join(f"{name}={value}" for name, value in reshaping.items()),
+                self.sampling.temperature,
+            )
+
+    # ------------------------------------------------------------------------------------------------------- the step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One micro-batch: a share of an optimizer step's loss. The first of a cycle draws the rollout."""
+        if self.is_rollout_due(batch, batch_idx):
+            self.free_gradients()
+            groups = self.sample(as_prompt_batch(batch).prompts)
+            rewards = self.score_rewards(groups)
+            advantages = self.compare(rewards)
+            self.rollout = self.plan_updates(groups, advantages)
+        assert self.rollout is not None
+        return self.update(self.rollout.next())
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Draw G completions for each of N prompts from the current weights."""
+        with self.phase("rollout"):
+            self.engine.sync_weights(self.policy)
+            groups = self.generate(
+                prompts, self.num_generations, self.sampling, derived_seed(self.run_seed, "rollout", self.global_rank, self.rollout_index)
+            )
+            self.rollout_index += 1
+        self.log_rollout(groups)
+        return groups
+
+    def score_rewards(self, groups: list[Group]) -> Tensor:
+        """[N, G] the weighted reward of every completion; nan where it is not scorable."""
+        with self.phase("reward"):
+            scores = self.reward_set.score(groups, trainer_state=self.trainer)
+        self.log_scores(scores)
+        self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
+        return scores.total
+
+    def compare(self, rewards: Tensor) -> Tensor:
+        """[N, G] the advantage of every completion over its group."""
+        advantages = self.objective.compare(rewards)
+        if self.samples is not None:
+            self.samples = (*self.samples[:2], advantages)
+        return advantages
+
+    def plan_updates(self, groups: list[Group], advantages: Tensor) -> Rollout:
+        """Cut the rollout into micro-batches and score them with the weights they were drawn with."""
+        micro_batches, counts = plan_micro_batches(
+            groups,
+            advantages,
+            updates=self.updates_per_rollout,
+            accumulate=self.trainer.accumulate_grad_batches,
+            pad_id=self.pad_id,
+            skip_zero_advantages=not self.objective.trains_on_zero_advantages,
+        )
+        self.log_padding(micro_batches)
+        micro_batches = [batch.to(self.device) for batch in micro_batches]
+        with torch.no_grad(), self.phase("old_logprobs"):
+            self.policy.train()
+            for index, batch in enumerate(micro_batches):
+                if self.old_logprobs == "rollout":
+                    batch.old_logprobs = batch.rollout_logprobs
+                # The first update's own forward passes see the weights as they still are: they need no pass before.
+                elif index >= self.trainer.accumulate_grad_batches:
+                    batch.old_logprobs = self.logprobs(self.policy, batch)
+        if self.reference is not None:
+            with torch.no_grad(), self.phase("ref_logprobs"):
+                for batch in micro_batches:
+                    batch.ref_logprobs = self.logprobs(self.reference, batch)
+        return Rollout(micro_batches, counts, self.num_iterations)
+
+    def update(self, turn: Turn) -> Tensor:
+        """The loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
+        batch = turn.batch
+        with self.phase("update"):
+            self.policy.train()
+            scores = self.scorer(self.policy, batch, temperature=self.sampling.temperature)
+            if batch.old_logprobs is None:
+                batch.old_logprobs = scores.logprobs.detach()
+            terms = self.objective(scores.logprobs, batch, turn.counts, self.sampling.max_completion_length)
+        trained = batch.completion_mask.sum()
+        for name, values in {
+            "kl": terms.kl if self.reference is not None else None,
+            "entropy": scores.entropy,
+            "ratio": terms.ratio,
+            "clip_fraction": terms.clipped_low | terms.clipped_high,
+            "clip_fraction_low": terms.clipped_low,
+            "clip_fraction_high": terms.clipped_high,
+        }.items():
+            if values is not None:
+                self.metrics.add(f"policy/{name}", (values * batch.completion_mask).sum(), trained)
+        self.metrics.add_sum("policy/loss", terms.loss.detach())
+        if turn.closes_update:
+            self.log_dict(self.metrics.pop(), batch_size=1)
+        return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    # ---------------------------------------------------------------------------------------------------- cycle
+
+    def cycle_length(self, accumulate_grad_batches: int) -> int:
+        """Micro-steps trained on one rollout."""
+        return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+
+    def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
+        """True at the start of a cycle.
+
+        Raises:
+            RuntimeError: If the loader does not repeat the prompts of a cycle, or the cycle's rollout is lost.
+        """
+        cycle = self.cycle_length(self.trainer.accumulate_grad_batches)
+        prompts = as_prompt_batch(batch)
+        if prompts.cycle != cycle:
+            raise RuntimeError(
+                f"A rollout is trained for {cycle} micro-steps (accumulate_grad_batches {self.trainer.accumulate_grad_batches} x "
+                f"updates_per_rollout {self.updates_per_rollout} x num_iterations {self.num_iterations}), but the training "
+                f"loader gives every batch {prompts.cycle} time(s). Wrap the data: grpo_lightning.PromptSource(data, batch_size="
+                f"..., cycle=module.cycle_length({self.trainer.accumulate_grad_batches}))."
+            )
+        position = batch_idx % cycle
+        if position == 0:
+            return True
+        if self.rollout is None or self.rollout.position != position:
+            raise RuntimeError(
+                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none. The checkpoint was "
+                "saved inside a cycle without it; resume from one saved at the end of a cycle, or start a new run from its weights."
+            )
+        return False
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what is done inside, and tell callbacks that show it (`on_phase`)."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "on_phase"):
+                callback.on_phase(self.trainer, name)
+        with self.metrics.timed(name):
+            yield
+
+    def free_gradients(self) -> None:
+        """Lightning zeroes gradients after the training step: without this the last ones would sit in memory while sampling."""
+        for parameter in self.policy.parameters():
+            parameter.grad = None
+
+    def generate(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int) -> list[Group]:
+        """Tokenize, draw and group."""
+        prompt_ids = [tokenize(prompt, self.tokenizer) for prompt in prompts]
+
+        def show(done: int, total: int) -> None:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if hasattr(callback, "on_decode"):
+                    callback.on_decode(self.trainer, done, total)
+
+        drawn = self.engine.generate(prompt_ids, num_generations, sampling, seed, show)
+        return [
+            Group(prompt, ids, completions, self.rollout_index)
+            for prompt, ids, completions in zip(prompts, prompt_ids, drawn, strict=True)
+        ]
+
+    def logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """[B, T] log-probs under a model, at the sampling temperature."""
+        return self.scorer(model, batch, temperature=self.sampling.temperature).logprobs
+
+    @property
+    def run_seed(self) -> int:
+        """The seed sampling follows from."""
+        return run_seed(self.seed)
+
+    @property
+    def pad_id(self) -> int:
+        """Any token id: padding is masked everywhere."""
+        return int(self.tokenizer.pad_token_id or 0)
+
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
+    @torch.no_grad()
+    def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
+        """One completion per prompt, greedy or as in training, with its rewards. No loss is computed."""
+        sampling = SamplingParams(
+            max_completion_length=self.sampling.max_completion_length,
+            temperature=0.0 if is_greedy else self.sampling.temperature,
+            suppress_tokens=self.sampling.suppress_tokens,
+            stop_strings=self.sampling.stop_strings,
+        )
+        self.engine.sync_weights(self.policy)
+        seed = derived_seed(self.run_seed, "evaluation", *(prompt.index for prompt in prompts))
+        groups = self.generate(prompts, 1, sampling, seed)
+        return Evaluation.of(groups, self.reward_set.score(groups, trainer_state=self.trainer))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log `val/...` of sampled and `val/greedy/...` of greedy completions."""
+        prompts = as_prompt_batch(batch).prompts
+        for prefix, is_greedy in {"val": False, "val/greedy": True}.items():
+            evaluation = self.evaluate(prompts, is_greedy=is_greedy)
+            for name, (total, count) in evaluation.totals.items():
+                if count:
+                    self.log(f"{prefix}/{name}", total / count, batch_size=int(count), on_epoch=True, on_step=False)
+
+    # ---------------------------------------------------------------------------------------------------- Lightning
+
+    def setup(self, stage: str) -> None:
+        """Check the data against the rewards, before any weights are loaded."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        prompts = [*(getattr(datamodule, "train_prompts", None) or []), *(getattr(datamodule, "val_prompts", None) or [])]
+        if prompts:
+            self.reward_set.validate({name: None for prompt in prompts for name in prompt.columns})
+        if stage == "fit":
+            round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+
+    def configure_model(self) -> None:
+        """Load the policy and copy the reference; called again by Lightning, it does nothing."""
+        if hasattr(self, "tokenizer"):
+            return
+        loaded = self.loader.load()
+        self.policy, self.tokenizer, self.scorer = loaded.model, loaded.tokenizer, loaded.scorer
+        self.reference = frozen_copy(self.policy) if self.objective.needs_reference else None
+        keep_out_of_checkpoints(self, "reference")
+        self.engine.connect(self.policy, self.tokenizer)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
+        optimizer = self.optimizer_factory([parameter for parameter in self.policy.parameters() if parameter.requires_grad])
+        if self.scheduler_factory is None:
+            return optimizer
+        scheduler = build_scheduler(self.scheduler_factory, optimizer, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Let no checkpoint be taken inside an accumulation window."""
+        self.saves.attach(self.trainer)
+
+    def on_train_start(self) -> None:
+        """Round limits up to whole cycles, now that the length of an epoch is known."""
+        round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the checkpoints that waited for the end of the accumulation window."""
+        self.saves.flush()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the norm of the gradient before clipping."""
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        if gradients:
+            self.log("policy/grad_norm", torch.nn.utils.get_total_norm(gradients), batch_size=1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
+        pending = self.rollout is not None and not self.rollout.is_finished
+        checkpoint["grpo"] = {
+            "rollout_index": self.rollout_index,
+            "rollout": self.rollout.state_dict() if pending else None,  # type: ignore[union-attr]
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the pending rollout and check that the weights are complete."""
+        check_missing_keys(self, checkpoint["state_dict"])
+        state = checkpoint.get("grpo", {"rollout_index": 0, "rollout": None})
+        self.rollout_index = state["rollout_index"]
+        self.rollout = None
+        if state["rollout"] is not None:
+            self.rollout = Rollout.from_state_dict(state["rollout"])
+            self.rollout.micro_batches = [batch.to(self.device) for batch in self.rollout.micro_batches]
+
+    # ------------------------------------------------------------------------------------------------------ metrics
+
+    def log_rollout(self, groups: list[Group]) -> None:
+        """Length, truncation and speed of the completions."""
+        completions = [completion for group in groups for completion in group.completions]
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        self.metrics.add("rollout/length", tokens, len(completions))
+        self.metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
+        self.metrics.add("rollout/tokens_per_second", tokens, self.metrics.sums["time/rollout"])
+
+    def log_scores(self, scores: Scores) -> None:
+        """Means of every reward, spread within groups, groups that teach nothing, and what went wrong."""
+        scorable = ~scores.total.isnan()
+        self.metrics.add("reward/mean", scores.total.nansum(), scorable.sum())
+        self.metrics.add("reward/not_scorable", (~scorable).sum(), scorable.numel())
+        spread = torch.stack([row[~row.isnan()].std() for row in scores.total if (~row.isnan()).sum() > 1] or [torch.zeros(0)])
+        self.metrics.add("reward/std", spread.sum(), spread.numel())
+        self.metrics.add("reward/equal_groups", equal_group_count(scores.total), len(scores.total))
+        for name, values in scores.by_reward.items():
+            self.metrics.add(f"reward/{name}", values.nansum(), (~values.isnan()).sum())
+        for name, count in scores.failures.items():
+            if count:
+                self.metrics.add_sum(f"reward/failures/{name}", count)
+        for name, value in scores.metrics.items():
+            self.metrics.add(f"reward/{name}", value)
+
+    def log_padding(self, micro_batches: list[MicroBatch]) -> None:
+        """The share of token slots in the micro-batches that hold padding."""
+        masks = [mask for batch in micro_batches for mask in (batch.prompt_mask, batch.attention_mask)]
+        self.metrics.add("rollout/padding", sum(int((~mask).sum()) for mask in masks), sum(mask.numel() for mask in masks))
+
+
+def equal_group_count(rewards: Tensor) -> int:
+    """Groups whose rewards are all equal."""
+    from grpo_lightning.functional import equal_groups
+
+    return int(equal_groups(rewards).sum())

@@ -1,0 +1,239 @@
+"""Cutting a rollout into the micro-batches of its optimizer steps.
+
+A rollout of N groups becomes `updates x accumulate` micro-batches. Which completions share an update is decided by their
+order in the data; which share a micro-batch inside an update changes memory and padding alone, never what is learned,
+because the loss is divided by the counts of the whole update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.objective import StepCounts
+from grpo_lightning.policy.inputs import left_pad
+from grpo_lightning.types import Completion, Group, MicroBatch
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Row:
+    """A completion on its way into a micro-batch."""
+
+    group: int
+    """Index of its group in the rollout."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Completion tokens."""
+        return len(self.completion.token_ids)
+
+    @property
+    def mask(self) -> list[bool]:
+        """[T] True where trained on."""
+        return [True] * self.length if self.completion.mask is None else self.completion.mask
+
+
+@dataclass
+class Turn:
+    """One micro-step of a cycle."""
+
+    batch: MicroBatch
+    counts: StepCounts
+    """Of the update this micro-batch belongs to."""
+
+    closes_update: bool
+    """True for the last micro-batch before the optimizer steps."""
+
+
+class Rollout:
+    """The micro-batches of one rollout and how far the cycle has come.
+
+    A cycle is `num_iterations` passes over `updates x accumulate` micro-batches.
+
+    Args:
+        micro_batches: updates x accumulate of them, in the order they are trained on.
+        counts: One per update.
+        num_iterations: Passes.
+        position: Micro-steps done.
+    """
+
+    def __init__(
+        self, micro_batches: list[MicroBatch], counts: list[StepCounts], num_iterations: int, position: int = 0
+    ) -> None:
+        self.micro_batches = micro_batches
+        self.counts = counts
+        self.num_iterations = num_iterations
+        self.position = position
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per update."""
+        return len(self.micro_batches) // len(self.counts)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every micro-batch has been trained on `num_iterations` times."""
+        return self.position == len(self.micro_batches) * self.num_iterations
+
+    def next(self) -> Turn:
+        """The next micro-step."""
+        index = self.position % len(self.micro_batches)
+        self.position += 1
+        return Turn(
+            batch=self.micro_batches[index],
+            counts=self.counts[index // self.accumulate],
+            closes_update=self.position % self.accumulate == 0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages."""
+        return {
+            "micro_batches": [vars(batch.to("cpu")) for batch in self.micro_batches],
+            "counts": [tuple(counts) for counts in self.counts],
+            "num_iterations": self.num_iterations,
+            "position": self.position,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Rollout:
+        """The rollout `state_dict` was taken of, on the CPU."""
+        return cls(
+            [MicroBatch(**batch) for batch in state["micro_batches"]],
+            [StepCounts(*counts) for counts in state["counts"]],
+            state["num_iterations"],
+            state["position"],
+        )
+
+
+def plan_micro_batches(
+    groups: Sequence[Group],
+    advantages: Tensor,
+    *,
+    updates: int,
+    accumulate: int,
+    pad_id: int,
+    skip_zero_advantages: bool,
+) -> tuple[list[MicroBatch], list[StepCounts]]:
+    """Cut a rollout into `updates x accumulate` micro-batches.
+
+    Args:
+        groups: N groups of G completions.
+        advantages: [N, G].
+        updates: Optimizer steps the rollout is divided over.
+        accumulate: Micro-batches per update.
+        pad_id: Any token id.
+        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same.
+
+    Returns:
+        The micro-batches in order, and the counts of every update (of this rank).
+    """
+    rows = [
+        [
+            Row(index, group.prompt_ids, completion, advantage)
+            for completion, advantage in zip(group.completions, group_advantages, strict=True)
+        ]
+        for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
+    ]
+    micro_batches, counts = [], []
+    for update in split_updates(rows, updates):
+        trained = [sum(row.mask) for row in update]
+        counts.append(StepCounts(sum(trained), sum(tokens > 0 for tokens in trained)))
+        kept = [row for row in update if row.advantage != 0 or not skip_zero_advantages]
+        for part in split_update(kept, accumulate):
+            micro_batches.append(collate(part, pad_id) if part else idle_micro_batch(rows[0][0], pad_id))
+    return micro_batches, counts
+
+
+def split_updates(groups: list[list[Row]], updates: int) -> list[list[Row]]:
+    """Whole groups to each update, in order; completions where there are fewer groups than updates."""
+    if len(groups) < updates:
+        groups = [[row] for group in groups for row in group]
+    bounds = [round(i * len(groups) / updates) for i in range(updates + 1)]
+    return [
+        [row for group in groups[first:last] for row in group] for first, last in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
+    """One update's completions to `parts` micro-batches of balanced padded cost.
+
+    Either whole groups share a micro-batch, so that every prompt runs once, or completions of like length do, so that there
+    is less padding but a prompt may run in several: whichever costs fewer token slots.
+    """
+    if parts == 1:
+        return [rows]
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    units: list[list[list[Row]]] = [
+        sorted(groups.values(), key=lambda group: max(row.length for row in group)),
+        [[row] for row in sorted(rows, key=lambda row: row.length)],
+    ]
+    plans = [balanced_split(unit, parts, lambda part: padded_cost([row for group in part for row in group])) for unit in units]
+    splits = [[sorted((row for group in part for row in group), key=lambda row: row.group) for part in plan] for plan in plans]
+    return min(splits, key=lambda plan: sum(map(padded_cost, plan)))
+
+
+def padded_cost(rows: list[Row]) -> int:
+    """Token slots a micro-batch of these completions takes: its prompts once, its completions padded to the longest."""
+    if not rows:
+        return 0
+    prompts = {row.group: len(row.prompt_ids) for row in rows}
+    return len(prompts) * max(prompts.values()) + len(rows) * max(row.length for row in rows)
+
+
+def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
+    """Cut a list into `parts` runs so that the costliest run is as cheap as can be (bisection on its cost)."""
+
+    def cut(limit: int) -> list[list[Item]]:
+        runs: list[list[Item]] = [[]]
+        for item in items:
+            if runs[-1] and cost([*runs[-1], item]) > limit:
+                runs.append([])
+            runs[-1].append(item)
+        return runs
+
+    low, high = 0, cost(items)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= parts else (middle + 1, high)
+    runs = cut(high)
+    return runs + [[] for _ in range(parts - len(runs))]
+
+
+def collate(rows: list[Row], pad_id: int) -> MicroBatch:
+    """Completions to a padded micro-batch, their prompts stored once."""
+    prompts = {row.group: row.prompt_ids for row in rows}
+    prompt_ids, prompt_mask = left_pad(list(prompts.values()), pad_id)
+    position = {group: i for i, group in enumerate(prompts)}
+    width = max(1, *(row.length for row in rows)) if rows else 1
+
+    def padded(values: Callable[[Row], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[*values(row), *[fill] * (width - row.length)] for row in rows], dtype=dtype)
+
+    return MicroBatch(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        prompt_index=torch.tensor([position[row.group] for row in rows]),
+        completion_ids=padded(lambda row: row.completion.token_ids, pad_id, torch.long),
+        attention_mask=padded(lambda row: [True] * row.length, False, torch.bool),
+        completion_mask=padded(lambda row: row.mask, False, torch.bool),
+        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+        rollout_logprobs=padded(lambda row: row.completion.logprobs, 0.0, torch.float32),
+    )
+
+
+def idle_micro_batch(row: Row, pad_id: int) -> MicroBatch:
+    """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step."""
+    token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])
+    return collate([Row(row.group, row.prompt_ids, token, 0.0)], pad_id)

@@ -1,0 +1,1 @@
+"""The policy: loading it, scoring completions under it, and its frozen reference."""

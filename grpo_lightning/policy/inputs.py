@@ -1,0 +1,44 @@
+"""What a forward call is given: positions counted over real tokens, and only the arguments a model knows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def text_positions(mask: Tensor) -> Tensor:
+    """[N, L] position of every token, counted over real tokens: left padding must not move a prompt.
+
+    Completions continue at the real prompt length. With the padded length instead the gradient is off by 60 % and no loss
+    curve shows it.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """True if the model's forward names this argument (a **kwargs would swallow it silently)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return argument in forward_arguments(type(base))
+
+
+@functools.cache
+def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
+    """The names in a model class's forward signature; cached, as every decoding step asks."""
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
+    """The arguments among these that the model's forward names."""
+    return {name: value for name, value in arguments.items() if accepts(model, name)}
+
+
+def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts to ([N, L] ids, [N, L] bool mask), padded in front."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (length - len(row)) + row for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(length) >= (length - lengths)[:, None]

@@ -1,0 +1,195 @@
+"""Loading the policy: weights, tokenizer, precision, attention kernel, and how it is run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo_lightning.policy.scoring import Scorer, choose_path
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
+ActivationCheckpointing = Literal["none", "chunks", "layers"]
+
+
+@dataclass
+class Policy:
+    """A loaded policy and what belongs to it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    scorer: Scorer
+
+
+class PolicyLoader:
+    """Where the policy comes from and how it is run.
+
+    Args:
+        name: Hub name or local folder. Not needed when `model` is given.
+        model: A model in memory, trained in place, or a config, for random weights.
+        tokenizer: Tokenizer, or its name or folder; `name`'s own by default.
+        dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
+            bfloat16 weights do not move.
+        attention: Kernel; "auto" takes flash_attention_2 where it is installed and a CUDA device is there, else sdpa.
+        from_scratch: Build the architecture named by `name` with random weights.
+        scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
+        chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at once.
+        activation_checkpointing: Recompute activations in the backward pass: of "chunks" of completions, or of "layers".
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        attention: Attention = "auto",
+        from_scratch: bool = False,
+        scoring: Literal["auto", "extended", "dense"] = "auto",
+        chunk_size: int | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        revision: str = "main",
+        trust_remote_code: bool = False,
+    ) -> None:
+        if (name is None) == (model is None):
+            raise ValueError(f"Give the policy either a name or a model, got name={name!r} and model={type(model).__name__}.")
+        if model is not None and tokenizer is None:
+            raise ValueError("A policy given as a model or config needs its tokenizer: pass `tokenizer` (object, name or folder).")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.attention = attention
+        self.from_scratch = from_scratch
+        self.scoring = scoring
+        self.chunk_size = chunk_size
+        self.activation_checkpointing = activation_checkpointing
+        self.revision = revision
+        self.trust_remote_code = trust_remote_code
+
+    @classmethod
+    def of(cls, policy: str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig, tokenizer: Any = None) -> PolicyLoader:
+        """A loader for anything that names or is a policy.
+
+        Raises:
+            ValueError: If a tokenizer is given both here and in the loader.
+        """
+        if isinstance(policy, PolicyLoader):
+            if tokenizer is not None:
+                raise ValueError("Two tokenizers: give it to the PolicyLoader or to the module, not to both.")
+            return policy
+        if isinstance(policy, (str, Path)):
+            return cls(str(policy), tokenizer=tokenizer)
+        return cls(model=policy, tokenizer=tokenizer)
+
+    def load(self) -> Policy:
+        """Load everything and choose the scoring path, in that order of cost: tokenizer before weights."""
+        tokenizer = self.load_tokenizer()
+        model = self.load_model()
+        refuse_non_causal(model)
+        disable_dropout(model)
+        if self.activation_checkpointing == "layers":
+            checkpoint_layers(model)
+        path, reason = choose_path(model, self.scoring)
+        log.info("Scoring path: %s (%s).", path, reason)
+        return Policy(
+            model, tokenizer, Scorer(path, self.chunk_size, checkpoint_chunks=self.activation_checkpointing == "chunks")
+        )
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with a pad token for it if it has none: padding is masked everywhere, any id serves."""
+        from transformers import AutoTokenizer
+
+        tokenizer = self.tokenizer or self.name
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(tokenizer), revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise ValueError("The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token.")
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer  # type: ignore[no-any-return]
+
+    def load_model(self) -> PreTrainedModel:
+        """The model in eval mode, its weights in `dtype`."""
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+        if isinstance(self.model, PreTrainedModel):
+            return self.model.eval()
+        options: dict[str, Any] = {
+            "dtype": getattr(torch, self.dtype),
+            "attn_implementation": self.choose_attention(),
+            "trust_remote_code": self.trust_remote_code,
+        }
+        config = self.model
+        if config is None and not self.from_scratch:
+            return AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options).eval()
+        if config is None:
+            config = AutoConfig.from_pretrained(
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        return AutoModelForCausalLM.from_config(config, **options).eval()
+
+    def choose_attention(self) -> str | None:
+        """The attention kernel to ask transformers for; None leaves models without sdpa to their own default."""
+        if self.attention != "auto":
+            return self.attention
+        has_flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
+        if has_flash and self.dtype != "float32":
+            log.info("Attention: flash_attention_2 (flash-attn is installed).")
+            return "flash_attention_2"
+        reason = "it needs 16-bit weights" if has_flash else "flash-attn with a CUDA device is not there"
+        log.info("Attention: the model's default, sdpa for most (flash_attention_2 not used: %s).", reason)
+        return None
+
+
+def refuse_non_causal(model: nn.Module) -> None:
+    """Raise ValueError for models that do not generate."""
+    if not hasattr(model, "generate"):
+        raise ValueError(f"The policy must be a causal language model with `generate`, got {type(model).__name__}.")
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "router_jitter_noise", "jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Recompute every decoder layer in the backward pass, with the prefix cache left in place.
+
+    Wraps `forward`, not the module: hooks of sharding strategies stay outside the recompute. transformers' own switch cannot
+    be used: it drops the cache in train mode.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers that can be checkpointed. Set policy.activation_checkpointing to 'chunks'."
+        )
+    for layer in layers:
+        if not isinstance(layer.forward, functools.partial):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

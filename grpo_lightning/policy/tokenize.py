@@ -1,0 +1,29 @@
+"""Prompts to token ids, by the policy's tokenizer."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lightning.types import Prompt
+
+
+def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The prompt's token ids: text as it is, messages through the chat template with the assistant's turn opened.
+
+    Raises:
+        ValueError: If the prompt has no tokens, or messages meet a tokenizer without a chat template.
+    """
+    if isinstance(prompt.content, str):
+        ids = tokenizer(prompt.content)["input_ids"]
+    else:
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"Prompt {prompt.index} is a list of messages, but the tokenizer has no chat template. Set "
+                "`tokenizer.chat_template`, use an instruction-tuned model, or give prompts as text."
+            )
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in prompt.content], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    if not ids:
+        raise ValueError(f"Prompt {prompt.index} has no tokens: {prompt.content!r}. Remove the row.")
+    return list(ids)

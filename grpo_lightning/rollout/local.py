@@ -1,0 +1,335 @@
+"""The local engine: samples with the policy itself, through stock transformers.
+
+Every prompt is prefilled once, its cache fanned out to its G completions, and rows that end leave the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from grpo_lightning.policy.inputs import accepts, known_arguments, left_pad, text_positions
+from grpo_lightning.policy.prefix_cache import LostCacheError
+from grpo_lightning.rollout.base import Progress
+from grpo_lightning.types import Completion, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """Samples with the policy itself.
+
+    Args:
+        max_rows: Completions decoded at the same time. More prompts than fit are decoded in waves; a wave holds at least
+            one prompt's G. Bounds the memory of the key-value cache. None decodes all at once.
+    """
+
+    def __init__(self, max_rows: int | None = None) -> None:
+        if max_rows is not None and max_rows < 1:
+            raise ValueError(f"engine.max_rows must be at least 1, or null for no limit, got {max_rows}.")
+        self.max_rows = max_rows
+
+    def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Remember the policy, its stop tokens, and whether its cache can be fanned out."""
+        self.policy, self.tokenizer = policy, tokenizer
+        self.stop_ids = stop_ids(policy, tokenizer)
+        if not self.stop_ids:
+            log.warning("Neither the generation config nor the tokenizer names a stop token: every completion is truncated.")
+        self.why_not_shared = no_fan_out_reason(policy)
+        if self.why_not_shared:
+            log.warning("Sampling with transformers' `generate`, each prompt run G times: %s.", self.why_not_shared)
+
+    def sync_weights(self, policy: nn.Module) -> None:
+        """Nothing to do: the policy samples itself."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num_generations: int,
+        sampling: SamplingParams,
+        seed: int,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Draw G completions for every prompt; see `RolloutEngine.generate`."""
+        device = next(self.policy.parameters()).device
+        generator = torch.Generator(device).manual_seed(seed)
+        groups: list[list[Completion]] = []
+        with evaluating(self.policy):
+            for wave in self.waves(prompts, num_generations):
+                decode = self.decode_with_generate if self.why_not_shared else self.decode
+                rows = decode(wave, num_generations, sampling, generator, progress)
+                groups += [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
+        return groups
+
+    def waves(self, prompts: list[list[int]], num_generations: int) -> list[list[list[int]]]:
+        """The prompts in runs of as many as `max_rows` allows."""
+        size = len(prompts) if self.max_rows is None else max(1, self.max_rows // num_generations)
+        return [prompts[i : i + size] for i in range(0, len(prompts), size)]
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        num_generations: int,
+        sampling: SamplingParams,
+        generator: torch.Generator,
+        progress: Progress | None,
+    ) -> list[Completion]:
+        """One wave: prefill N prompts, fan out to B rows, then a token per step for the rows still open."""
+        device = generator.device
+        prompt_ids, prompt_mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
+        cache = DynamicCache(config=self.policy.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
+        logits = self.forward(prompt_ids, prompt_mask, text_positions(prompt_mask), cache)
+        if cache.get_seq_length() != prompt_ids.shape[1]:
+            raise LostCacheError(
+                f"After a prefill of {prompt_ids.shape[1]} tokens the cache holds {cache.get_seq_length()}: the model dropped "
+                "it. Set policy.scoring to 'dense' and report the model type."
+            )
+        fan = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)
+        cache.reorder_cache(fan)
+        # Padding becomes a token of the prompt: a repetition penalty must not see pad ids the prompt never had.
+        history = torch.where(prompt_mask, prompt_ids, prompt_ids[:, -1:])[fan]
+        state = OpenRows(logits[fan], prompt_mask[fan], prompt_mask.sum(-1, keepdim=True)[fan], history)
+        draw = TokenDrawer(sampling, prompt_ids.shape[1], self.tokenizer, generator)
+
+        drawn = [Drawn([], []) for _ in fan]
+        is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+        is_stop[self.stop_ids] = True
+        rows = list(range(len(fan)))
+        for step in range(sampling.max_completion_length):
+            ids, logprobs = draw(state)
+            ended = is_stop[ids] | draw.ends_with_stop_string(state.history)
+            for row, token, logprob, end in zip(rows, ids.tolist(), logprobs.tolist(), ended.tolist(), strict=True):
+                drawn[row].token_ids.append(token)
+                drawn[row].logprobs.append(logprob)
+                drawn[row].is_stopped = end
+            if progress:
+                progress(step + 1, sampling.max_completion_length)
+            rows = [row for row in rows if not drawn[row].is_stopped]
+            if not rows or step == sampling.max_completion_length - 1:
+                break
+            if len(rows) < len(ids):
+                keep = (~ended).nonzero()[:, 0]
+                cache.reorder_cache(keep)
+                state, ids = state.select(keep), ids[keep]
+            state.mask = torch.cat([state.mask, state.mask.new_ones(len(ids), 1)], 1)
+            state.logits = self.forward(ids[:, None], state.mask, state.position, cache)
+            state.position = state.position + 1
+        return self.completions(drawn)
+
+    def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """[rows, V] logits of the next token."""
+        arguments = known_arguments(self.policy, position_ids=positions, logits_to_keep=1)
+        outputs = self.policy(
+            input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **arguments
+        )
+        return outputs.logits[:, -1]  # type: ignore[no-any-return]
+
+    def decode_with_generate(
+        self,
+        prompts: list[list[int]],
+        num_generations: int,
+        sampling: SamplingParams,
+        generator: torch.Generator,
+        progress: Progress | None,
+    ) -> list[Completion]:
+        """One wave through transformers' `generate`, for models whose state cannot be fanned out."""
+        device = generator.device
+        prompt_ids, prompt_mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_completion_length,
+            num_return_sequences=1,
+            do_sample=not sampling.is_greedy,
+            temperature=None if sampling.is_greedy else sampling.temperature,
+            top_p=None if sampling.is_greedy else sampling.top_p,
+            top_k=None if sampling.is_greedy else sampling.top_k,
+            min_p=None if sampling.is_greedy or not sampling.min_p else sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            suppress_tokens=sampling.suppress_tokens or None,
+            stop_strings=sampling.stop_strings or None,
+            eos_token_id=self.stop_ids or None,
+            pad_token_id=self.pad_id,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        fan = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)
+        seed = int(torch.randint(2**62, (1,), generator=generator, device=device))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)  # `generate` draws from the global generator
+            result = self.policy.generate(  # type: ignore[operator]
+                input_ids=prompt_ids[fan],
+                attention_mask=prompt_mask[fan].long(),
+                generation_config=config,
+                tokenizer=self.tokenizer,
+            )
+        tokens = result.sequences[:, prompt_ids.shape[1] :]
+        scores = torch.stack([torch.log_softmax(step.float(), -1) for step in result.scores], 1)
+        logprobs = scores.gather(2, tokens[..., None])[..., 0]
+        drawn = []
+        stop_strings = StopStrings(sampling.stop_strings, self.tokenizer)
+        for row_ids, row_logprobs in zip(tokens, logprobs.tolist(), strict=True):
+            ends = [
+                i + 1
+                for i, token in enumerate(row_ids.tolist())
+                if token in self.stop_ids or bool(stop_strings(row_ids[None, : i + 1])[0])
+            ]
+            length = ends[0] if ends else len(row_ids)
+            drawn.append(Drawn(row_ids.tolist()[:length], row_logprobs[:length], is_stopped=bool(ends)))
+        return self.completions(drawn)
+
+    def completions(self, drawn: list[Drawn]) -> list[Completion]:
+        """Decode the text and name why each row ended."""
+        texts = self.tokenizer.batch_decode([row.token_ids for row in drawn], skip_special_tokens=True)
+        return [
+            Completion(row.token_ids, row.logprobs, "stop" if row.is_stopped else "length", text)
+            for row, text in zip(drawn, texts, strict=True)
+        ]
+
+    @property
+    def pad_id(self) -> int:
+        """Any id: padding is masked everywhere."""
+        return int(self.tokenizer.pad_token_id or 0)
+
+
+@dataclass
+class Drawn:
+    """A row while it is being decoded."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    is_stopped: bool = False
+
+
+@dataclass
+class OpenRows:
+    """The rows that have not ended: what the next step needs."""
+
+    logits: Tensor
+    """[rows, V] of the next token."""
+
+    mask: Tensor
+    """[rows, seen] True at real tokens."""
+
+    position: Tensor
+    """[rows, 1] of the next token."""
+
+    history: Tensor
+    """[rows, seen] prompt and completion ids."""
+
+    def select(self, keep: Tensor) -> OpenRows:
+        """Only these rows."""
+        return OpenRows(self.logits[keep], self.mask[keep], self.position[keep], self.history[keep])
+
+
+class StopStrings:
+    """[rows] bool: does the completion so far end with a stop string?"""
+
+    def __init__(self, strings: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.criteria = StopStringCriteria(tokenizer, strings) if strings else None
+
+    def __call__(self, completion_ids: Tensor) -> Tensor:
+        if self.criteria is None:
+            return torch.zeros(len(completion_ids), dtype=torch.bool, device=completion_ids.device)
+        return self.criteria(completion_ids, None)  # type: ignore[arg-type]
+
+
+class TokenDrawer:
+    """Draws the next token of every open row, with its log-probability under the distribution it was drawn from."""
+
+    def __init__(
+        self, sampling: SamplingParams, prompt_length: int, tokenizer: PreTrainedTokenizerBase, generator: torch.Generator
+    ) -> None:
+        self.sampling, self.prompt_length, self.generator = sampling, prompt_length, generator
+        self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)
+        self.processors = LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if sampling.suppress_tokens:
+            self.processors.append(SuppressTokensLogitsProcessor(sampling.suppress_tokens, device=generator.device))
+        if sampling.is_greedy:
+            return
+        # transformers' order: the filters act on tempered scores.
+        if sampling.temperature != 1:
+            self.processors.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            self.processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.processors.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self.processors.append(MinPLogitsWarper(sampling.min_p))
+
+    def __call__(self, state: OpenRows) -> tuple[Tensor, Tensor]:
+        """([rows] token ids, [rows] log-probs); the ids are appended to the rows' history.
+
+        Raises:
+            FloatingPointError: If the policy's logits are NaN: training has diverged.
+        """
+        logits = state.logits.float()
+        if bool(logits.isnan().any()):
+            raise FloatingPointError(
+                "The policy's logits are NaN, it cannot be sampled from. Training has diverged: lower the learning rate, clip "
+                "gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
+            )
+        distribution = torch.log_softmax(self.processors(state.history, logits), -1)
+        if self.sampling.is_greedy:
+            ids = distribution.argmax(-1)
+        else:
+            ids = torch.multinomial(distribution.exp(), 1, generator=self.generator)[:, 0]
+        state.history = torch.cat([state.history, ids[:, None]], 1)
+        return ids, distribution.gather(1, ids[:, None])[:, 0]
+
+    def ends_with_stop_string(self, history: Tensor) -> Tensor:
+        """[rows] bool, looking at the completion alone."""
+        return self.stop_strings(history[:, self.prompt_length :])
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion: the generation config's (often several) and the tokenizer's."""
+    ids: set[int] = set()
+    for owner in (getattr(policy, "generation_config", None), tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, (list, tuple)) else {value} if value is not None else set()
+    return sorted(ids)
+
+
+def no_fan_out_reason(policy: nn.Module) -> str | None:
+    """Why this model's cache cannot be fanned out; None if it can."""
+    base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    if getattr(base.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    if not accepts(policy, "past_key_values"):
+        return f"{type(base).__name__}.forward takes no past_key_values"
+    layers = DynamicCache(config=base.config.get_text_config(decoder=True)).layers  # type: ignore[operator, union-attr]
+    if missing := sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "reorder_cache")}):
+        return f"the cache layer {', '.join(missing)} cannot be reordered"
+    return None

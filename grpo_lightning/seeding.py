@@ -1,0 +1,20 @@
+"""Seeds: every random choice follows from the run's seed and the name of what is chosen, never from global state.
+
+So a resumed run draws what the unbroken one would have drawn, and no random state has to be saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+
+def run_seed(seed: int | None) -> int:
+    """`seed`, or that of `lightning.seed_everything` (the CLI's `--seed_everything`), or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed in [0, 2^63) that depends on every part: derived_seed(seed, "rollout", rank, 12)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

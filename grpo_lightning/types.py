@@ -1,0 +1,174 @@
+"""The records that travel through a training step.
+
+Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens,
+T completion tokens, V vocabulary. A prompt is stored once and its G completions hang on it: nothing is repeated G times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Message = Mapping[str, Any]
+"""One chat turn: {"role": "user", "content": "..."}."""
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop token or stop string ended the completion. `length`: `max_completion_length` cut it (truncated)."""
+
+
+@dataclass
+class Prompt:
+    """One question, as the data has it: before any tokenizer."""
+
+    content: str | Sequence[Message]
+    """Plain text, or chat messages for which the tokenizer's chat template is used."""
+
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the data row; rewards receive them by name."""
+
+    index: int = -1
+    """Position in the data set: the prompt's identity in logs and in a resumed run."""
+
+    source: str = ""
+    """The mixture entry the row came from."""
+
+
+@dataclass
+class Completion:
+    """One sampled answer."""
+
+    token_ids: list[int]
+    """[T] drawn tokens, the stop token included; never padding."""
+
+    logprobs: list[float]
+    """[T] nats: log-probability of each token under the distribution it was drawn from."""
+
+    finish_reason: FinishReason
+
+    text: str = ""
+    """The tokens decoded, special tokens left out."""
+
+    mask: list[bool] | None = None
+    """[T] True where a token is trained on; None trains on all. Tokens the policy did not draw (tool output) are False."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the length limit ended the completion."""
+        return self.finish_reason == "length"
+
+
+@dataclass
+class Group:
+    """A prompt and its G completions: the unit GRPO compares within."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    """[L] the prompt's tokens, unpadded."""
+
+    completions: list[Completion]
+
+    weight_version: int = 0
+    """How many rollouts the weights had been synchronised for when this group was drawn."""
+
+
+@dataclass
+class SamplingParams:
+    """How completions are drawn.
+
+    Log-probabilities are those of the distribution really drawn from. With `top_p`, `top_k`, `min_p` or
+    `repetition_penalty` set, that is no longer the distribution the policy is trained on (full softmax at `temperature`).
+    """
+
+    max_completion_length: int = 512
+    """Tokens after which a completion is cut."""
+
+    temperature: float = 1.0
+    """Divides the logits; the same temperature is used wherever log-probs are computed. 0 is greedy (evaluation only)."""
+
+    top_p: float = 1.0
+    """Nucleus mass (Holtzman et al. 2019); 1 keeps every token."""
+
+    top_k: int = 0
+    """Keep only the k most likely tokens; 0 keeps every token."""
+
+    min_p: float = 0.0
+    """Keep tokens with at least `min_p` times the most likely token's probability; 0 keeps every token."""
+
+    repetition_penalty: float = 1.0
+    """Divides the score of tokens already seen (Keskar et al. 2019); 1 is off."""
+
+    suppress_tokens: list[int] = field(default_factory=list)
+    """Token ids that are never drawn."""
+
+    stop_strings: list[str] = field(default_factory=list)
+    """A completion ends with the token that completes one of these strings."""
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        limits = [
+            ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or positive"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive (1 is off)"),
+            ("stop_strings", all(self.stop_strings), "free of empty strings"),
+        ]
+        for name, is_valid, allowed in limits:
+            if not is_valid:
+                raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)!r}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def reshaping(self) -> dict[str, float]:
+        """The settings that make the drawn distribution differ from the trained one, by name."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward trains on: some prompts and some of their completions, padded."""
+
+    prompt_ids: Tensor
+    """[N, L] left padded."""
+
+    prompt_mask: Tensor
+    """[N, L] bool, True at real tokens."""
+
+    prompt_index: Tensor
+    """[B] the prompt each completion belongs to."""
+
+    completion_ids: Tensor
+    """[B, T] right padded."""
+
+    attention_mask: Tensor
+    """[B, T] bool, True at real tokens."""
+
+    completion_mask: Tensor
+    """[B, T] bool, True where a token is trained on; may have holes."""
+
+    advantages: Tensor
+    """[B] float32."""
+
+    rollout_logprobs: Tensor
+    """[B, T] float32, from the engine."""
+
+    old_logprobs: Tensor | None = None
+    """[B, T] float32, policy at the start of the cycle; None until they are known."""
+
+    ref_logprobs: Tensor | None = None
+    """[B, T] float32, reference; None when beta is 0."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch on `device`."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))

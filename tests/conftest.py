@@ -1,0 +1,59 @@
+"""What holds for every test: offline, seeded, and no state left for the next one."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+# Before transformers and datasets are imported: they read these once. Child processes inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_XDIST_WORKER:
+    os.environ["OMP_NUM_THREADS"] = "1"  # the workers already use every core
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+if IS_XDIST_WORKER:
+    torch.set_num_threads(1)
+
+# No deadline: the first example of a test pays for imports and compilation. A failure in CI must be repeatable.
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def isolation() -> Iterator[None]:
+    """Seed every generator; afterwards undo what a Trainer or a test left behind in this process."""
+    environment, arguments = dict(os.environ), sys.argv
+    sys.argv = arguments[:1]  # LightningCLI warns about pytest's own arguments
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    sys.argv = arguments
+    os.environ.clear()  # Lightning leaves PL_GLOBAL_SEED, MASTER_PORT and others
+    os.environ.update(environment)

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from grpo_lightning.functional import equal_groups, group_relative_advantages
+
+quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
+NAN = float("nan")
+BASELINES = ["group_mean", "leave_one_out"]
+SCALES = ["group_std", "batch_std", "none"]
+choices = pytest.mark.parametrize(("baseline", "scale"), [(b, s) for b in BASELINES for s in SCALES])
+
+
+@st.composite
+def reward_groups(draw: st.DrawFn, *, min_scorable: float = 0.0) -> Tensor:
+    shape = draw(st.integers(1, 4)), draw(st.integers(2, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    coarse = torch.randint(0, 3, shape, generator=generator, dtype=torch.float64)
+    fine = torch.randn(shape, generator=generator, dtype=torch.float64)
+    rewards = coarse if draw(st.booleans()) else fine
+    is_dropped = torch.rand(shape, generator=generator) > max(draw(st.sampled_from([0.5, 0.8, 1.0])), min_scorable)
+    return rewards.masked_fill(is_dropped, NAN)
+
+
+# --- by hand
+
+
+def check_advantages(group_relative_advantages: Any) -> None:
+    # Group 1: mean 2, deviations -2 0 2, unbiased variance 8 / 2, std 2.
+    # Group 2: one is not scorable; mean 5, deviations -1 1, variance 2 / 1, std sqrt(2).
+    rewards = torch.tensor([[0.0, 2.0, 4.0], [4.0, NAN, 6.0]])
+    root = math.sqrt(2)
+    assert_close(
+        group_relative_advantages(rewards, eps=0.0), torch.tensor([[-1.0, 0.0, 1.0], [-1 / root, 0.0, 1 / root]])
+    )
+    assert_close(group_relative_advantages(rewards, eps=1.0)[0], torch.tensor([-2 / 3, 0.0, 2 / 3]))
+    assert_close(group_relative_advantages(rewards, scale="none"), torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]))
+    # Leave one out: 0 - (2 + 4) / 2 = -3; 2 - (0 + 4) / 2 = 0; 4 - (0 + 2) / 2 = 3; and 4 - 6 = -2, 6 - 4 = 2.
+    leave_one_out = group_relative_advantages(rewards, baseline="leave_one_out", scale="none")
+    assert_close(leave_one_out, torch.tensor([[-3.0, 0.0, 3.0], [-2.0, 0.0, 2.0]]))
+    # Over the batch 0 2 4 4 6: mean 3.2, squares 10.24 + 1.44 + .64 + .64 + 7.84 = 20.8, variance 20.8 / 4.
+    batch = group_relative_advantages(rewards, scale="batch_std", eps=0.0)
+    assert_close(batch, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(5.2))
+
+
+def check_equal_groups(equal_groups: Any) -> None:
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [1.0, NAN, 1.0], [2.0, NAN, NAN], [NAN] * 3, [1.0, 1.0, 0.0]])
+    assert equal_groups(rewards).tolist() == [True, True, True, True, False]
+
+
+def test_advantages_by_hand() -> None:
+    check_advantages(group_relative_advantages)
+
+
+def test_equal_groups_by_hand() -> None:
+    check_equal_groups(equal_groups)
+
+
+@choices
+def test_a_group_that_teaches_nothing_gets_exactly_zero(baseline: Any, scale: Any) -> None:
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [NAN, 5.0, NAN], [NAN, NAN, NAN], [0.0, 1.0, 2.0]])
+    result = group_relative_advantages(rewards, baseline=baseline, scale=scale)
+    assert (result[:3] == 0).all()
+    assert result[3].abs().sum() > 0
+
+
+@choices
+def test_rounding_errors_of_equal_rewards_teach_nothing(baseline: Any, scale: Any) -> None:
+    rewards = torch.rand(500, 1, generator=torch.Generator().manual_seed(0)).expand(500, 7)
+    naive = rewards - rewards.mean(dim=1, keepdim=True)
+    assert (naive != 0).any(), "the rounding this test is about does not happen"
+    assert (group_relative_advantages(rewards, baseline=baseline, scale=scale, eps=0.0) == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (4,), (2, 2, 2), (3, 0)])
+@pytest.mark.parametrize("function", [group_relative_advantages, equal_groups])
+def test_a_wrong_shape_is_explained(function: Any, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"num_generations >= 2, got \[.*\]. Raise num_generations, or reshape"):
+        function(torch.zeros(shape))
+
+
+def test_unknown_choices_are_named() -> None:
+    with pytest.raises(ValueError, match="baseline must be 'group_mean' or 'leave_one_out', got 'mean'"):
+        group_relative_advantages(torch.zeros(1, 2), baseline="mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scale must be 'group_std', 'batch_std' or 'none', got 'std'"):
+        group_relative_advantages(torch.zeros(1, 2), scale="std")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_results_are_float32_whatever_the_rewards_are(dtype: torch.dtype) -> None:
+    rewards = torch.tensor([[0, 1, 1, 0]], dtype=dtype)
+    assert_close(group_relative_advantages(rewards), group_relative_advantages(rewards.float()))
+    assert group_relative_advantages(rewards).dtype == torch.float32
+
+
+# --- parity with a loop
+
+
+def loop_advantages(rewards: list[list[float]], baseline: str, scale: str, eps: float) -> list[list[float]]:
+    everything = [r for group in rewards for r in group if not math.isnan(r)]
+    result = []
+    for group in rewards:
+        known = [r for r in group if not math.isnan(r)]
+        row = []
+        for i, r in enumerate(group):
+            if math.isnan(r) or len(set(known)) < 2:
+                row.append(0.0)
+                continue
+            others = [o for j, o in enumerate(group) if j != i and not math.isnan(o)]
+            divisor = {"group_std": known, "batch_std": everything}.get(scale)
+            gain = r - statistics.fmean(known if baseline == "group_mean" else others)
+            row.append(gain / (statistics.stdev(divisor) + eps) if divisor else gain)
+        result.append(row)
+    return result
+
+
+@choices
+@quick
+@given(rewards=reward_groups())
+def test_advantages_equal_a_loop(baseline: Any, scale: Any, rewards: Tensor) -> None:
+    expected = torch.tensor(loop_advantages(rewards.tolist(), baseline, scale, 1e-4), dtype=torch.float64)
+    assert_close(group_relative_advantages(rewards, baseline=baseline, scale=scale), expected)
+
+
+# --- properties
+
+
+@choices
+@quick
+@given(rewards=reward_groups(), data=st.data())
+def test_rows_sum_to_zero_and_follow_a_permutation(
+    baseline: Any, scale: Any, rewards: Tensor, data: st.DataObject
+) -> None:
+    result = group_relative_advantages(rewards, baseline=baseline, scale=scale)
+    assert_close(result.sum(dim=1), torch.zeros(len(rewards), dtype=result.dtype), rtol=0, atol=1e-9)
+    assert (result[rewards.isnan()] == 0).all()
+    assert (result[equal_groups(rewards)] == 0).all()
+    columns = data.draw(st.permutations(range(rewards.size(1))))
+    rows = data.draw(st.permutations(range(rewards.size(0))))
+    permuted = group_relative_advantages(rewards[rows][:, columns], baseline=baseline, scale=scale)
+    assert_close(permuted, result[rows][:, columns])
+
+
+@choices
+@quick
+@given(rewards=reward_groups(), shift=st.floats(-10, 10), factor=st.floats(0.5, 20))
+def test_shift_and_positive_scale(baseline: Any, scale: Any, rewards: Tensor, shift: float, factor: float) -> None:
+    options = {"baseline": baseline, "scale": scale, "eps": 0.0}
+    shifted, scaled = (
+        group_relative_advantages(rewards + shift, **options),
+        group_relative_advantages(rewards * factor, **options),
+    )
+    expected = group_relative_advantages(rewards, **options)
+    assert_close(shifted, expected, rtol=1e-9, atol=1e-9)
+    assert_close(scaled, expected * factor if scale == "none" else expected, rtol=1e-9, atol=1e-9)
+
+
+@quick
+@given(rewards=reward_groups(min_scorable=1.0))
+def test_a_completion_not_scorable_is_as_if_never_drawn(rewards: Tensor) -> None:
+    longer = torch.cat([rewards, torch.full((len(rewards), 1), NAN)], dim=1)
+    for baseline in BASELINES:
+        for scale in SCALES:
+            options: dict[str, Any] = {"baseline": baseline, "scale": scale}
+            assert_close(
+                group_relative_advantages(longer, **options)[:, :-1], group_relative_advantages(rewards, **options)
+            )
+
+
+@quick
+@given(rewards=reward_groups())
+def test_a_group_does_not_see_the_others(rewards: Tensor) -> None:
+    alone = torch.cat([group_relative_advantages(group.unsqueeze(0)) for group in rewards])
+    assert_close(group_relative_advantages(rewards), alone)
+
+
+@quick
+@given(rewards=reward_groups(min_scorable=1.0))
+def test_leave_one_out_is_the_stretched_group_mean(rewards: Tensor) -> None:
+    size = rewards.size(1)
+    leave_one_out = group_relative_advantages(rewards, baseline="leave_one_out", scale="none")
+    assert_close(leave_one_out, group_relative_advantages(rewards, scale="none") * size / (size - 1))
+
+
+@quick
+@given(rewards=reward_groups())
+def test_inputs_are_not_modified(rewards: Tensor) -> None:
+    before = rewards.clone()
+    group_relative_advantages(rewards, baseline="leave_one_out", scale="batch_std")
+    equal_groups(rewards)
+    assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
+
+
+# --- teeth
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("rewards - rewards.nanmean(dim=1", "-rewards + rewards.nanmean(dim=1", id="sign flipped"),
+        pytest.param(
+            "nansum(dim=1, keepdim=True) / (num_scorable - 1)",
+            "nansum(dim=1, keepdim=True) / num_scorable",
+            id="population std of the group",
+        ),
+        pytest.param("(num_scorable.sum() - 1)", "num_scorable.sum()", id="population std of the batch"),
+        pytest.param("spread = rewards - rewards.nanmean()", "spread = deviation", id="std around the group means"),
+        pytest.param("* num_scorable / (num_scorable - 1).clamp(min=1)\n    elif", "\n    elif", id="baseline ignored"),
+        pytest.param("is_scorable & ~equal", "~equal", id="not scorable spreads nan"),
+        pytest.param("num_scorable = is_scorable.sum", "num_scorable = torch.ones_like(rewards).sum", id="nan counted"),
+    ],
+)
+def test_broken_advantages_are_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_advantages(broken(group_relative_advantages, old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("highest <= lowest", "highest == lowest", id="nothing scorable"),
+        pytest.param("highest <= lowest", "highest > lowest", id="inverted"),
+        pytest.param("rewards, torch.inf).amin", "rewards, 0.0).amin", id="not scorable taken for 0"),
+    ],
+)
+def test_broken_equal_groups_are_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_equal_groups(broken(equal_groups, old, new))

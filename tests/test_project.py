@@ -1,0 +1,101 @@
+"""The files around the package agree with each other."""
+
+import re
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import grpo_lightning
+
+ROOT = Path(__file__).parents[1]
+
+# Absolute paths of somebody's machine, and addresses of hosts that only they can reach.
+PRIVATE = {
+    "a machine's path": re.compile(r"(?<![\w.~/}-])/(?:root|home|Users|work|opt|mnt|scratch)/\w"),
+    "an IP address": re.compile(r"(?<![\w.])(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}(?![\w.])"),
+    "a package index": re.compile(r"--(?:extra-)?index-url|--find-links|PIP_(?:EXTRA_)?INDEX_URL"),
+}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def project_files() -> list[Path]:
+    """What git tracks, or would track after `git add`."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in result.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def private_mentions(text: str) -> list[str]:
+    return [f"{what}: {match[0]}" for what, pattern in PRIVATE.items() for match in pattern.finditer(text)]
+
+
+def test_no_file_names_a_machine():
+    found = []
+    for path in project_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # an image
+            continue
+        found += [f"{path.relative_to(ROOT)}: {mention}" for mention in private_mentions(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/".join(["at ", "home", "someone", "data"]), "http://" + ".".join("10208"), "pip install --" + "index-url=x"],
+)
+def test_private_mentions_are_found(text: str):
+    assert private_mentions(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["docs/home/page", "127.0.0.1", "https://example.org/home/x", "#!/usr/bin/env bash", "2.11.0", "~/work/x"]
+)
+def test_what_everyone_has_is_not_private(text: str):
+    assert not private_mentions(text)
+
+
+def test_every_make_target_has_a_help_line():
+    makefile = read("Makefile")
+    phony = set(re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split())
+    targets = dict(re.findall(r"^([a-z][a-z-]*):(?:.*## )?(.*)$", makefile, re.MULTILINE))
+    assert targets.keys() == phony
+    assert not [name for name, text in targets.items() if not text or not re.search(rf"^{name}:.*## ", makefile, re.M)]
+
+
+def test_make_help_lists_every_target():
+    makefile = read("Makefile")
+    result = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [line.split()[0] for line in result.stdout.splitlines()]
+    assert listed == re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
+
+
+def test_make_targets_run_files_that_exist():
+    scripts = re.findall(r"\b(?:benchmarks|recipes)/[\w./-]+", read("Makefile"))
+    assert scripts
+    assert [name for name in scripts if not (ROOT / name).is_file()] == []
+
+
+def test_the_version_is_the_same_everywhere():
+    stated = re.search(r'^version = "([^"]+)"', read("pyproject.toml"), re.MULTILINE)[1]
+    newest = re.search(r"^## \[(\d[^\]]*)\]", read("CHANGELOG.md"), re.MULTILINE)[1]
+    assert stated == newest == version("grpo-lightning") == grpo_lightning.__version__
+
+
+def test_compromised_lightning_releases_are_excluded():
+    assert '"lightning>=2.6.4"' in read("pyproject.toml")
+
+
+def test_every_import_path_in_the_documents_exists():
+    """A folder or file of the package that README or CONTRIBUTING name is there."""
+    text = read("README.md") + read("CONTRIBUTING.md")
+    named = set(re.findall(r"\bgrpo_lightning/[\w/]+\.py\b|\btests/\w+\.py\b", text))
+    assert named
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []

@@ -1,0 +1,265 @@
+"""The losses and advantages equal TRL's, in value and in parameter gradient, wherever both define them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from grpo_lightning.functional import (
+    aggregate,
+    cispo_surrogate,
+    clipped_surrogate,
+    group_relative_advantages,
+    importance_ratio,
+    is_clipped_high,
+    is_clipped_low,
+    kl_divergence,
+    masked_mean,
+    step_counts,
+    token_entropy,
+    token_logprobs,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are not ours to mend
+
+TEMPERATURE = 0.7
+MAX_COMPLETION_LENGTH = 8
+PROMPT_MASK = [[0, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 1]]
+LENGTHS = [5, 2, 1, 4]
+BY = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "cispo": "token", "dr_grpo": "constant"}
+CLIPPED = ["grpo", "dapo", "bnpo", "dr_grpo"]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Build a real trainer on a tiny random model, offline; each test sets the options its loss reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}.items():
+            patch.setenv(name, value)
+        trl = pytest.importorskip("trl", minversion="1.16")
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+        words = ["<pad>", "<eos>", *(f"w{i}" for i in range(30))]
+        vocabulary = {word: i for i, word in enumerate(words)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        config = Qwen2Config(
+            vocab_size=len(words),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.3,  # far from uniform
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Qwen2ForCausalLM(config).train()
+            result = trl.GRPOTrainer(
+                model,
+                reward_funcs=lambda completions, **_: [0.0] * len(completions),
+                args=trl.GRPOConfig(
+                    output_dir=str(tmp_path_factory.mktemp("trl")),
+                    per_device_train_batch_size=4,
+                    num_generations=2,
+                    max_completion_length=MAX_COMPLETION_LENGTH,
+                    temperature=TEMPERATURE,
+                    use_bias_correction_kl=False,
+                    use_cpu=True,
+                    bf16=False,
+                    report_to=[],
+                ),
+                train_dataset=Dataset.from_dict({"prompt": ["w1 w2"] * 4}),
+                processing_class=PreTrainedTokenizerFast(
+                    tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+                ),
+            )
+        yield result
+
+
+@pytest.fixture(scope="module")
+def step(trainer: Any) -> dict[str, Tensor]:
+    """Make a batch after some updates, so that ratios, on both sides of the clip range, differ from 1."""
+    generator = torch.Generator().manual_seed(0)
+    completion_mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)).long()
+    batch = {
+        "prompt_ids": torch.randint(2, 32, (4, 3), generator=generator),
+        "prompt_mask": torch.tensor(PROMPT_MASK),
+        "completion_ids": torch.randint(2, 32, (4, 5), generator=generator),
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.2, -0.9, 0.5, -0.7]),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    with torch.no_grad():
+        now, _ = policy(trainer.model, batch)
+    # Whole rows moved too, so that sequence ratios meet each of the four cases of side and sign.
+    moved = torch.tensor([0.5, -0.5, -0.5, 0.5]).unsqueeze(1) + 0.5 * torch.randn(4, 5, generator=generator)
+    batch["old_per_token_logps"] = now - moved
+    batch["ref_per_token_logps"] = now + 0.5 * torch.randn(4, 5, generator=generator)
+    return batch
+
+
+def policy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Score the completions with one plain forward pass: log-probs and entropies."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    logits = logits[:, batch["prompt_ids"].size(1) - 1 : -1]  # the last prompt position predicts the first token
+    entropies = token_entropy(logits, temperature=TEMPERATURE)
+    return token_logprobs(logits, batch["completion_ids"], temperature=TEMPERATURE), entropies
+
+
+def configure(
+    trainer: Any,
+    loss_type: str,
+    *,
+    beta: float = 0.0,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    level: str = "token",
+    micro_batches: int = 1,
+) -> None:
+    trainer.loss_type, trainer.beta, trainer.importance_sampling_level = loss_type, beta, level
+    trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta = 0.2, epsilon_high, delta
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = micro_batches
+
+
+def ours(trainer: Any, batch: dict[str, Tensor], *, counts: tuple[int, int], trained: Tensor | None = None) -> Tensor:
+    """Compose the loss that the trainer is configured for."""
+    mask = batch["completion_mask"].bool() if trained is None else trained
+    logprobs, _ = policy(trainer.model, batch)
+    gain = batch["advantages"].unsqueeze(1)
+    level = trainer.importance_sampling_level
+    ratio = importance_ratio(logprobs, batch.get("old_per_token_logps", logprobs), mask, level=level)
+    if trainer.loss_type == "cispo":
+        loss = cispo_surrogate(ratio, gain, logprobs, epsilon_high=trainer.epsilon_high - 1)  # TRL's is the cap itself
+    else:
+        high, dual_clip = trainer.epsilon_high, trainer.args.delta
+        loss = clipped_surrogate(ratio, gain, epsilon=trainer.epsilon_low, epsilon_high=high, dual_clip=dual_clip)
+    if trainer.beta:
+        loss = loss + trainer.beta * kl_divergence(logprobs, batch["ref_per_token_logps"], mask)
+    by: Any = BY[trainer.loss_type]
+    num_tokens, num_sequences = counts
+    return aggregate(
+        loss,
+        mask,
+        by=by,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        max_completion_length=MAX_COMPLETION_LENGTH,
+    )
+
+
+def gradients(trainer: Any, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(trainer.model.parameters())))
+
+
+def assert_same(trainer: Any, our_loss: Tensor, their_loss: Tensor) -> None:
+    assert_close(our_loss, their_loss, rtol=1e-6, atol=1e-6)
+    their_gradients = gradients(trainer, their_loss)
+    assert_close(gradients(trainer, our_loss), their_gradients, rtol=1e-5, atol=1e-6)
+    assert max(gradient.abs().max().item() for gradient in their_gradients) > 1e-2, "nothing to compare"
+
+
+def check(trainer: Any, batch: dict[str, Tensor]) -> None:
+    counts = step_counts(batch["completion_mask"].bool())
+    assert_same(trainer, ours(trainer, batch, counts=counts), trainer._compute_loss(trainer.model, batch))
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beta", [0.0, 0.04, 1.0])
+def test_loss_and_gradient(trainer: Any, step: dict[str, Tensor], loss_type: str, level: str, beta: float) -> None:
+    configure(trainer, loss_type, level=level, beta=beta)
+    check(trainer, step)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_clip_higher_with_the_two_sided_clip(trainer: Any, step: dict[str, Tensor], loss_type: str, level: str) -> None:
+    configure(trainer, loss_type, level=level, epsilon_high=0.28)
+    one_sided = trainer._compute_loss(trainer.model, step)
+    configure(trainer, loss_type, level=level, epsilon_high=0.28, delta=1.3)
+    assert trainer._compute_loss(trainer.model, step) < one_sided, "nothing is beyond delta"
+    check(trainer, step)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("cap", [0.9, 1.2, 5.0])
+def test_cispo(trainer: Any, step: dict[str, Tensor], level: str, cap: float) -> None:
+    configure(trainer, "cispo", level=level, epsilon_high=cap, beta=0.04)
+    check(trainer, step)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_the_first_update(trainer: Any, step: dict[str, Tensor], loss_type: str) -> None:
+    configure(trainer, loss_type, beta=0.04)
+    check(trainer, {name: tensor for name, tensor in step.items() if name != "old_per_token_logps"})
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_tokens_the_policy_did_not_draw(trainer: Any, step: dict[str, Tensor], loss_type: str) -> None:
+    # The attention sees the tool's output, the loss does not.
+    tool_mask = torch.ones(4, 5, dtype=torch.long)
+    tool_mask[0, 1:3] = 0
+    trained = (step["completion_mask"] * tool_mask).bool()
+    batch = {**step, "tool_mask": tool_mask, "num_items_in_batch": trained.sum()}
+    configure(trainer, loss_type, beta=0.04)
+    our_loss = ours(trainer, batch, counts=step_counts(trained), trained=trained)
+    assert_same(trainer, our_loss, trainer._compute_loss(trainer.model, batch))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_shares_of_two_micro_batches(trainer: Any, step: dict[str, Tensor], loss_type: str) -> None:
+    # bnpo is missing: TRL divides each micro-batch by its own tokens, so its loss depends on the split.
+    configure(trainer, loss_type, beta=0.04, micro_batches=2)
+    counts = step_counts(step["completion_mask"].bool())
+    halves = [
+        {name: tensor[rows] if tensor.dim() else tensor for name, tensor in step.items()}
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    our_loss = torch.stack([ours(trainer, half, counts=counts) for half in halves]).sum()
+    their_loss = torch.stack([trainer._compute_loss(trainer.model, half) for half in halves]).sum()
+    assert_same(trainer, our_loss, their_loss)
+
+
+def test_logged_numbers(trainer: Any, step: dict[str, Tensor]) -> None:
+    configure(trainer, "dapo", beta=0.04)
+    trainer._metrics["train"].clear()
+    trainer._compute_loss(trainer.model, step)
+    theirs = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    mask, gain = step["completion_mask"].bool(), step["advantages"].unsqueeze(1)
+    with torch.no_grad():
+        logprobs, entropies = policy(trainer.model, step)
+    ratio = importance_ratio(logprobs, step["old_per_token_logps"], mask)
+    numbers = {
+        "kl": kl_divergence(logprobs, step["ref_per_token_logps"], mask),
+        "entropy": entropies,
+        "clip_ratio/low_mean": is_clipped_low(ratio, gain, epsilon=0.2).float(),
+        "clip_ratio/high_mean": is_clipped_high(ratio, gain, epsilon_high=0.2).float(),
+    }
+    for name, values in numbers.items():
+        assert theirs[name] > 0
+        assert masked_mean(values, mask).item() == pytest.approx(theirs[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
+def test_advantages(scale: Any) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    nan = float("nan")
+    rewards = torch.tensor([[0.0, 1.0, 1.0, 0.5], [2.0, nan, -1.0, 0.25], [1.0, 0.0, 0.0, nan], [1.0, 1.0, 1.0, 1.0]])
+    theirs = rewards - rewards.nanmean(dim=1, keepdim=True)
+    if scale == "group_std":
+        theirs = theirs / (utils.nanstd(rewards, dim=1, keepdim=True) + 1e-4)
+    elif scale == "batch_std":
+        theirs = theirs / (utils.nanstd(rewards) + 1e-4)
+    assert_close(group_relative_advantages(rewards, scale=scale), theirs.nan_to_num(0.0), rtol=1e-6, atol=1e-6)
