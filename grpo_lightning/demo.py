@@ -96,7 +96,9 @@ class DemoTask:
         """Draw the three sets without replacement, so that they cannot share a sequence."""
         sizes = (self.num_warm_up, self.num_train, self.num_heldout)
         codes = random.Random(self.seed).sample(range(self.modulus**self.num_digits), sum(sizes))  # noqa: S311
-        drawn = [tuple(code // self.modulus**place % self.modulus for place in range(self.num_digits)) for code in codes]
+        drawn = [
+            tuple(code // self.modulus**place % self.modulus for place in range(self.num_digits)) for code in codes
+        ]
         first, second = sizes[0], sizes[0] + sizes[1]
         return DemoSplit(warm_up=drawn[:first], train=drawn[first:second], heldout=drawn[second:])
 
@@ -112,29 +114,36 @@ class DemoTask:
 class DemoModel:
     """The size of the Qwen2."""
 
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    num_layers: int = 3
+    hidden_size: int = 64
+    intermediate_size: int = 192
+    num_layers: int = 2
     num_heads: int = 4
-    rope_theta: float = 10000.0
+
+    rope_theta: float = 30.0
+    """Low, for short texts: most rotation frequencies can then tell neighbouring positions apart."""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The supervised phase: worked completions only, then mostly short ones."""
+    """The supervised phase: worked completions until they are learned, then mostly short ones."""
 
-    num_steps: int = 800
     batch_size: int = 64
-    learning_rate: float = 3e-3
-    """Peak of a one-cycle schedule."""
+    learning_rate: float = 5e-3
+    """Reached over the first `num_ramp_steps`, held while the worked habit is learned, then lowered to zero."""
 
-    late_part: float = 0.2
-    """The last part of the steps, in which most completions are short."""
+    num_ramp_steps: int = 50
+    beta2: float = 0.99
+    digit_weight: float = 3.0
+    """Loss weight of digits; the tags around them, most of the text, weigh 1."""
 
-    late_short_share: float = 0.85
-    """Share of short completions in that part. What the rest leaves is how often the policy starts out reasoning."""
+    target_loss: float = 0.01
+    """The worked habit counts as learned once the loss, averaged over about ten steps, is below this."""
 
-    beta2: float = 0.999
+    max_worked_steps: int = 1500
+    num_short_steps: int = 120
+
+    short_share: float = 0.85
+    """Share of short completions in those last steps. The rest is how often the policy starts out writing its steps."""
 
 
 @dataclass(frozen=True)
@@ -223,37 +232,44 @@ def warm_up(
 ) -> None:
     """Teach both habits, in place, on two CPU threads.
 
-    All completions of one habit are equally long, so a step is two rectangular batches and nothing is padded. Loss is
-    the mean over completion tokens.
+    The worked habit appears suddenly, after a few hundred steps whose number varies with the seed; so its phase ends
+    when it is learned. All completions of one habit are equally long: nothing is padded.
+
+    Raises:
+        RuntimeError: If the worked habit is not learned within `max_worked_steps`.
     """
     settings = settings or WarmUp()
-    sequences = task.split().warm_up
-    length = task.num_digits + 1  # prompt tokens
-    habits = [
-        torch.tensor([tokenizer.encode(task.question(digits) + complete(digits) + EOS) for digits in sequences])
-        for complete in (task.worked, task.short)
-    ]
-    num_short = round(settings.late_short_share * settings.batch_size)
-    late = settings.num_steps * (1 - settings.late_part)
-    draw = torch.Generator().manual_seed(task.seed)
+    habits = _Habits(tokenizer, task, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, settings.beta2))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.num_steps)
-    with _threads(2), tqdm(total=settings.num_steps, desc="Warm-up", unit="step", disable=not show_progress) as bar:
-        for step in range(settings.num_steps):
-            rows = torch.randint(len(sequences), (settings.batch_size,), generator=draw)
-            cut = settings.batch_size - (num_short if step >= late else 0)
-            batches = [
-                ids[part] for ids, part in zip(habits, (rows[:cut], rows[cut:]), strict=True) if len(part)
-            ]  # [rows, L + T] each
-            total = sum(batch[:, length:].numel() for batch in batches)
-            loss = torch.stack([_completion_nll(model, batch, length) for batch in batches]).sum() / total
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            bar.update()
+
+    def update(*, num_short: int, rate: float) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * settings.learning_rate
+        loss = habits.loss(model, num_short)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    with _threads(2):
+        average = float("inf")
+        with _progress("Warm-up 1/2, worked answers", settings.max_worked_steps, show_progress) as bar:
+            for step in range(settings.max_worked_steps):
+                loss = update(num_short=0, rate=min(1.0, (step + 1) / settings.num_ramp_steps))
+                average = loss if step == 0 else 0.9 * average + 0.1 * loss
+                _advance(bar, loss)
+                if average < settings.target_loss:
+                    break
+            else:
+                raise RuntimeError(
+                    f"the worked habit was not learned: loss {average:.3f} after {settings.max_worked_steps} steps, "
+                    f"{settings.target_loss} wanted. Take another seed or raise max_worked_steps."
+                )
+        with _progress("Warm-up 2/2, short answers", settings.num_short_steps, show_progress) as bar:
+            for step in range(settings.num_short_steps):
+                num_short = round(settings.short_share * settings.batch_size)
+                _advance(bar, update(num_short=num_short, rate=1 - step / settings.num_short_steps))
 
 
 def prepare(
@@ -299,9 +315,43 @@ def _move_finished(source: Path, folder: Path) -> None:
         shutil.rmtree(source)  # another process finished the same recipe first
 
 
-def _completion_nll(model: Qwen2ForCausalLM, ids: Tensor, length: int) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits[:, length - 1 : -1]  # [rows, T, V]
-    return functional.cross_entropy(logits.transpose(1, 2), ids[:, length:], reduction="sum")
+class _Habits:
+    """The warm-up corpus: every sequence written both ways."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: DemoTask, settings: WarmUp) -> None:
+        sequences = task.split().warm_up
+        self.prompt_length = task.num_digits + 1
+        self.worked, self.short = (
+            torch.tensor([tokenizer.encode(task.question(digits) + habit(digits) + EOS) for digits in sequences])
+            for habit in (task.worked, task.short)
+        )  # [rows, L + T], T differs
+        self.weights = torch.ones(len(tokenizer))  # [V]
+        self.weights[tokenizer.convert_tokens_to_ids(list(string.digits))] = settings.digit_weight
+        self.batch_size = settings.batch_size
+        self.draw = torch.Generator().manual_seed(task.seed)
+
+    def loss(self, model: Qwen2ForCausalLM, num_short: int) -> Tensor:
+        """The weighted mean over all completion tokens of a fresh batch, `num_short` of its rows short."""
+        rows = torch.randint(len(self.worked), (self.batch_size,), generator=self.draw)
+        batches = [self.worked[rows[num_short:]], self.short[rows[:num_short]]]
+        parts = [self._weighted_sums(model, ids) for ids in batches if len(ids)]
+        nll, weight = torch.stack(parts).sum(0)
+        return nll / weight
+
+    def _weighted_sums(self, model: Qwen2ForCausalLM, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[:, self.prompt_length - 1 : -1]  # [rows, T, V]
+        targets = ids[:, self.prompt_length :]  # [rows, T]
+        nll = functional.cross_entropy(logits.transpose(1, 2), targets, self.weights, reduction="sum")
+        return torch.stack([nll, self.weights[targets].sum()])
+
+
+def _progress(title: str, num_steps: int, show: bool) -> Any:  # noqa: FBT001, ANN401
+    return tqdm(total=num_steps, desc=title, unit="step", disable=not show, dynamic_ncols=True)
+
+
+def _advance(bar: Any, loss: float) -> None:  # noqa: ANN401
+    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    bar.update()
 
 
 @contextmanager

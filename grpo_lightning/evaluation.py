@@ -29,4 +29,7 @@ class Evaluation:
 
     def __add__(self, other: Evaluation) -> dict[str, tuple[float, float]]:
         """Totals of both together."""
-        return {name: (total + other.totals[name][0], count + other.totals[name][1]) for name, (total, count) in self.totals.items()}
+        return {
+            name: (total + other.totals[name][0], count + other.totals[name][1])
+            for name, (total, count) in self.totals.items()
+        }

@@ -23,7 +23,9 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     steps = cycle // trainer.accumulate_grad_batches
     if trainer.max_steps > 0 and trainer.max_steps % steps:
         rounded = math.ceil(trainer.max_steps / steps) * steps
-        log.warning("max_steps %d ends inside a cycle of %d optimizer steps: running %d.", trainer.max_steps, steps, rounded)
+        log.warning(
+            "max_steps %d ends inside a cycle of %d optimizer steps: running %d.", trainer.max_steps, steps, rounded
+        )
         trainer.fit_loop.epoch_loop.max_steps = rounded
     limit = trainer.limit_train_batches
     if isinstance(limit, int) and limit % cycle:
@@ -33,5 +35,7 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     batches = getattr(trainer.fit_loop, "max_batches", 0)
     if batches and not math.isinf(batches) and batches % cycle:
         rounded = math.ceil(batches / cycle) * cycle
-        log.warning("An epoch of %d batches ends inside a cycle of %d micro-steps: running %d.", batches, cycle, rounded)
+        log.warning(
+            "An epoch of %d batches ends inside a cycle of %d micro-steps: running %d.", batches, cycle, rounded
+        )
         trainer.fit_loop.max_batches = rounded

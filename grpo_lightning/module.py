@@ -20,7 +20,7 @@ from grpo_lightning.checkpoints import SavesAtStepEnds, check_missing_keys
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation
 from grpo_lightning.limits import round_up_limits
-from grpo_lightning.metrics import StepMetrics
+from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
 from grpo_lightning.objective import Objective
 from grpo_lightning.planner import Rollout, Turn, plan_micro_batches
 from grpo_lightning.policy.loading import PolicyLoader
@@ -29,7 +29,7 @@ from grpo_lightning.policy.tokenize import tokenize
 from grpo_lightning.rewards import RewardLike, RewardSet, Scores
 from grpo_lightning.rollout.base import RolloutEngine
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.schedules import OptimizerFactory, SchedulerFactory, adamw, build_scheduler
+from grpo_lightning.schedules import AdamW, OptimizerFactory, Schedule, SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
 
@@ -57,7 +57,7 @@ class GRPOLightningModule(L.LightningModule):
         sampling: The distribution completions are drawn from, and their longest length.
         objective: The loss.
         optimizer: Parameters to optimizer.
-        scheduler: Optimizer (and number of steps, if it asks) to learning-rate schedule; null keeps the rate.
+        scheduler: Optimizer to learning-rate schedule; null keeps the rate.
         num_generations: G, completions per prompt.
         num_iterations: Passes over a rollout.
         updates_per_rollout: Optimizer steps a rollout is divided over, per pass.
@@ -77,7 +77,7 @@ class GRPOLightningModule(L.LightningModule):
         engine: RolloutEngine | None = None,
         sampling: SamplingParams | None = None,
         objective: Objective | None = None,
-        optimizer: OptimizerFactory = adamw,
+        optimizer: OptimizerFactory = AdamW,
         scheduler: SchedulerFactory | None = None,
         num_generations: int = 8,
         num_iterations: int = 1,
@@ -148,18 +148,17 @@ class GRPOLightningModule(L.LightningModule):
         """Draw G completions for each of N prompts from the current weights."""
         with self.phase("rollout"):
             self.engine.sync_weights(self.policy)
-            groups = self.generate(
-                prompts, self.num_generations, self.sampling, derived_seed(self.run_seed, "rollout", self.global_rank, self.rollout_index)
-            )
+            seed = derived_seed(run_seed(self.seed), "rollout", self.global_rank, self.rollout_index)
+            groups = self.generate(prompts, self.num_generations, self.sampling, seed)
             self.rollout_index += 1
-        self.log_rollout(groups)
+        add_rollout(self.metrics, groups)
         return groups
 
     def score_rewards(self, groups: list[Group]) -> Tensor:
         """[N, G] the weighted reward of every completion; nan where it is not scorable."""
         with self.phase("reward"):
             scores = self.reward_set.score(groups, trainer_state=self.trainer)
-        self.log_scores(scores)
+        add_scores(self.metrics, scores)
         self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
         return scores.total
 
@@ -180,7 +179,7 @@ class GRPOLightningModule(L.LightningModule):
             pad_id=self.pad_id,
             skip_zero_advantages=not self.objective.trains_on_zero_advantages,
         )
-        self.log_padding(micro_batches)
+        add_padding(self.metrics, micro_batches)
         micro_batches = [batch.to(self.device) for batch in micro_batches]
         with torch.no_grad(), self.phase("old_logprobs"):
             self.policy.train()
@@ -205,18 +204,7 @@ class GRPOLightningModule(L.LightningModule):
             if batch.old_logprobs is None:
                 batch.old_logprobs = scores.logprobs.detach()
             terms = self.objective(scores.logprobs, batch, turn.counts, self.sampling.max_completion_length)
-        trained = batch.completion_mask.sum()
-        for name, values in {
-            "kl": terms.kl if self.reference is not None else None,
-            "entropy": scores.entropy,
-            "ratio": terms.ratio,
-            "clip_fraction": terms.clipped_low | terms.clipped_high,
-            "clip_fraction_low": terms.clipped_low,
-            "clip_fraction_high": terms.clipped_high,
-        }.items():
-            if values is not None:
-                self.metrics.add(f"policy/{name}", (values * batch.completion_mask).sum(), trained)
-        self.metrics.add_sum("policy/loss", terms.loss.detach())
+        add_update(self.metrics, batch, scores, terms)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -266,7 +254,9 @@ class GRPOLightningModule(L.LightningModule):
         for parameter in self.policy.parameters():
             parameter.grad = None
 
-    def generate(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
+    ) -> list[Group]:
         """Tokenize, draw and group."""
         prompt_ids = [tokenize(prompt, self.tokenizer) for prompt in prompts]
 
@@ -286,11 +276,6 @@ class GRPOLightningModule(L.LightningModule):
         return self.scorer(model, batch, temperature=self.sampling.temperature).logprobs
 
     @property
-    def run_seed(self) -> int:
-        """The seed sampling follows from."""
-        return run_seed(self.seed)
-
-    @property
     def pad_id(self) -> int:
         """Any token id: padding is masked everywhere."""
         return int(self.tokenizer.pad_token_id or 0)
@@ -307,7 +292,7 @@ class GRPOLightningModule(L.LightningModule):
             stop_strings=self.sampling.stop_strings,
         )
         self.engine.sync_weights(self.policy)
-        seed = derived_seed(self.run_seed, "evaluation", *(prompt.index for prompt in prompts))
+        seed = derived_seed(run_seed(self.seed), "evaluation", *(prompt.index for prompt in prompts))
         groups = self.generate(prompts, 1, sampling, seed)
         return Evaluation.of(groups, self.reward_set.score(groups, trainer_state=self.trainer))
 
@@ -325,7 +310,10 @@ class GRPOLightningModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Check the data against the rewards, before any weights are loaded."""
         datamodule = getattr(self.trainer, "datamodule", None)
-        prompts = [*(getattr(datamodule, "train_prompts", None) or []), *(getattr(datamodule, "val_prompts", None) or [])]
+        prompts = [
+            *(getattr(datamodule, "train_prompts", None) or []),
+            *(getattr(datamodule, "val_prompts", None) or []),
+        ]
         if prompts:
             self.reward_set.validate({name: None for prompt in prompts for name in prompt.columns})
         if stage == "fit":
@@ -343,10 +331,14 @@ class GRPOLightningModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
-        optimizer = self.optimizer_factory([parameter for parameter in self.policy.parameters() if parameter.requires_grad])
+        optimizer = self.optimizer_factory(
+            [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        )
         if self.scheduler_factory is None:
             return optimizer
-        scheduler = build_scheduler(self.scheduler_factory, optimizer, self.trainer.estimated_stepping_batches)
+        scheduler = self.scheduler_factory(optimizer)
+        if isinstance(scheduler, Schedule):
+            scheduler.set_length(self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
@@ -384,41 +376,3 @@ class GRPOLightningModule(L.LightningModule):
         if state["rollout"] is not None:
             self.rollout = Rollout.from_state_dict(state["rollout"])
             self.rollout.micro_batches = [batch.to(self.device) for batch in self.rollout.micro_batches]
-
-    # ------------------------------------------------------------------------------------------------------ metrics
-
-    def log_rollout(self, groups: list[Group]) -> None:
-        """Length, truncation and speed of the completions."""
-        completions = [completion for group in groups for completion in group.completions]
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        self.metrics.add("rollout/length", tokens, len(completions))
-        self.metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
-        self.metrics.add("rollout/tokens_per_second", tokens, self.metrics.sums["time/rollout"])
-
-    def log_scores(self, scores: Scores) -> None:
-        """Means of every reward, spread within groups, groups that teach nothing, and what went wrong."""
-        scorable = ~scores.total.isnan()
-        self.metrics.add("reward/mean", scores.total.nansum(), scorable.sum())
-        self.metrics.add("reward/not_scorable", (~scorable).sum(), scorable.numel())
-        spread = torch.stack([row[~row.isnan()].std() for row in scores.total if (~row.isnan()).sum() > 1] or [torch.zeros(0)])
-        self.metrics.add("reward/std", spread.sum(), spread.numel())
-        self.metrics.add("reward/equal_groups", equal_group_count(scores.total), len(scores.total))
-        for name, values in scores.by_reward.items():
-            self.metrics.add(f"reward/{name}", values.nansum(), (~values.isnan()).sum())
-        for name, count in scores.failures.items():
-            if count:
-                self.metrics.add_sum(f"reward/failures/{name}", count)
-        for name, value in scores.metrics.items():
-            self.metrics.add(f"reward/{name}", value)
-
-    def log_padding(self, micro_batches: list[MicroBatch]) -> None:
-        """The share of token slots in the micro-batches that hold padding."""
-        masks = [mask for batch in micro_batches for mask in (batch.prompt_mask, batch.attention_mask)]
-        self.metrics.add("rollout/padding", sum(int((~mask).sum()) for mask in masks), sum(mask.numel() for mask in masks))
-
-
-def equal_group_count(rewards: Tensor) -> int:
-    """Groups whose rewards are all equal."""
-    from grpo_lightning.functional import equal_groups
-
-    return int(equal_groups(rewards).sum())

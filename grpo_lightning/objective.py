@@ -63,7 +63,7 @@ class ObjectiveTerms(NamedTuple):
 class Objective:
     """The loss, as one choice per column.
 
-        loss = aggregate( surrogate(ratio, advantage) + beta * kl )
+    loss = aggregate( surrogate(ratio, advantage) + beta * kl )
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -101,7 +101,9 @@ class Objective:
         if not 0 <= self.epsilon < 1:
             raise ValueError(f"objective.epsilon must be at least 0 and below 1, got {self.epsilon}.")
         if self.epsilon_high is not None and self.epsilon_high < 0:
-            raise ValueError(f"objective.epsilon_high must be at least 0, or null for epsilon, got {self.epsilon_high}.")
+            raise ValueError(
+                f"objective.epsilon_high must be at least 0, or null for epsilon, got {self.epsilon_high}."
+            )
         if self.beta < 0:
             raise ValueError(f"objective.beta must be at least 0 (0 is no reference), got {self.beta}.")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.high:
@@ -110,7 +112,9 @@ class Objective:
                 "set it to null."
             )
         if self.surrogate == "cispo" and self.dual_clip is not None:
-            raise ValueError("objective.dual_clip has no meaning for the cispo surrogate: its ratio is capped. Set it to null.")
+            raise ValueError(
+                "objective.dual_clip has no meaning for the cispo surrogate: its ratio is capped. Set it to null."
+            )
 
     @property
     def high(self) -> float:

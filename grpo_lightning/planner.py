@@ -179,8 +179,13 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
         sorted(groups.values(), key=lambda group: max(row.length for row in group)),
         [[row] for row in sorted(rows, key=lambda row: row.length)],
     ]
-    plans = [balanced_split(unit, parts, lambda part: padded_cost([row for group in part for row in group])) for unit in units]
-    splits = [[sorted((row for group in part for row in group), key=lambda row: row.group) for part in plan] for plan in plans]
+    plans = [
+        balanced_split(unit, parts, lambda part: padded_cost([row for group in part for row in group]))
+        for unit in units
+    ]
+    splits = [
+        [sorted((row for group in part for row in group), key=lambda row: row.group) for part in plan] for plan in plans
+    ]
     return min(splits, key=lambda plan: sum(map(padded_cost, plan)))
 
 

@@ -1,18 +1,17 @@
 """Optimizers and learning-rate schedules in the form a recipe names them.
 
-    optimizer: {class_path: grpo_lightning.schedules.adamw, init_args: {lr: 1.0e-6}}
-    scheduler: {class_path: grpo_lightning.schedules.cosine, init_args: {warmup_ratio: 0.1}}
+    optimizer: {class_path: grpo_lightning.schedules.AdamW, init_args: {lr: 1.0e-6}}
+    scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-The schedules are those of transformers, with return types (without which jsonargparse refuses them) and with the run's
-length filled in. Any other optimizer class, and any torch scheduler class, works as well.
+The schedules are transformers', as classes: jsonargparse cannot fill in the arguments of its functions, and the length of
+the run is known to the module only. Any other optimizer or torch scheduler class works as well.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -22,85 +21,107 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 """Parameters to an optimizer."""
 
-SchedulerFactory = Callable[..., LRScheduler]
-"""(optimizer), or (optimizer, num_training_steps), to a scheduler that is stepped after every optimizer step."""
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+"""Optimizer to a schedule, which is stepped after every optimizer step."""
 
 
-def adamw(
-    params: Iterable[Parameter],
-    lr: float = 1e-6,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> Optimizer:
+class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay."""
-    return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
-def constant(
-    optimizer: Optimizer, num_training_steps: int, warmup_ratio: float = 0.0, warmup_steps: int | None = None
-) -> LambdaLR:
-    """Linear warm-up, then the full learning rate."""
-    from transformers import get_constant_schedule_with_warmup
+class Schedule(LambdaLR):
+    """A transformers schedule: linear warm-up, then what the subclass says.
 
-    return get_constant_schedule_with_warmup(optimizer, warmup(num_training_steps, warmup_ratio, warmup_steps))
-
-
-def linear(
-    optimizer: Optimizer, num_training_steps: int, warmup_ratio: float = 0.0, warmup_steps: int | None = None
-) -> LambdaLR:
-    """Linear warm-up, then linearly to 0."""
-    from transformers import get_linear_schedule_with_warmup
-
-    return get_linear_schedule_with_warmup(
-        optimizer, warmup(num_training_steps, warmup_ratio, warmup_steps), num_training_steps
-    )
-
-
-def cosine(
-    optimizer: Optimizer,
-    num_training_steps: int,
-    warmup_ratio: float = 0.0,
-    warmup_steps: int | None = None,
-    min_lr_ratio: float = 0.0,
-) -> LambdaLR:
-    """Linear warm-up, then half a cosine down to `min_lr_ratio` times the learning rate."""
-    from transformers import get_cosine_with_min_lr_schedule_with_warmup
-
-    return get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer,
-        warmup(num_training_steps, warmup_ratio, warmup_steps),
-        num_training_steps,
-        min_lr_rate=min_lr_ratio,
-    )
-
-
-def warmup(num_training_steps: int, warmup_ratio: float, warmup_steps: int | None) -> int:
-    """Warm-up steps: as given, or a share of the run, rounded up.
+    Args:
+        optimizer: Its learning rates are the highest of the run.
+        warmup_ratio: Share of the run's optimizer steps to warm up for.
+        warmup_steps: The same as a number of steps; give one of the two.
 
     Raises:
         ValueError: If both are given, or the ratio is not in [0, 1].
     """
-    if not 0 <= warmup_ratio <= 1:
-        raise ValueError(f"warmup_ratio must be between 0 and 1, got {warmup_ratio}. Use warmup_steps for a number of steps.")
-    if warmup_steps is not None and warmup_ratio:
-        raise ValueError(f"Give warmup_steps ({warmup_steps}) or warmup_ratio ({warmup_ratio}), not both.")
-    return math.ceil(num_training_steps * warmup_ratio) if warmup_steps is None else warmup_steps
+
+    def __init__(self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None) -> None:
+        if not 0 <= warmup_ratio <= 1:
+            raise ValueError(
+                f"warmup_ratio must be between 0 and 1, got {warmup_ratio}; warmup_steps takes a number of steps."
+            )
+        if warmup_steps is not None and warmup_ratio:
+            raise ValueError(f"Give warmup_steps ({warmup_steps}) or warmup_ratio ({warmup_ratio}), not both.")
+        self.warmup_ratio, self.warmup_steps = warmup_ratio, warmup_steps
+        super().__init__(optimizer, lambda _: 1.0)
+
+    def set_length(self, num_training_steps: float) -> None:
+        """Fit the schedule to the length of the run, in optimizer steps; before the first of them.
+
+        Raises:
+            ValueError: If the run has no end.
+        """
+        if math.isinf(num_training_steps) or num_training_steps < 0:
+            raise ValueError(
+                "The schedule needs to know how long the run is: set trainer.max_steps or trainer.max_epochs."
+            )
+        warmup = math.ceil(num_training_steps * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
+        # transformers gives the factor only bound to an optimizer; this one is thrown away.
+        stand_in = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
+        factor = self.build(stand_in, warmup, int(num_training_steps)).lr_lambdas[0]
+        self.lr_lambdas = [factor] * len(self.base_lrs)
+        self._last_lr = [float(lr) * factor(self.last_epoch) for lr in self.base_lrs]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+    @abstractmethod
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """The transformers schedule."""
 
 
-def build_scheduler(factory: SchedulerFactory, optimizer: Optimizer, num_training_steps: float) -> LRScheduler:
-    """Call a factory with the run's length if it asks for it.
+class Constant(Schedule):
+    """Linear warm-up, then the full learning rate."""
 
-    Raises:
-        ValueError: If it asks for it and the run has no end.
-    """
-    if "num_training_steps" not in callable_parameters(factory):
-        return factory(optimizer)
-    if math.isinf(num_training_steps):
-        raise ValueError("This schedule needs to know how long the run is: set trainer.max_steps or trainer.max_epochs.")
-    return factory(optimizer, num_training_steps=int(num_training_steps))
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """`get_constant_schedule_with_warmup`."""
+        from transformers import get_constant_schedule_with_warmup
+
+        return get_constant_schedule_with_warmup(optimizer, num_warmup_steps)
 
 
-def callable_parameters(factory: Callable[..., Any]) -> set[str]:
-    """The parameter names of a factory; of what it wraps, if it is a partial."""
-    return set(inspect.signature(factory).parameters)
+class Linear(Schedule):
+    """Linear warm-up, then linearly to 0."""
+
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """`get_linear_schedule_with_warmup`."""
+        from transformers import get_linear_schedule_with_warmup
+
+        return get_linear_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps)
+
+
+class Cosine(Schedule):
+    """Linear warm-up, then half a cosine down to `min_lr_ratio` times the learning rate."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_ratio: float = 0.0,
+        warmup_steps: int | None = None,
+        min_lr_ratio: float = 0.0,
+    ) -> None:
+        self.min_lr_ratio = min_lr_ratio
+        super().__init__(optimizer, warmup_ratio, warmup_steps)
+
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """`get_cosine_with_min_lr_schedule_with_warmup`."""
+        from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+        return get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, num_warmup_steps, num_training_steps, min_lr_rate=self.min_lr_ratio
+        )

@@ -67,9 +67,13 @@ class PolicyLoader:
         trust_remote_code: bool = False,
     ) -> None:
         if (name is None) == (model is None):
-            raise ValueError(f"Give the policy either a name or a model, got name={name!r} and model={type(model).__name__}.")
+            raise ValueError(
+                f"Give the policy either a name or a model, got name={name!r} and model={type(model).__name__}."
+            )
         if model is not None and tokenizer is None:
-            raise ValueError("A policy given as a model or config needs its tokenizer: pass `tokenizer` (object, name or folder).")
+            raise ValueError(
+                "A policy given as a model or config needs its tokenizer: pass `tokenizer` (object, name or folder)."
+            )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
         self.name = name
@@ -85,7 +89,9 @@ class PolicyLoader:
         self.trust_remote_code = trust_remote_code
 
     @classmethod
-    def of(cls, policy: str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig, tokenizer: Any = None) -> PolicyLoader:
+    def of(
+        cls, policy: str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig, tokenizer: Any = None
+    ) -> PolicyLoader:
         """A loader for anything that names or is a policy.
 
         Raises:
@@ -124,7 +130,9 @@ class PolicyLoader:
             )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
-                raise ValueError("The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token.")
+                raise ValueError(
+                    "The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token."
+                )
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer  # type: ignore[no-any-return]
 

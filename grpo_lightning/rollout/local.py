@@ -52,7 +52,9 @@ class LocalEngine:
         self.policy, self.tokenizer = policy, tokenizer
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
-            log.warning("Neither the generation config nor the tokenizer names a stop token: every completion is truncated.")
+            log.warning(
+                "Neither the generation config nor the tokenizer names a stop token: every completion is truncated."
+            )
         self.why_not_shared = no_fan_out_reason(policy)
         if self.why_not_shared:
             log.warning("Sampling with transformers' `generate`, each prompt run G times: %s.", self.why_not_shared)
@@ -255,7 +257,11 @@ class TokenDrawer:
     """Draws the next token of every open row, with its log-probability under the distribution it was drawn from."""
 
     def __init__(
-        self, sampling: SamplingParams, prompt_length: int, tokenizer: PreTrainedTokenizerBase, generator: torch.Generator
+        self,
+        sampling: SamplingParams,
+        prompt_length: int,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: torch.Generator,
     ) -> None:
         self.sampling, self.prompt_length, self.generator = sampling, prompt_length, generator
         self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)

@@ -125,7 +125,7 @@ def test_random_depends_on_seed_and_name_only(count: int, number: int, seed: int
 
 def test_random_is_pinned():
     # Another machine, Python or release must draw the same rows: these numbers never change.
-    assert select(1000, "random:5", seed=0, name="gsm8k") == PINNED
+    assert select(1000, "random:5", seed=0, name="gsm8k") == [266, 319, 554, 789, 812]
 
 
 @given(st.integers(1, 60), st.integers(0, 59), st.integers(0, 100))
