@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
+from grpo_lightning.planner import Rollout
+
 if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
 
@@ -73,3 +75,22 @@ def check_missing_keys(module: L.LightningModule, state_dict: Mapping[str, Any])
             f"The checkpoint lacks {len(missing)} of {len(trained)} trained weights, {missing[0]} first. It belongs to another "
             "policy: give the one it was taken of."
         )
+
+
+def rollout_state(module: GRPOLightningModule) -> dict[str, Any]:
+    """The rollouts drawn so far, and the pending one: None between cycles."""
+    rollout = module.rollout
+    is_pending = rollout is not None and not rollout.is_finished
+    return {
+        "rollout_index": module.rollout_index,
+        "rollout": rollout.state_dict() if rollout is not None and is_pending else None,
+    }
+
+
+def restore_rollout(module: GRPOLightningModule, state: dict[str, Any] | None) -> None:
+    """Put back what `rollout_state` gave; None (a checkpoint of something else) starts from nothing."""
+    state = state or {"rollout_index": 0, "rollout": None}
+    module.rollout_index = state["rollout_index"]
+    module.rollout = None
+    if state["rollout"] is not None:
+        module.rollout = Rollout.from_state_dict(state["rollout"], module.device)

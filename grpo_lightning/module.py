@@ -1,24 +1,27 @@
 """GRPO as a LightningModule: sample, score, compare, update.
 
 A cycle starts with a rollout: every prompt gets G completions, which are rewarded and compared within their group. The
-rollout is cut into micro-batches, and every `training_step` of the cycle trains on one of them. Optimization is automatic:
-accumulation, clipping, schedules, `max_steps` and callbacks work as everywhere in Lightning.
+rollout is cut into micro-batches, and every `training_step` of the cycle trains on one of them. Optimization is
+automatic: accumulation, clipping, schedules, `max_steps` and callbacks work as everywhere in Lightning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.checkpoints import SavesAtStepEnds, check_missing_keys
+from grpo_lightning.checkpoints import SavesAtStepEnds, check_missing_keys, restore_rollout, rollout_state
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation
+from grpo_lightning.hooks import notify
 from grpo_lightning.limits import round_up_limits
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
 from grpo_lightning.objective import Objective
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    PolicyLike = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
+    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
 else:
     PolicyLike = str | PolicyLoader  # what a recipe can say
 
@@ -67,7 +70,7 @@ class GRPOLightningModule(L.LightningModule):
 
     policy: nn.Module
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the constructor is the config
         self,
         policy: PolicyLike,
         rewards: list[RewardLike],
@@ -115,18 +118,18 @@ class GRPOLightningModule(L.LightningModule):
                 raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_generations < 2:
             raise ValueError(
-                f"model.num_generations must be at least 2, got {self.num_generations}: a lone completion has no group to be "
-                "compared with."
+                f"model.num_generations must be at least 2, got {self.num_generations}: a lone completion has no group "
+                "to be compared with."
             )
         if self.sampling.is_greedy:
             raise ValueError(
-                "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
-                "learned. Set it above 0."
+                "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing "
+                "would be learned. Set it above 0."
             )
         if reshaping := self.sampling.reshaping:
             log.warning(
-                "Sampling with %s draws from another distribution than the one that is trained (full softmax at temperature "
-                "%g); the importance ratio does not correct for it.",
+                "Sampling with %s draws from another distribution than the one that is trained (full softmax at "
+                "temperature %g); the importance ratio does not correct for it.",
                 ", ".join(f"{name}={value}" for name, value in reshaping.items()),
                 self.sampling.temperature,
             )
@@ -136,7 +139,8 @@ class GRPOLightningModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One micro-batch: a share of an optimizer step's loss. The first of a cycle draws the rollout."""
         if self.is_rollout_due(batch, batch_idx):
-            self.free_gradients()
+            # Lightning zeroes gradients after the training step: the last ones would sit in memory while sampling.
+            self.policy.zero_grad()
             groups = self.sample(as_prompt_batch(batch).prompts)
             rewards = self.score_rewards(groups)
             advantages = self.compare(rewards)
@@ -221,51 +225,41 @@ class GRPOLightningModule(L.LightningModule):
         Raises:
             RuntimeError: If the loader does not repeat the prompts of a cycle, or the cycle's rollout is lost.
         """
-        cycle = self.cycle_length(self.trainer.accumulate_grad_batches)
-        prompts = as_prompt_batch(batch)
-        if prompts.cycle != cycle:
+        accumulate = self.trainer.accumulate_grad_batches
+        cycle = self.cycle_length(accumulate)
+        repeats = as_prompt_batch(batch).cycle
+        if repeats != cycle:
             raise RuntimeError(
-                f"A rollout is trained for {cycle} micro-steps (accumulate_grad_batches {self.trainer.accumulate_grad_batches} x "
+                f"A rollout is trained for {cycle} micro-steps (accumulate_grad_batches {accumulate} x "
                 f"updates_per_rollout {self.updates_per_rollout} x num_iterations {self.num_iterations}), but the training "
-                f"loader gives every batch {prompts.cycle} time(s). Wrap the data: grpo_lightning.PromptSource(data, batch_size="
-                f"..., cycle=module.cycle_length({self.trainer.accumulate_grad_batches}))."
+                f"loader gives every batch {repeats} time(s). Wrap the data: grpo_lightning.PromptSource(data, "
+                f"batch_size=..., cycle=module.cycle_length({accumulate}))."
             )
         position = batch_idx % cycle
         if position == 0:
             return True
         if self.rollout is None or self.rollout.position != position:
             raise RuntimeError(
-                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none. The checkpoint was "
-                "saved inside a cycle without it; resume from one saved at the end of a cycle, or start a new run from its weights."
+                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
+                "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a "
+                "new run from its weights."
             )
         return False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what is done inside, and tell callbacks that show it (`on_phase`)."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "on_phase"):
-                callback.on_phase(self.trainer, name)
+        """Time what is done inside, and tell the callbacks that show it."""
+        notify(self.trainer, "on_phase", name)
         with self.metrics.timed(name):
             yield
-
-    def free_gradients(self) -> None:
-        """Lightning zeroes gradients after the training step: without this the last ones would sit in memory while sampling."""
-        for parameter in self.policy.parameters():
-            parameter.grad = None
 
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """Tokenize, draw and group."""
         prompt_ids = [tokenize(prompt, self.tokenizer) for prompt in prompts]
-
-        def show(done: int, total: int) -> None:
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if hasattr(callback, "on_decode"):
-                    callback.on_decode(self.trainer, done, total)
-
-        drawn = self.engine.generate(prompt_ids, num_generations, sampling, seed, show)
+        progress = functools.partial(notify, self.trainer, "on_decode")
+        drawn = self.engine.generate(prompt_ids, num_generations, sampling, seed, progress)
         return [
             Group(prompt, ids, completions, self.rollout_index)
             for prompt, ids, completions in zip(prompts, prompt_ids, drawn, strict=True)
@@ -285,12 +279,7 @@ class GRPOLightningModule(L.LightningModule):
     @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """One completion per prompt, greedy or as in training, with its rewards. No loss is computed."""
-        sampling = SamplingParams(
-            max_completion_length=self.sampling.max_completion_length,
-            temperature=0.0 if is_greedy else self.sampling.temperature,
-            suppress_tokens=self.sampling.suppress_tokens,
-            stop_strings=self.sampling.stop_strings,
-        )
+        sampling = dataclasses.replace(self.sampling, temperature=0.0) if is_greedy else self.sampling
         self.engine.sync_weights(self.policy)
         seed = derived_seed(run_seed(self.seed), "evaluation", *(prompt.index for prompt in prompts))
         groups = self.generate(prompts, 1, sampling, seed)
@@ -361,18 +350,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
-        pending = self.rollout is not None and not self.rollout.is_finished
-        checkpoint["grpo"] = {
-            "rollout_index": self.rollout_index,
-            "rollout": self.rollout.state_dict() if pending else None,  # type: ignore[union-attr]
-        }
+        checkpoint["grpo"] = rollout_state(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the pending rollout and check that the weights are complete."""
         check_missing_keys(self, checkpoint["state_dict"])
-        state = checkpoint.get("grpo", {"rollout_index": 0, "rollout": None})
-        self.rollout_index = state["rollout_index"]
-        self.rollout = None
-        if state["rollout"] is not None:
-            self.rollout = Rollout.from_state_dict(state["rollout"])
-            self.rollout.micro_batches = [batch.to(self.device) for batch in self.rollout.micro_batches]
+        restore_rollout(self, checkpoint.get("grpo"))

@@ -105,10 +105,10 @@ class Rollout:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Rollout:
-        """The rollout `state_dict` was taken of, on the CPU."""
+    def from_state_dict(cls, state: dict[str, Any], device: torch.device | str = "cpu") -> Rollout:
+        """The rollout `state_dict` was taken of, on `device`."""
         return cls(
-            [MicroBatch(**batch) for batch in state["micro_batches"]],
+            [MicroBatch(**batch).to(device) for batch in state["micro_batches"]],
             [StepCounts(*counts) for counts in state["counts"]],
             state["num_iterations"],
             state["position"],

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "grpo_lightning"
 
 # What may import what: only lower levels, and the same folder. A new file or folder of the package gets its level here.
 LEVELS = {
+    "seeding": 0,
     "types": 0,
     "functional": 1,
     "objective": 2,
@@ -18,14 +19,20 @@ LEVELS = {
     "rewards": 3,
     "data": 4,
     "metrics": 4,
+    "evaluation": 4,
     "planner": 4,
+    "schedules": 4,
     "callbacks": 5,
+    "checkpoints": 5,
     "demo": 5,
+    "hooks": 5,
+    "limits": 5,
     "module": 5,
     "strategies": 5,
     "cli": 6,
 }
 SIDEWAYS = {("callbacks", "module")}  # a callback reads the module that it is called with
+FOLDERS = {"callbacks", "data", "functional", "policy", "rewards", "rollout"}
 LIGHTNING_LEVEL = 5
 LIGHTNING_BELOW = {"data/datamodule.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
@@ -64,9 +71,6 @@ def points_down(unit: str, target: str) -> bool:
     return LEVELS[target] < LEVELS[unit] or is_same_folder or (unit, target) in SIDEWAYS
 
 
-FOLDERS = {"callbacks", "data", "functional", "policy", "rewards", "rollout"}
-
-
 def file_problems(path: Path, package: Path) -> Iterator[str]:
     """What one file does that the layout does not allow."""
     name = path.relative_to(package).as_posix()
@@ -90,7 +94,7 @@ def file_problems(path: Path, package: Path) -> Iterator[str]:
             yield f"{where} imports {top}, which levels below {LIGHTNING_LEVEL} may not."
         target = module.split(".")[1] if module.startswith(f"{PACKAGE.name}.") else unit
         if target not in LEVELS and not target.startswith("__"):
-            yield f"{where} imports {module}, which has no level: import from the file where the name is defined."
+            yield f"{where} imports {module}, which has no level: name the file that defines it."
         elif target in LEVELS and not points_down(unit, target):
             yield f"{where} ({unit}, level {LEVELS[unit]}) may not import {module} (level {LEVELS[target]})."
 
@@ -155,7 +159,7 @@ def test_good_files_pass(tmp_path: Path, name: str, source: str):
         ("__init__.py", "import vllm", "imports vllm at the top"),
         ("rollout/local.py", "import lightning as L", "imports lightning, which levels below 5 may not"),
         ("data/source.py", "from lightning.pytorch import Trainer", "imports lightning"),
-        ("cli.py", "from grpo_lightning import GRPOLightningModule", "import from the file where"),
+        ("cli.py", "from grpo_lightning import GRPOLightningModule", "name the file that defines it"),
         ("misc.py", "", "has no level"),
         ("cli.py", "x = 1\n" * (MAX_LINES + 1), f"has {MAX_LINES + 1} lines"),
     ],

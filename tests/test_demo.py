@@ -122,15 +122,15 @@ def test_the_seed_decides_the_weights_and_leaves_the_generator_alone() -> None:
 # --- warm-up
 
 
-def test_warm_up_loss_is_the_weighted_token_mean() -> None:
+def test_warm_up_loss_is_the_mean_over_completion_tokens() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, TINY.model)
-    task, settings = TINY.task, TINY.warm_up
-    habits = demo._Habits(tokenizer, task, settings)
+    task = TINY.task
+    habits = demo._Habits(tokenizer, task, TINY.warm_up)
     loss = habits.loss(model, num_short=3)
 
     rows = torch.randint(20, (4,), generator=torch.Generator().manual_seed(task.seed)).tolist()
-    total, weights = 0.0, 0.0
+    nll = []
     for place, row in enumerate(rows):
         digits = task.split().warm_up[row]
         completion = (task.short(digits) if place < 3 else task.worked(digits)) + "<eos>"
@@ -138,10 +138,8 @@ def test_warm_up_loss_is_the_weighted_token_mean() -> None:
         ids = prompt + tokenizer.encode(completion)
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         for position in range(len(prompt), len(ids)):
-            weight = settings.digit_weight if tokenizer.decode([ids[position]]).isdigit() else 1.0
-            total -= weight * logprobs[position - 1, ids[position]].item()
-            weights += weight
-    torch.testing.assert_close(loss.item(), total / weights, rtol=1e-5, atol=1e-5)
+            nll.append(-logprobs[position - 1, ids[position]].item())
+    torch.testing.assert_close(loss.item(), sum(nll) / len(nll), rtol=1e-5, atol=1e-5)
 
 
 def test_warm_up_repeats_and_restores_the_threads() -> None:
@@ -159,7 +157,7 @@ def test_warm_up_repeats_and_restores_the_threads() -> None:
 def test_a_warm_up_that_fails_says_so() -> None:
     tokenizer = build_tokenizer()
     hopeless = replace(TINY.warm_up, target_loss=0.0)
-    with pytest.raises(RuntimeError, match="not learned: loss .* after 2 steps"):
+    with pytest.raises(RuntimeError, match=r"not learned: loss .* after 2 steps"):
         warm_up(build_model(tokenizer, TINY.model), tokenizer, TINY.task, hopeless, show_progress=False)
 
 

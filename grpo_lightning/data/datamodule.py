@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning as L
 
 from grpo_lightning.data.mixture import DatasetEntry, load_mixture
@@ -20,6 +22,7 @@ class PromptDataModule(L.LightningDataModule):
         val_batch_size: Prompts per rank and validation step; null takes `batch_size`.
         shuffle: A new order every epoch.
         seed: Of the order and of `random:N`; null takes `seed_everything`.
+        prepare: Called once per machine before the files are read: to download or build them.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class PromptDataModule(L.LightningDataModule):
         val_batch_size: int | None = None,
         shuffle: bool = True,  # noqa: FBT001, FBT002 - a YAML key
         seed: int | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         for name, value in {"batch_size": batch_size, "val_batch_size": val_batch_size}.items():
@@ -41,8 +45,14 @@ class PromptDataModule(L.LightningDataModule):
         self.val_batch_size = val_batch_size or batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self.prepare = prepare
         self.train_prompts: list[Prompt] | None = None
         self.val_prompts: list[Prompt] | None = None
+
+    def prepare_data(self) -> None:
+        """Download or build the files."""
+        if self.prepare is not None:
+            self.prepare()
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files; a bad row stops the run here, before any weights are loaded."""

@@ -52,6 +52,8 @@ class PromptSource:
         ValueError: If there is no prompt or a size is below 1.
     """
 
+    batch_sampler = None  # Lightning looks for it on everything that has a `sampler`
+
     def __init__(
         self,
         prompts: Sequence[Prompt | Mapping[str, Any]],

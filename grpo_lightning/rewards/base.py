@@ -135,8 +135,8 @@ def _name(reward: RewardLike) -> str:
 
 
 def _snake_case(name: str) -> str:
-    """ExactMatch -> exact_match."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    """ExactMatch -> exact_match, LLMJudge -> llm_judge."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _innermost(reward: RewardLike) -> RewardLike:

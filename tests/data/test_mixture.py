@@ -82,9 +82,33 @@ def test_asking_for_too_many_rows_gives_all_and_says_so(strategy: str, caplog: p
 
 @pytest.mark.parametrize(
     "strategy",
-    "first first: first:-2 first:1.5 first:x first:1:2 a:b:c First:2 half:2 :2 2 first:101% first:-1% first:% "
-    "first:1/2 first:1e2 first:٣ all:2 first:2\n".split(" ")
-    + ["", " all", "first: 2", 2, None, {"first": 2}],
+    [
+        "first",
+        "first:",
+        "first:-2",
+        "first:1.5",
+        "first:x",
+        "first:1:2",
+        "a:b:c",
+        "First:2",
+        "half:2",
+        ":2",
+        "2",
+        "first:101%",
+        "first:-1%",
+        "first:%",
+        "first:1/2",
+        "first:1e2",
+        "first:٣",
+        "all:2",
+        "first:2\n",
+        "",
+        " all",
+        "first: 2",
+        2,
+        None,
+        {"first": 2},
+    ],
 )
 def test_what_is_no_strategy_is_an_error(strategy: Any):
     with pytest.raises(ValueError, match=r"sampling_strategy of 'train\.json' is") as caught:

@@ -1,0 +1,103 @@
+"""Loading: every way of naming a policy, and what is refused."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    tiny_model("qwen2").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def test_by_folder_loads_weights_tokenizer_and_chooses_the_extended_path(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        policy = PolicyLoader.of(folder).load()
+    assert torch.equal(policy.model.lm_head.weight, tiny_model("qwen2").lm_head.weight)
+    assert policy.model.dtype == torch.float32
+    assert policy.tokenizer.pad_token_id == 0
+    assert policy.scorer.path == "extended"
+    assert "Scoring path: extended" in caplog.text
+    assert "Attention: " in caplog.text
+
+
+def test_in_memory_model_is_trained_in_place():
+    model = tiny_model("qwen2")
+    assert PolicyLoader.of(model, tiny_tokenizer()).load().model is model
+
+
+def test_config_gives_random_weights(folder):
+    torch.manual_seed(1)  # 0 is what `tiny_model` was built with
+    config = tiny_model("qwen2").config
+    policy = PolicyLoader.of(config, tiny_tokenizer()).load()
+    assert not torch.equal(policy.model.lm_head.weight, tiny_model("qwen2").lm_head.weight)
+    scratch = PolicyLoader(folder, from_scratch=True).load()
+    assert not torch.equal(scratch.model.lm_head.weight, tiny_model("qwen2").lm_head.weight)
+
+
+def test_dtype_and_dropout():
+    policy = PolicyLoader.of(tiny_model("gpt2").config, tiny_tokenizer())
+    policy.dtype = "bfloat16"
+    model = policy.load().model.train()
+    assert model.dtype == torch.bfloat16
+    ids = torch.arange(2, 12)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits), "GPT-2's configured dropout of 0.1 is still active"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either a name or a model"),
+        ({"name": "a", "model": object()}, "either a name or a model"),
+        ({"model": object()}, "needs its tokenizer"),
+        ({"name": "a", "chunk_size": 0}, "chunk_size must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused_before_loading(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyLoader(**arguments)
+
+
+def test_two_tokenizers_are_refused():
+    with pytest.raises(ValueError, match="Two tokenizers"):
+        PolicyLoader.of(PolicyLoader("a"), tiny_tokenizer())
+
+
+def test_pad_token_falls_back_to_eos():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    assert PolicyLoader.of(tiny_model("qwen2"), tokenizer).load().tokenizer.pad_token == "<eos>"
+
+
+def test_reference_is_a_frozen_copy_of_the_weights_as_they_are():
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # changed since it was built
+    reference = frozen_copy(model)
+    assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert reference.lm_head.weight.abs().sum() > 0
+
+
+def test_reference_stays_out_of_the_state_dict():
+    owner = torch.nn.Module()
+    owner.policy, owner.reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    keep_out_of_checkpoints(owner, "reference")
+    assert set(owner.state_dict()) == {"policy.weight", "policy.bias"}
+
+
+def test_a_model_changed_by_from_pretrained_round_trip_is_the_same(folder):
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    for (name, a), b in zip(again.named_parameters(), tiny_model("qwen2").parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from grpo_lightning.rewards import Reward, RewardSet, Scores, WeightedReward
+from grpo_lightning.types import Completion, Group, Prompt
+
+NAN = math.nan
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question"}]
+
+
+def group(*texts: str, content: Any = "question", index: int = 0, source: str = "", **columns: Any) -> Group:
+    prompt = Prompt(content, columns, index, source)
+    return Group(prompt, [1], [Completion([ord(c) for c in t], [0.0] * len(t), "stop", t) for t in texts])
+
+
+def score(reward: Any, *groups: Group, **settings: Any) -> Scores:
+    return RewardSet([WeightedReward(reward, **settings)]).score(groups, trainer_state="state")
+
+
+def close(actual: torch.Tensor, expected: list[list[float]]) -> None:
+    assert_close(actual, torch.tensor(expected, dtype=torch.float32), equal_nan=True)
+
+
+class Spy:
+    """A reward that keeps what it was called with."""
+
+    def __init__(self, *, per_group: bool = False) -> None:
+        self.per_group = per_group
+        self.seen: dict[str, Any] = {}
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.seen = arguments
+        completions = arguments["completions"]
+        return [[1.0] * len(row) for row in completions] if self.per_group else [1.0] * len(completions)
+
+
+# --- what a reward is called with
+
+
+def test_arguments_for_text_prompts():
+    spy = Spy()
+    score(spy, group("a", "bb", answer="1", id=7), group("c", "", content="other", answer="2", id=8))
+    assert callable(spy.seen.pop("log_extra"))
+    assert callable(spy.seen.pop("log_metric"))
+    assert spy.seen == {
+        "prompts": ["question", "question", "other", "other"],
+        "completions": ["a", "bb", "c", ""],
+        "completion_ids": [[97], [98, 98], [99], []],
+        "trainer_state": "state",
+        "answer": ["1", "1", "2", "2"],
+        "id": [7, 7, 8, 8],
+    }
+
+
+def test_arguments_for_chat_prompts():
+    spy = Spy()
+    score(spy, group("a", "bb", content=CHAT))
+    assert spy.seen["prompts"] == [CHAT, CHAT]
+    assert spy.seen["completions"] == [[{"role": "assistant", "content": text}] for text in ("a", "bb")]
+    score(spy, group("a", content=CHAT), group("b"))  # each prompt by its own form
+    assert spy.seen["prompts"] == [CHAT, "question"]
+    assert spy.seen["completions"] == [[{"role": "assistant", "content": "a"}], "b"]
+
+
+def test_arguments_for_whole_groups():
+    spy = Spy(per_group=True)
+    scores = score(spy, group("a", "bb", answer="1"), group("c", "d", content=CHAT, answer="2"))
+    assert spy.seen["prompts"] == ["question", CHAT]
+    assert spy.seen["completions"][0] == ["a", "bb"]
+    assert spy.seen["completions"][1] == [[{"role": "assistant", "content": text}] for text in "cd"]
+    assert spy.seen["completion_ids"] == [[[97], [98, 98]], [[99], [100]]]
+    assert spy.seen["answer"] == ["1", "2"]
+    close(scores.total, [[1, 1], [1, 1]])
+
+
+def test_a_reward_for_whole_groups_may_compare():
+    class Longest(Reward):
+        per_group = True
+
+        def __call__(self, completions: list[list[str]], scale: list[float]) -> list[list[float | None]]:
+            longest = [max(len(text) for text in row) for row in completions]
+            return [
+                [factor * (len(text) == most) for text in row]
+                for row, most, factor in zip(completions, longest, scale, strict=True)
+            ]
+
+    close(score(Longest(), group("a", "bb", scale=2), group("c", "d", scale=3)).total, [[0, 2], [3, 3]])
+
+
+def test_a_reward_that_changes_its_arguments_changes_nothing_else():
+    def spoils(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> list[float]:
+        count = len(completions)
+        for argument in (*prompts, *completions, *completion_ids, prompts, completions, completion_ids, answer):
+            argument.clear()
+        return [0.0] * count
+
+    spy = Spy()
+    batch = [group("a", "b", content=list(CHAT), answer="1")]
+    RewardSet([spoils, spy]).score(batch)
+    assert [completion.token_ids for completion in batch[0].completions] == [[97], [98]]
+    assert batch[0].prompt.content == CHAT
+    assert spy.seen["completions"] == [[{"role": "assistant", "content": text}] for text in "ab"]
+    assert spy.seen["answer"] == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    "values", [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16).numpy, (1, 2), [True, 2]]
+)
+def test_values_may_come_as_any_sequence_of_numbers(values: Any):
+    if callable(values):
+        values = [torch.tensor(1.0), torch.tensor(2.0)]
+    close(score(lambda completions: values, group("a", "b"), name="f").total, [[1, 2]])
+
+
+# --- async
+
+
+def test_async_rewards_wait_for_each_other_and_for_sync_ones():
+    # Each waits for the others to have begun: one after the other they would wait in vain.
+    begun = {name: threading.Event() for name in ("sync", "a", "b")}
+
+    def waits(name: str) -> Any:
+        async def reward(completions: Any) -> list[float]:
+            begun[name].set()
+            for _ in range(2000):
+                if all(event.is_set() for event in begun.values()):
+                    return [1.0] * len(completions)
+                await asyncio.sleep(0.001)
+            return [0.0] * len(completions)
+
+        return WeightedReward(reward, name=name)
+
+    def sync(completions: Any) -> list[float]:
+        begun["sync"].set()
+        assert begun["a"].wait(2)
+        return [10.0] * len(completions)
+
+    close(RewardSet([waits("a"), sync, waits("b")]).score([group("x")]).total, [[12]])
+
+
+def test_async_callable_objects_and_a_running_loop():
+    class Judge:
+        async def __call__(self, completions: Any) -> list[float]:
+            await asyncio.sleep(0)
+            return [2.0] * len(completions)
+
+    async def in_a_notebook() -> Scores:
+        return score(Judge(), group("a"))
+
+    close(asyncio.run(in_a_notebook()).total, [[2]])
+
+
+def test_async_rewards_keep_their_loop_from_call_to_call():
+    loops = []
+
+    async def reward(completions: Any) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    for _ in range(2):
+        score(reward, group("a"))
+    assert loops[0] is loops[1]
+    assert not loops[0].is_closed()
+
+
+# --- failures
+
+
+def raises(completions: Any) -> Any:
+    raise KeyError("gold")
+
+
+async def raises_later(completions: Any) -> Any:
+    await asyncio.sleep(0)
+    raise KeyError("gold")
+
+
+BATCH = [group("a", "b", index=4, source="gsm8k"), group("c", "d", index=9, source="gsm8k")]
+
+
+@pytest.mark.parametrize("reward", [raises, raises_later])
+def test_a_raise_stops_the_run_and_is_chained(reward: Any):
+    with pytest.raises(RuntimeError, match=r"'bad' raised KeyError: 'gold' \(prompt gsm8k#4, gsm8k#9\)\.") as caught:
+        score(reward, *BATCH, name="bad")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "on_error" in str(caught.value)
+
+
+@pytest.mark.parametrize("reward", [raises, raises_later])
+def test_a_raise_can_be_gone_on_from(reward: Any, caplog: pytest.LogCaptureFixture):
+    scores = score(reward, *BATCH, on_error="none")
+    close(scores.total, [[NAN, NAN], [NAN, NAN]])
+    assert scores.failures[f"{reward.__name__}/exception"] == 4
+    assert scores.failures[f"{reward.__name__}/not_scorable"] == 0
+    assert "raised KeyError: 'gold'" in caplog.text
+    close(score(reward, *BATCH, on_error="value", error_value=-1).total, [[-1, -1], [-1, -1]])
+
+
+def test_the_others_still_count_where_one_raised():
+    rewards = RewardSet([WeightedReward(raises, on_error="none"), Spy()])
+    close(rewards.score(BATCH).total, [[1, 1], [1, 1]])
+
+
+def test_an_interrupt_is_no_failure():
+    def interrupted(completions: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted, *BATCH, on_error="none")
+
+
+@pytest.mark.parametrize(
+    ("returned", "described"),
+    [
+        ([1.0] * 3, r"a list of 4 values, and returned a list of 3: \[1\.0"),
+        ([1.0] * 5, "returned a list of 5"),
+        ([1.0] * 6, "returned a list of 6"),
+        ([], "returned a list of 0"),
+        (None, "returned a NoneType: None"),
+        (1.0, "returned a float: 1.0"),
+        ("1111", "returned a str of 4: '1111'"),
+        (dict.fromkeys(range(4), 1.0), "returned a dict of 4"),
+        ([[1.0] * 2] * 2, "a list"),
+        (torch.tensor(1.0), "returned a Tensor"),
+        (iter([1.0] * 4), "returned a list_iterator"),
+    ],
+)
+def test_a_wrong_length_follows_the_policy(returned: Any, described: str):
+    def bad(completions: Any) -> Any:
+        return returned
+
+    with pytest.raises(ValueError, match=rf"Reward 'bad' .*{described}"):
+        score(bad, *BATCH)
+    scores = score(bad, *BATCH, on_error="none")
+    close(scores.total, [[NAN, NAN], [NAN, NAN]])
+    assert scores.failures["bad/wrong_length"] + scores.failures["bad/invalid_value"] == 4
+    close(score(bad, *BATCH, on_error="value", error_value=0.5).total, [[0.5, 0.5], [0.5, 0.5]])
+
+
+@pytest.mark.parametrize("returned", [[[1.0, 1.0]], [[1.0, 1.0], [1.0]], [[1.0] * 2] * 3, [1.0] * 2, [1.0] * 4, None])
+def test_a_wrong_length_of_whole_groups(returned: Any):
+    def bad(completions: Any) -> Any:
+        return returned
+
+    bad.per_group = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="must return a list of 2 lists of 2 values, and returned"):
+        score(bad, *BATCH)
+    assert score(bad, *BATCH, on_error="none").failures["bad/wrong_length"] == 4
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, 1e39, 10**400, "1.0", [1.0], torch.ones(2)])
+def test_a_value_that_is_no_number_follows_the_policy(value: Any, caplog: pytest.LogCaptureFixture):
+    def bad(completions: Any) -> Any:
+        return [1.0, 2.0, 3.0, value]
+
+    with pytest.raises(ValueError, match=r"'bad' returned .* for completion 1; only .* \(prompt gsm8k#9\)"):
+        score(bad, *BATCH)
+    scores = score(bad, *BATCH, on_error="none")
+    close(scores.total, [[1, 2], [3, NAN]])
+    assert scores.failures == {
+        "bad/exception": 0,
+        "bad/wrong_length": 0,
+        "bad/invalid_value": 1,
+        "bad/not_scorable": 1,
+    }
+    assert "for completion 1" in caplog.text
+    scores = score(bad, *BATCH, on_error="value", error_value=0)
+    close(scores.total, [[1, 2], [3, 0]])
+    assert scores.failures["bad/not_scorable"] == 0
+
+
+def test_many_bad_values_give_one_line_in_the_log(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        scores = score(lambda completions: [NAN] * 4, *BATCH, name="bad", on_error="none")
+    assert scores.failures["bad/invalid_value"] == 4
+    assert len(caplog.records) == 1
+
+
+def test_a_log_column_of_the_wrong_length_is_a_failure():
+    def bad(completions: Any, log_extra: Any) -> list[float]:
+        log_extra("note", ["one"])
+        return [1.0] * 4
+
+    with pytest.raises(ValueError, match=r"'bad' must give log_extra\('note'\) 4 values, and gave 1"):
+        score(bad, *BATCH)
+    scores = score(bad, *BATCH, on_error="none")
+    assert scores.extras == {}
+    assert scores.failures["bad/wrong_length"] == 4
+
+
+# --- rewards written for TRL
+
+
+def test_trl_rewards_run_unchanged():
+    trl_rewards = pytest.importorskip("trl.rewards")
+    rewards = [
+        trl_rewards.think_format_reward,
+        trl_rewards.get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=5),
+        trl_rewards.get_repetition_penalty_reward(ngram_size=1, max_penalty=-1.0),  # reads completion_ids
+    ]
+    scores = RewardSet(rewards).score([group("<think>a</think>b", "b b", content=CHAT, answer="b")])
+    close(scores.by_reward["think_format_reward"], [[1, 0]])
+    close(list(scores.by_reward.values())[1], [[-1, 0]])
+    close(list(scores.by_reward.values())[2], [[-7 / 17, -1 / 3]])
