@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class SavesAtStepEnds:
     """Makes checkpoints asked for inside an accumulation window wait for its end.
 
-    A checkpoint holds no gradients: one taken inside a window (a time interval, a signal, a call by hand) would resume with
-    part of the window lost.
+    A checkpoint holds no gradients: one taken inside a window (a time interval, a signal, a call by hand) would resume
+    with part of the window lost.
 
     Args:
         module: Its rollout says where in a window the run is.
@@ -72,8 +72,8 @@ def check_missing_keys(module: L.LightningModule, state_dict: Mapping[str, Any])
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if missing := [name for name in trained if name not in state_dict]:
         raise RuntimeError(
-            f"The checkpoint lacks {len(missing)} of {len(trained)} trained weights, {missing[0]} first. It belongs to another "
-            "policy: give the one it was taken of."
+            f"The checkpoint lacks {len(missing)} of {len(trained)} trained weights, {missing[0]} first. It belongs to "
+            "another policy: give the one it was taken of."
         )
 
 

@@ -19,10 +19,12 @@ class GRPOCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Defaults that suit short RL runs; a recipe or flag overrides every one."""
-        loggers = ["lightning.pytorch.loggers.TensorBoardLogger", "lightning.pytorch.loggers.CSVLogger"]
         parser.set_defaults(
             {
-                "trainer.logger": [{"class_path": name, "init_args": {"save_dir": "runs"}} for name in loggers],
+                "trainer.logger": [
+                    logger("TensorBoardLogger", save_dir=".", name="runs"),
+                    logger("CSVLogger", save_dir="runs", name="csv"),
+                ],
                 # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
                 "trainer.log_every_n_steps": 1,
                 # Sampling from an untrained policy before training starts proves nothing and takes long.
@@ -31,14 +33,26 @@ class GRPOCLI(LightningCLI):
         )
 
 
-def main(args: Sequence[str] | None = None) -> GRPOCLI:
-    """The console script; `args` as on the command line."""
-    # Unlike `python train.py`, a console script does not look for modules in the current folder: own rewards live there.
+def logger(class_name: str, **arguments: str) -> dict[str, Any]:
+    """One of Lightning's loggers, as a recipe names it."""
+    return {"class_path": f"lightning.pytorch.loggers.{class_name}", "init_args": arguments}
+
+
+def main(
+    args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] = GRPOLightningModule
+) -> GRPOCLI:
+    """The console script.
+
+    Args:
+        args: As on the command line; None takes the command line's.
+        module_class: A subclass, to drive your own module by the same recipes.
+    """
+    # Unlike `python train.py`, a console script does not find modules in the current folder; own rewards live there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     options: dict[str, Any] = {} if args is None else {"args": list(args)}
     return GRPOCLI(
-        GRPOLightningModule,
+        module_class,
         PromptDataModule,
         seed_everything_default=0,
         auto_configure_optimizers=False,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -332,6 +333,8 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Let no checkpoint be taken inside an accumulation window."""
+        # Modes are set where they matter (eval to sample, train for the loss); the frozen reference stays in eval.
+        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         self.saves.attach(self.trainer)
 
     def on_train_start(self) -> None:

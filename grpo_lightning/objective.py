@@ -41,7 +41,10 @@ class StepCounts(NamedTuple):
 
 
 class ObjectiveTerms(NamedTuple):
-    """The loss of a micro-batch and the per-token quantities behind it, for the logs; zeros where nothing is trained."""
+    """The loss of a micro-batch and the per-token quantities behind it, for the logs.
+
+    Zeros where nothing is trained.
+    """
 
     loss: Tensor
     """Scalar: this micro-batch's share of the step's loss."""
@@ -108,8 +111,8 @@ class Objective:
             raise ValueError(f"objective.beta must be at least 0 (0 is no reference), got {self.beta}.")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.high:
             raise ValueError(
-                f"objective.dual_clip must be above 1 + epsilon_high = {1 + self.high:g}, got {self.dual_clip}. Raise it, or "
-                "set it to null."
+                f"objective.dual_clip must be above 1 + epsilon_high = {1 + self.high:g}, got {self.dual_clip}. "
+                "Raise it, or set it to null."
             )
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ValueError(

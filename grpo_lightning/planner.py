@@ -1,12 +1,13 @@
 """Cutting a rollout into the micro-batches of its optimizer steps.
 
-A rollout of N groups becomes `updates x accumulate` micro-batches. Which completions share an update is decided by their
-order in the data; which share a micro-batch inside an update changes memory and padding alone, never what is learned,
-because the loss is divided by the counts of the whole update.
+A rollout of N groups becomes `updates x accumulate` micro-batches. Which completions share an update is decided by
+their order in the data; which share a micro-batch inside an update changes memory and padding alone, never what is
+learned, because the loss is divided by the counts of the whole update.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -159,16 +160,14 @@ def split_updates(groups: list[list[Row]], updates: int) -> list[list[Row]]:
     if len(groups) < updates:
         groups = [[row] for group in groups for row in group]
     bounds = [round(i * len(groups) / updates) for i in range(updates + 1)]
-    return [
-        [row for group in groups[first:last] for row in group] for first, last in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [[row for group in groups[first:last] for row in group] for first, last in itertools.pairwise(bounds)]
 
 
 def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     """One update's completions to `parts` micro-batches of balanced padded cost.
 
-    Either whole groups share a micro-batch, so that every prompt runs once, or completions of like length do, so that there
-    is less padding but a prompt may run in several: whichever costs fewer token slots.
+    Either whole groups share a micro-batch, so that every prompt runs once, or completions of like length do, so that
+    there is less padding but a prompt may run in several: whichever costs fewer token slots.
     """
     if parts == 1:
         return [rows]

@@ -3,8 +3,8 @@
     optimizer: {class_path: grpo_lightning.schedules.AdamW, init_args: {lr: 1.0e-6}}
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-The schedules are transformers', as classes: jsonargparse cannot fill in the arguments of its functions, and the length of
-the run is known to the module only. Any other optimizer or torch scheduler class works as well.
+The schedules are transformers', as classes: jsonargparse cannot fill in the arguments of its functions, and the length
+of the run is known to the module only. Any other optimizer or torch scheduler class works as well.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Constant(Schedule):
         """`get_constant_schedule_with_warmup`."""
         from transformers import get_constant_schedule_with_warmup
 
-        return get_constant_schedule_with_warmup(optimizer, num_warmup_steps)
+        schedule: LambdaLR = get_constant_schedule_with_warmup(optimizer, num_warmup_steps)
+        return schedule
 
 
 class Linear(Schedule):
@@ -102,7 +103,8 @@ class Linear(Schedule):
         """`get_linear_schedule_with_warmup`."""
         from transformers import get_linear_schedule_with_warmup
 
-        return get_linear_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps)
+        schedule: LambdaLR = get_linear_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps)
+        return schedule
 
 
 class Cosine(Schedule):
@@ -122,6 +124,7 @@ class Cosine(Schedule):
         """`get_cosine_with_min_lr_schedule_with_warmup`."""
         from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
-        return get_cosine_with_min_lr_schedule_with_warmup(
+        schedule: LambdaLR = get_cosine_with_min_lr_schedule_with_warmup(
             optimizer, num_warmup_steps, num_training_steps, min_lr_rate=self.min_lr_ratio
         )
+        return schedule

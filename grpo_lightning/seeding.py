@@ -15,6 +15,9 @@ def run_seed(seed: int | None) -> int:
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) that depends on every part: derived_seed(seed, "rollout", rank, 12)."""
+    """A seed in [0, 2^63) that depends on every part.
+
+    For example `derived_seed(seed, "rollout", rank, 12)`.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,7 +1,8 @@
 """The records that travel through a training step.
 
 Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens,
-T completion tokens, V vocabulary. A prompt is stored once and its G completions hang on it: nothing is repeated G times.
+T completion tokens, V vocabulary. A prompt is stored once and its G completions hang on it: nothing is repeated G
+times.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Completion:
     """The tokens decoded, special tokens left out."""
 
     mask: list[bool] | None = None
-    """[T] True where a token is trained on; None trains on all. Tokens the policy did not draw (tool output) are False."""
+    """[T] True where a token is trained on; None trains on all.
+
+    Tokens the policy did not draw (tool output) are False.
+    """
 
     @property
     def is_truncated(self) -> bool:
@@ -80,14 +84,18 @@ class SamplingParams:
     """How completions are drawn.
 
     Log-probabilities are those of the distribution really drawn from. With `top_p`, `top_k`, `min_p` or
-    `repetition_penalty` set, that is no longer the distribution the policy is trained on (full softmax at `temperature`).
+    `repetition_penalty` set, that is no longer the distribution the policy is trained on (full softmax at
+    `temperature`).
     """
 
     max_completion_length: int = 512
     """Tokens after which a completion is cut."""
 
     temperature: float = 1.0
-    """Divides the logits; the same temperature is used wherever log-probs are computed. 0 is greedy (evaluation only)."""
+    """Divides the logits; the same temperature is used wherever log-probs are computed.
+
+    0 is greedy (evaluation only).
+    """
 
     top_p: float = 1.0
     """Nucleus mass (Holtzman et al. 2019); 1 keeps every token."""

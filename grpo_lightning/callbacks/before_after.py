@@ -19,8 +19,9 @@ from grpo_lightning.seeding import run_seed
 class BeforeAfter(L.Callback):
     """Evaluates on the validation prompts when training starts and ends, sampled and greedy.
 
-    Prints a table and sample completions, and writes `summary.json`: seed, `<metric>_before`, `<metric>_after` (sampled),
-    greedy_before, greedy_after, problems, steps, seconds (since the process started), and every number of the table.
+    Prints a table and sample completions, and writes `summary.json`: seed, `<metric>_before`, `<metric>_after`
+    (sampled), greedy_before, greedy_after, problems, steps, seconds (since the process started), and every number of
+    the table.
 
     Args:
         metric: The reward that is the headline; "reward" is the weighted total.
@@ -41,7 +42,8 @@ class BeforeAfter(L.Callback):
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
                 raise ValueError(
-                    f"BeforeAfter: there is no metric {self.metric!r}; choose among {', '.join(self.before['sampled'])}."
+                    f"BeforeAfter: there is no metric {self.metric!r}; "
+                    f"choose among {', '.join(self.before['sampled'])}."
                 )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

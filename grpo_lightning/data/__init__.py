@@ -1,0 +1,1 @@
+"""Data: mixtures of files in, prompts out."""

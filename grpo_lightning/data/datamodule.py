@@ -69,8 +69,8 @@ class PromptDataModule(L.LightningDataModule):
         return PromptSource(
             self.train_prompts,
             self.batch_size,
-            cycle=trainer.lightning_module.cycle_length(trainer.accumulate_grad_batches),
-            shuffle=self.shuffle and not trainer.overfit_batches,
+            cycle=trainer.lightning_module.cycle_length(trainer.accumulate_grad_batches),  # type: ignore[operator]
+            shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
             seed=run_seed(self.seed),
             rank=trainer.global_rank,
             world_size=trainer.world_size,

@@ -1,7 +1,7 @@
 """The prompt source: the loader that gives every cycle its prompts.
 
-A cycle is all the micro-steps one rollout is trained for. The source yields the cycle's prompts as often as the cycle has
-micro-steps, so that Lightning counts batches, accumulates and checkpoints as it always does. It is no DataLoader on
+A cycle is all the micro-steps one rollout is trained for. The source yields the cycle's prompts as often as the cycle
+has micro-steps, so that Lightning counts batches, accumulates and checkpoints as it always does. It is no DataLoader on
 purpose: Lightning would replace a DataLoader's sampler by a shuffling one and scatter the repeats.
 """
 
@@ -169,8 +169,8 @@ class PromptSource:
         ]
         if changed:
             raise ValueError(
-                f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original ones, "
-                "or start a new run from the checkpoint's weights."
+                f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original "
+                "ones, or start a new run from the checkpoint's weights."
             )
         self.resume_from = dict(state)
 
@@ -185,7 +185,9 @@ def as_prompt(row: Prompt | Mapping[str, Any] | str, index: int = -1) -> Prompt:
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:
-    """What a loader yielded, as a prompt batch: also lists of rows, and the columns torch's default collate makes of them.
+    """What a loader yielded, as a prompt batch.
+
+    Also takes lists of rows, and the columns torch's default collate makes of them.
 
     Raises:
         TypeError: If it is none of these.
@@ -198,6 +200,6 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return PromptBatch([as_prompt(row, index) for index, row in enumerate(batch)])
     raise TypeError(
-        f"A training batch must be prompts (a list of texts or rows, or a PromptBatch), got {type(batch).__name__}. Wrap the "
-        "data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."
+        f"A training batch must be prompts (a list of texts or rows, or a PromptBatch), got {type(batch).__name__}. "
+        "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."
     )

@@ -10,19 +10,28 @@ import torch
 from torch import Tensor, nn
 
 
+def base_model(model: nn.Module) -> Any:
+    """The model under a peft wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model: of models with several parts, the decoder's."""
+    return base_model(model).config.get_text_config(decoder=True)
+
+
 def text_positions(mask: Tensor) -> Tensor:
     """[N, L] position of every token, counted over real tokens: left padding must not move a prompt.
 
-    Completions continue at the real prompt length. With the padded length instead the gradient is off by 60 % and no loss
-    curve shows it.
+    Completions continue at the real prompt length. With the padded length instead the gradient is off by 60 % and no
+    loss curve shows it.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
     """True if the model's forward names this argument (a **kwargs would swallow it silently)."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return argument in forward_arguments(type(base))
+    return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 
 @functools.cache

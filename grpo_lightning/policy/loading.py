@@ -45,13 +45,15 @@ class PolicyLoader:
         attention: Kernel; "auto" takes flash_attention_2 where it is installed and a CUDA device is there, else sdpa.
         from_scratch: Build the architecture named by `name` with random weights.
         scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
-        chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at once.
-        activation_checkpointing: Recompute activations in the backward pass: of "chunks" of completions, or of "layers".
+        chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
+            once.
+        activation_checkpointing: Recompute activations in the backward pass: of "chunks" of completions, or of
+            "layers".
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the constructor is the config
         self,
         name: str | None = None,
         *,
@@ -123,7 +125,7 @@ class PolicyLoader:
         """The tokenizer, with a pad token for it if it has none: padding is masked everywhere, any id serves."""
         from transformers import AutoTokenizer
 
-        tokenizer = self.tokenizer or self.name
+        tokenizer: Any = self.tokenizer or self.name
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(
                 str(tokenizer), revision=self.revision, trust_remote_code=self.trust_remote_code
@@ -188,15 +190,16 @@ def disable_dropout(model: nn.Module) -> None:
 def checkpoint_layers(model: nn.Module) -> None:
     """Recompute every decoder layer in the backward pass, with the prefix cache left in place.
 
-    Wraps `forward`, not the module: hooks of sharding strategies stay outside the recompute. transformers' own switch cannot
-    be used: it drops the cache in train mode.
+    Wraps `forward`, not the module: hooks of sharding strategies stay outside the recompute. transformers' own switch
+    cannot be used: it drops the cache in train mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no layers that can be checkpointed. Set policy.activation_checkpointing to 'chunks'."
+            f"{type(model).__name__} has no layers that can be checkpointed. Set policy.activation_checkpointing to "
+            "'chunks'."
         )
     for layer in layers:
         if not isinstance(layer.forward, functools.partial):

@@ -4,9 +4,9 @@
     model(**prompts, past_key_values=prefix, use_cache=True)
     model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # phase 2 only reads
 
-There are two objects because a recompute of phase 1 (activation checkpointing) runs during backward, long after phase 2
-began: it must find phase 1's cache as phase 1 left it. As nothing is written twice, both phases can be checkpointed, and
-linear-attention layers, whose stock cache overwrites its states in place, become differentiable.
+There are two objects because a recompute of phase 1 (activation checkpointing) runs during backward, long after phase
+2 began: it must find phase 1's cache as phase 1 left it. As nothing is written twice, both phases can be checkpointed,
+and linear-attention layers, whose stock cache overwrites its states in place, become differentiable.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ def fan_out(states: Tensor, rows: Rows) -> Tensor:
 
 class StoredAttention(DynamicLayer):
     """Phase 1 of a full-attention layer: keeps the keys and values of its first update."""
+
+    dtype: torch.dtype
+    device: torch.device
+    is_initialized: bool
 
     def visible(self, states: Tensor) -> Tensor:
         """The part of the prompt that later tokens can still attend to."""
@@ -101,7 +105,8 @@ STORES: dict[type, StoreMaker] = {
 }
 READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttention: ReadSlidingAttention}
 
-# Older releases of transformers do not read linear-attention states through the cache object: those models score densely.
+# Older releases of transformers do not read linear-attention states through the cache object: with them, those models
+# score densely.
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
@@ -161,7 +166,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
 
         def __init__(self, number_of_states: int = 1) -> None:
             StoredAttention.__init__(self)
-            StoredLinear.__init__(self, number_of_states=number_of_states)
+            StoredLinear.__init__(self, number_of_states=number_of_states)  # type: ignore[call-arg]
 
     class ReadHybrid(ReadLinear, ReadAttention):
         """Phase 2 of such a layer."""
@@ -203,8 +208,9 @@ class PrefixCache(Cache):
         for i, layer in enumerate(self.layers):
             if type(layer) in READS and not layer.is_filled:
                 raise LostCacheError(
-                    f"Layer {i} stored nothing of the prompt: the model ignored the cache it was given. transformers' own "
-                    "gradient checkpointing does that in train mode; use the policy's `activation_checkpointing` instead."
+                    f"Layer {i} stored nothing of the prompt: the model ignored the cache it was given. transformers' "
+                    "own gradient checkpointing does that in train mode; use the policy's `activation_checkpointing` "
+                    "instead."
                 )
         return ExtendedCache(
             layers=[READS[type(layer)](layer, rows) if type(layer) in READS else layer for layer in self.layers]
@@ -216,8 +222,8 @@ class ExtendedCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The prompt's convolution state, fanned out."""
-        return self.layers[layer_idx].state("conv_states", state_idx)
+        return self.layers[layer_idx].state("conv_states", state_idx)  # type: ignore[no-any-return]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The prompt's recurrent state, fanned out."""
-        return self.layers[layer_idx].state("recurrent_states", state_idx)
+        return self.layers[layer_idx].state("recurrent_states", state_idx)  # type: ignore[no-any-return]

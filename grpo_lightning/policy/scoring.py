@@ -3,8 +3,8 @@
 extended: the prompts run once (phase 1), their states are kept in the graph, and the completions run on top (phase 2).
 dense: every row is [prompt | completion]; for models the extended path cannot serve, and the reference of the tests.
 
-Both give the same values and gradients. A run uses one of them throughout: mixing them inside one importance ratio would
-compare two roundings.
+Both give the same values and gradients. A run uses one of them throughout: mixing them inside one importance ratio
+would compare two roundings.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
-from grpo_lightning.policy.inputs import accepts, known_arguments, text_positions
+from grpo_lightning.policy.inputs import accepts, base_model, known_arguments, text_config, text_positions
 from grpo_lightning.policy.prefix_cache import PrefixCache, Rows, fan_out
 from grpo_lightning.types import MicroBatch
 
@@ -113,7 +113,7 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 def extended_chunks(model: nn.Module, batch: MicroBatch) -> RunChunk:
     """Phase 1 now, phase 2 for every chunk asked for."""
-    prefix = PrefixCache(model.config)  # type: ignore[arg-type]
+    prefix = PrefixCache(base_model(model).config)
     arguments = known_arguments(model, position_ids=text_positions(batch.prompt_mask), logits_to_keep=1)
     outputs = model(
         input_ids=batch.prompt_ids,
@@ -128,7 +128,8 @@ def extended_chunks(model: nn.Module, batch: MicroBatch) -> RunChunk:
     def run(rows: Tensor | None) -> tuple[Tensor, Tensor]:
         ids, mask, fan = rows_of(batch, rows)
         width = ids.shape[1]
-        # The last token predicts nothing. At least two columns: models run a lone token through in-place decode kernels.
+        # The last token predicts nothing.
+        # At least two columns: models run a lone token through in-place decode kernels.
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()
@@ -163,18 +164,17 @@ def dense_chunks(model: nn.Module, batch: MicroBatch) -> RunChunk:
 
 def refuse_transformers_checkpointing(model: nn.Module) -> None:
     """Raise RuntimeError if transformers' own gradient checkpointing is on: it drops the cache in train mode."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+    if any(getattr(module, "gradient_checkpointing", False) for module in base_model(model).modules()):
         raise RuntimeError(
-            "transformers' gradient checkpointing is switched on for the policy. In train mode it drops the prompt's cache, "
-            "which gives wrong gradients and wrong samples. Call `model.gradient_checkpointing_disable()` and set the "
-            "policy's `activation_checkpointing` to 'chunks' or 'layers' instead."
+            "transformers' gradient checkpointing is switched on for the policy. In train mode it drops the prompt's "
+            "cache, which gives wrong gradients and wrong samples. Call `model.gradient_checkpointing_disable()` and "
+            "set the policy's `activation_checkpointing` to 'chunks' or 'layers' instead."
         )
 
 
 def dense_reason(model: nn.Module) -> str | None:
     """Why this model cannot take the extended path, by what it declares; None if it can."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     if not accepts(model, "past_key_values"):
@@ -183,7 +183,7 @@ def dense_reason(model: nn.Module) -> str | None:
         PrefixCache(base.config)
     except NotImplementedError as error:
         return str(error)
-    for kind in rope_types(base.config.get_text_config(decoder=True)):
+    for kind in rope_types(text_config(model)):
         if kind in ("dynamic", "longrope"):
             return (
                 f"{kind} rope changes its frequencies with the length of the batch, a cached prompt keeps the old ones"
@@ -193,15 +193,19 @@ def dense_reason(model: nn.Module) -> str | None:
 
 def rope_types(config: object) -> set[str]:
     """The rope variants of a text config: one, or one per layer type."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    entries = list(rope.values()) if rope and all(isinstance(entry, dict) for entry in rope.values()) else [rope]
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    is_per_layer_type = bool(rope) and all(isinstance(entry, dict) for entry in rope.values())
+    entries: list[dict[str, str]] = list(rope.values()) if is_per_layer_type else [rope]
     return {entry.get("rope_type", entry.get("type", "default")) for entry in entries if isinstance(entry, dict)}
 
 
 @torch.no_grad()
 def probe_difference(model: nn.Module) -> Tensor:
-    """|extended - dense| log-probs of 2 ragged prompts x 2 completions: [real tokens], nats. The last word on the path."""
-    config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    """|extended - dense| log-probs of 2 ragged prompts x 2 completions: [real tokens], nats.
+
+    The last word on the path.
+    """
+    config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
     length, width, device = max(12, min(window, 64) + 3), 6, next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)

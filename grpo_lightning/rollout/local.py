@@ -26,7 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_lightning.policy.inputs import accepts, known_arguments, left_pad, text_positions
+from grpo_lightning.policy.inputs import accepts, base_model, known_arguments, left_pad, text_config, text_positions
 from grpo_lightning.policy.prefix_cache import LostCacheError
 from grpo_lightning.rollout.base import Progress
 from grpo_lightning.types import Completion, SamplingParams
@@ -38,8 +38,8 @@ class LocalEngine:
     """Samples with the policy itself.
 
     Args:
-        max_rows: Completions decoded at the same time. More prompts than fit are decoded in waves; a wave holds at least
-            one prompt's G. Bounds the memory of the key-value cache. None decodes all at once.
+        max_rows: Completions decoded at the same time. More prompts than fit are decoded in waves; a wave holds at
+            least one prompt's G. Bounds the memory of the key-value cache. None decodes all at once.
     """
 
     def __init__(self, max_rows: int | None = None) -> None:
@@ -98,12 +98,12 @@ class LocalEngine:
         """One wave: prefill N prompts, fan out to B rows, then a token per step for the rows still open."""
         device = generator.device
         prompt_ids, prompt_mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
-        cache = DynamicCache(config=self.policy.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
+        cache = DynamicCache(config=text_config(self.policy))
         logits = self.forward(prompt_ids, prompt_mask, text_positions(prompt_mask), cache)
         if cache.get_seq_length() != prompt_ids.shape[1]:
             raise LostCacheError(
-                f"After a prefill of {prompt_ids.shape[1]} tokens the cache holds {cache.get_seq_length()}: the model dropped "
-                "it. Set policy.scoring to 'dense' and report the model type."
+                f"After a prefill of {prompt_ids.shape[1]} tokens the cache holds {cache.get_seq_length()}: the model "
+                "dropped it. Set policy.scoring to 'dense' and report the model type."
             )
         fan = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)
         cache.reorder_cache(fan)
@@ -248,9 +248,11 @@ class StopStrings:
         self.criteria = StopStringCriteria(tokenizer, strings) if strings else None
 
     def __call__(self, completion_ids: Tensor) -> Tensor:
+        """[rows] True where `completion_ids` ends with one of the strings; all False if there are none."""
         if self.criteria is None:
             return torch.zeros(len(completion_ids), dtype=torch.bool, device=completion_ids.device)
-        return self.criteria(completion_ids, None)  # type: ignore[arg-type]
+        ends: Tensor = self.criteria(completion_ids, None)
+        return ends
 
 
 class TokenDrawer:
@@ -291,8 +293,8 @@ class TokenDrawer:
         logits = state.logits.float()
         if bool(logits.isnan().any()):
             raise FloatingPointError(
-                "The policy's logits are NaN, it cannot be sampled from. Training has diverged: lower the learning rate, clip "
-                "gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
+                "The policy's logits are NaN, it cannot be sampled from. Training has diverged: lower the learning "
+                "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
             )
         distribution = torch.log_softmax(self.processors(state.history, logits), -1)
         if self.sampling.is_greedy:
@@ -330,12 +332,12 @@ def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:
     """Why this model's cache cannot be fanned out; None if it can."""
-    base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    base = base_model(policy)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     if not accepts(policy, "past_key_values"):
         return f"{type(base).__name__}.forward takes no past_key_values"
-    layers = DynamicCache(config=base.config.get_text_config(decoder=True)).layers  # type: ignore[operator, union-attr]
+    layers = DynamicCache(config=text_config(policy)).layers
     if missing := sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "reorder_cache")}):
         return f"the cache layer {', '.join(missing)} cannot be reordered"
     return None
