@@ -94,3 +94,12 @@ def restore_rollout(module: GRPOLightningModule, state: dict[str, Any] | None) -
     module.rollout = None
     if state["rollout"] is not None:
         module.rollout = Rollout.from_state_dict(state["rollout"], module.device)
+
+
+def restore_data_position(trainer: L.Trainer) -> None:
+    """Put a resumed loader where the checkpoint left it.
+
+    Lightning does so when it sets the loader up. Asking the trainer for its number of steps in `configure_optimizers`
+    sets the loader up before the checkpoint's loops are restored: it would start over, and nothing would say so.
+    """
+    trainer.fit_loop._load_combined_loader_states()

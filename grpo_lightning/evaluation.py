@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grpo_lightning.rewards import Scores
@@ -27,9 +28,12 @@ class Evaluation:
         totals["truncated"] = (float(sum(c.is_truncated for c in completions)), float(len(completions)))
         return cls(groups, scores, totals)
 
-    def __add__(self, other: Evaluation) -> dict[str, tuple[float, float]]:
-        """Totals of both together."""
-        return {
-            name: (total + other.totals[name][0], count + other.totals[name][1])
-            for name, (total, count) in self.totals.items()
-        }
+
+def means(evaluations: Iterable[Evaluation]) -> dict[str, float]:
+    """The means over several evaluations together; what none of them has a value for is left out."""
+    sums: dict[str, tuple[float, float]] = {}
+    for evaluation in evaluations:
+        for name, (total, count) in evaluation.totals.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + total, before[1] + count)
+    return {name: total / count for name, (total, count) in sums.items() if count}

@@ -19,7 +19,13 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.checkpoints import SavesAtStepEnds, check_missing_keys, restore_rollout, rollout_state
+from grpo_lightning.checkpoints import (
+    SavesAtStepEnds,
+    check_missing_keys,
+    restore_data_position,
+    restore_rollout,
+    rollout_state,
+)
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation
 from grpo_lightning.hooks import notify
@@ -326,10 +332,10 @@ class GRPOLightningModule(L.LightningModule):
         )
         if self.scheduler_factory is None:
             return optimizer
-        scheduler = self.scheduler_factory(optimizer)
-        if isinstance(scheduler, Schedule):
-            scheduler.set_length(self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler_factory(optimizer), "interval": "step"},
+        }
 
     def on_fit_start(self) -> None:
         """Let no checkpoint be taken inside an accumulation window."""
@@ -338,8 +344,11 @@ class GRPOLightningModule(L.LightningModule):
         self.saves.attach(self.trainer)
 
     def on_train_start(self) -> None:
-        """Round limits up to whole cycles, now that the length of an epoch is known."""
+        """What needs the length of an epoch: limits in whole cycles, the schedule; and a resumed run's place in it."""
+        restore_data_position(self.trainer)
         round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+        if isinstance(scheduler := self.lr_schedulers(), Schedule):
+            scheduler.set_length(self.trainer.estimated_stepping_batches)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the checkpoints that waited for the end of the accumulation window."""

@@ -63,7 +63,17 @@ def test_recipe_header_says_what_to_expect(recipe):
 
 @pytest.mark.parametrize("fragment", OBJECTIVES, ids=lambda path: path.stem)
 def test_objective_composes_with_the_quickstart(fragment, flags, tmp_path):
-    cli = main(["fit", "--config", str(RECIPES / "quickstart.yaml"), "--config", str(fragment), *flags, "--trainer.max_steps=4"])
+    cli = main(
+        [
+            "fit",
+            "--config",
+            str(RECIPES / "quickstart.yaml"),
+            "--config",
+            str(fragment),
+            *flags,
+            "--trainer.max_steps=4",
+        ]
+    )
     for name, value in yaml.safe_load(fragment.read_text())["model"]["objective"].items():
         assert getattr(cli.model.objective, name) == value
     steps = logged_steps(tmp_path / "runs")

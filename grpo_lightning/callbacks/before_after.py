@@ -11,7 +11,8 @@ import lightning as L
 import psutil
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from grpo_lightning.evaluation import Evaluation
+from grpo_lightning.data.source import PromptBatch, as_prompt_batch
+from grpo_lightning.evaluation import Evaluation, means
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.seeding import run_seed
 
@@ -35,6 +36,7 @@ class BeforeAfter(L.Callback):
         self.dirpath = dirpath
         self.before: dict[str, dict[str, float]] | None = None
         self.samples: dict[str, list[tuple[str, str]]] = {}
+        self.num_problems = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate before training; a resumed run keeps what was measured then."""
@@ -49,49 +51,44 @@ class BeforeAfter(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate again, show both, and write the summary."""
         assert self.before is not None
+        assert isinstance(pl_module, GRPOLightningModule)
         after = self.measure(trainer, pl_module, "after")
         self.show(self.before, after)
-        assert isinstance(pl_module, GRPOLightningModule)
+        when = {"before": self.before, "after": after}
         summary = {
             "seed": run_seed(pl_module.seed),
-            **{f"{self.metric}_{when}": values["sampled"][self.metric] for when, values in self.both(after).items()},
-            **{f"greedy_{when}": values["greedy"][self.metric] for when, values in self.both(after).items()},
-            "problems": len(self.prompts(trainer)),
+            **{f"{self.metric}_{name}": values["sampled"][self.metric] for name, values in when.items()},
+            **{f"greedy_{name}": values["greedy"][self.metric] for name, values in when.items()},
+            "problems": self.num_problems,
             "steps": trainer.global_step,
             "seconds": round(time.time() - psutil.Process().create_time(), 1),
-            "before": self.before,
-            "after": after,
+            **when,
         }
         self.write(Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / "summary.json", summary)
 
-    def both(self, after: dict[str, dict[str, float]]) -> dict[str, dict[str, dict[str, float]]]:
-        """Before and after, by name."""
-        assert self.before is not None
-        return {"before": self.before, "after": after}
-
-    def prompts(self, trainer: L.Trainer) -> list[Any]:
-        """The data module's validation prompts.
+    def batches(self, trainer: L.Trainer) -> list[PromptBatch]:
+        """The data module's validation prompts, in its validation batches.
 
         Raises:
             ValueError: If there are none.
         """
-        prompts = getattr(getattr(trainer, "datamodule", None), "val_prompts", None)
-        if not prompts:
+        datamodule = getattr(trainer, "datamodule", None)
+        batches = [as_prompt_batch(batch) for batch in datamodule.val_dataloader()] if datamodule is not None else []
+        if not batches:
             raise ValueError("BeforeAfter needs validation prompts: set data.val_datasets, or remove the callback.")
-        return list(prompts)
+        return batches
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> dict[str, dict[str, float]]:
         """Means of every reward, the length and the truncated share, of sampled and of greedy completions."""
         assert isinstance(pl_module, GRPOLightningModule)
+        batches = self.batches(trainer)
         evaluations = {
-            name: pl_module.evaluate(self.prompts(trainer), is_greedy=name == "greedy")
+            name: [pl_module.evaluate(batch.prompts, is_greedy=name == "greedy") for batch in batches]
             for name in ("sampled", "greedy")
         }
-        self.samples[when] = samples(evaluations["greedy"], self.num_samples)
-        return {
-            name: {key: total / count for key, (total, count) in evaluation.totals.items() if count}
-            for name, evaluation in evaluations.items()
-        }
+        self.num_problems = sum(map(len, batches))
+        self.samples[when] = samples(evaluations["greedy"][0], self.num_samples)
+        return {name: means(of_batches) for name, of_batches in evaluations.items()}
 
     @rank_zero_only
     def show(self, before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> None:
