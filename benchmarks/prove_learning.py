@@ -4,8 +4,8 @@
     python benchmarks/prove_learning.py --record   # and writes the outcome into benchmarks/proofs.json
 
 The bars: mean over the seeds, sampled accuracy at most 0.40 before and at least 0.90 after, greedy at most 0.50 and at
-least 0.90, every run at most 8 minutes (the model's warm-up included). With rewards shuffled inside each group, with the
-advantage's sign flipped, or with learning rate 0, accuracy gains less than 0.05. Exit code 1 if one does not hold.
+least 0.90, every run at most 8 minutes (the model's warm-up included). With rewards shuffled inside each group, with
+the advantage's sign flipped, or with learning rate 0, accuracy gains less than 0.05. Exit code 1 if one does not hold.
 """
 
 from __future__ import annotations

@@ -282,6 +282,7 @@ def run_ours(workload: Workload, folder: Path, micro_batches: int, steps: int, s
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[StepEnds()],
     )
     prompts = [{"prompt": text} for text in make_prompts(workload)]
     source = PromptSource(

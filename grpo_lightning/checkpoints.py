@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from grpo_lightning.planner import Rollout
 
@@ -17,58 +18,67 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class SavesAtStepEnds:
-    """Makes checkpoints asked for inside an accumulation window wait for its end.
+class StepEnds(L.Callback):
+    """Lets checkpoints be taken, and a run be stopped, only between optimizer steps.
 
-    A checkpoint holds no gradients: one taken inside a window (a time interval, a signal, a call by hand) would resume
-    with part of the window lost.
-
-    Args:
-        module: Its rollout says where in a window the run is.
+    A checkpoint holds no gradients: one taken inside a step or an accumulation window (a time interval, a signal, a
+    call by hand) would resume with part of the step lost. It waits for the end of the step, and so does an early stop.
     """
 
-    def __init__(self, module: GRPOLightningModule) -> None:
-        self.module = module
+    def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
+        self.min_steps = 0
 
-    def attach(self, trainer: L.Trainer) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stand in for the trainer's `save_checkpoint`: every strategy and callback saves through it."""
-        save = trainer.save_checkpoint
-        if getattr(save, "waits_for_step_ends", False):
-            return
+        self.waiting, self.min_steps = [], trainer.min_steps or 0
+        save = getattr(trainer.save_checkpoint, "__wrapped__", trainer.save_checkpoint)
 
         @functools.wraps(save)
         def save_at_step_end(filepath: Any, *args: Any, **kwargs: Any) -> None:
-            if self.is_inside_window:
+            if is_inside_step(trainer):
                 log.info("Checkpoint %s waits for the end of the optimizer step.", filepath)
                 self.waiting.append(functools.partial(save, filepath, *args, **kwargs))
             else:
                 save(filepath, *args, **kwargs)
 
-        save_at_step_end.waits_for_step_ends = True  # type: ignore[attr-defined]
         trainer.save_checkpoint = save_at_step_end  # type: ignore[method-assign]
 
-    @property
-    def is_inside_window(self) -> bool:
-        """True between the micro-batches of one optimizer step."""
-        rollout = self.module.rollout
-        return rollout is not None and rollout.position % rollout.accumulate != 0
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Keep the trainer from stopping before the step is done."""
+        trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
 
-    def flush(self) -> None:
-        """Take the checkpoints that wait, if the window is over."""
-        if self.is_inside_window:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Take the checkpoints that wait, if the step is over."""
+        if is_inside_step(trainer):
             return
         waiting, self.waiting = self.waiting, []
         for save in waiting:
             save()
 
 
-def check_missing_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None:
-    """Check that a checkpoint lacks frozen weights only.
+def is_inside_step(trainer: L.Trainer) -> bool:
+    """True from the first micro-batch of an optimizer step to the end of the last.
+
+    False once the run was interrupted: that step will never end.
+    """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    is_between = batches.ready == batches.processed and batches.ready % trainer.accumulate_grad_batches == 0
+    return trainer.state.status == TrainerStatus.RUNNING and not is_between
+
+
+def check_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None:
+    """Check that a checkpoint lacks frozen weights only, and has none that the module does not know.
 
     Raises:
-        RuntimeError: If trained weights are missing, naming the first.
+        RuntimeError: If trained weights are missing or unknown ones are there, naming the first.
     """
+    known = module.state_dict().keys()
+    if unknown := [name for name in state_dict if name not in known]:
+        raise RuntimeError(
+            f"The checkpoint has {len(unknown)} weights that the policy does not have, {unknown[0]} first. It belongs "
+            "to another policy: give the one it was taken of."
+        )
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if missing := [name for name in trained if name not in state_dict]:
         raise RuntimeError(

@@ -41,7 +41,7 @@ def logger(class_name: str, **arguments: str) -> dict[str, Any]:
 def main(
     args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] = GRPOLightningModule
 ) -> GRPOCLI:
-    """The console script.
+    """Run a command line.
 
     Args:
         args: As on the command line; None takes the command line's.
@@ -60,3 +60,8 @@ def main(
         trainer_defaults={"callbacks": [ProgressBar(), CompletionLog()]},
         **options,
     )
+
+
+def entry_point() -> None:
+    """What the command `grpo-lightning` calls: `main`, without its result, which the shell would take for an error."""
+    main()

@@ -18,11 +18,11 @@ import random
 import shutil
 import string
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -42,8 +42,7 @@ PAD, EOS = "<pad>", "<eos>"
 Digits = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class DemoSplit:
+class DemoSplit(NamedTuple):
     """Three sets of digit sequences; no sequence is in two of them."""
 
     warm_up: list[Digits]
@@ -72,10 +71,8 @@ class DemoTask:
             raise ValueError(f"modulus must be 2 to 10 (a digit is one character), got {self.modulus}.")
         wanted, available = self.num_warm_up + self.num_train + self.num_heldout, self.modulus**self.num_digits
         if wanted > available:
-            raise ValueError(
-                f"the three sets need {wanted} different sequences, but {self.num_digits} digits below "
-                f"{self.modulus} make only {available}. Raise num_digits or ask for fewer."
-            )
+            sequences = f"sequences of {self.num_digits} digits below {self.modulus}"
+            raise ValueError(f"the sets need {wanted} {sequences}; there are only {available}. Raise num_digits.")
 
     def question(self, digits: Sequence[int]) -> str:
         """The prompt: the digits and an equals sign."""
@@ -98,11 +95,9 @@ class DemoTask:
         """Draw the three sets without replacement, so that they cannot share a sequence."""
         sizes = (self.num_warm_up, self.num_train, self.num_heldout)
         codes = random.Random(self.seed).sample(range(self.modulus**self.num_digits), sum(sizes))
-        drawn = [
-            tuple(code // self.modulus**place % self.modulus for place in range(self.num_digits)) for code in codes
-        ]
-        first, second = sizes[0], sizes[0] + sizes[1]
-        return DemoSplit(warm_up=drawn[:first], train=drawn[first:second], heldout=drawn[second:])
+        places = [self.modulus**place for place in range(self.num_digits)]
+        drawn = iter([tuple(code // place % self.modulus for place in places) for code in codes])
+        return DemoSplit(*(list(islice(drawn, size)) for size in sizes))
 
     def write(self, folder: Path) -> None:
         """Write `train.jsonl` and `heldout.jsonl`, one {"prompt": "...", "answer": "..."} per line."""
@@ -157,21 +152,15 @@ class DemoRecipe:
     @property
     def key(self) -> str:
         """A hash of every number above and of the code's versions: names the cache folder."""
-        facts = asdict(self) | {
-            "code": CODE_VERSION,
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-        }
+        versions = {"code": CODE_VERSION, "torch": str(torch.__version__), "transformers": transformers.__version__}
+        facts = asdict(self) | versions
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class DemoFiles:
-    """What `prepare` built."""
+class DemoFiles(NamedTuple):
+    """What `prepare` built. `model` holds weights, configuration and tokenizer, for `from_pretrained`."""
 
     model: Path
-    """Folder with the weights, the configuration and the tokenizer, for `from_pretrained`."""
-
     train: Path
     heldout: Path
 
@@ -189,12 +178,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=PAD,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, unk_token=PAD, pad_token=PAD, eos_token=EOS, padding_side="left"
     )
 
 
@@ -220,9 +204,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
-        setattr(model.generation_config, name, getattr(config, name))
-    return model.eval()
+    return model.eval()  # its generation config has the same special tokens
 
 
 def warm_up(
@@ -233,7 +215,7 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Teach both habits, in place, on two CPU threads.
+    """Teach both habits, in place.
 
     The worked habit appears suddenly, after a number of steps that varies with the seed; so its phase ends when it is
     learned. All completions of one habit are equally long: nothing is padded.
@@ -245,7 +227,7 @@ def warm_up(
     habits = _Habits(tokenizer, task, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, settings.beta2))
 
-    def update(*, num_short: int, rate: float) -> float:
+    def update(bar: Any, *, num_short: int, rate: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = rate * settings.learning_rate
         loss = habits.loss(model, num_short)
@@ -253,26 +235,27 @@ def warm_up(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        bar.update()
         return loss.item()
 
-    with _threads(2):
-        average = float("inf")
-        with _progress("Warm-up 1/2, worked answers", settings.max_worked_steps, show_progress) as bar:
-            for step in range(settings.max_worked_steps):
-                loss = update(num_short=0, rate=min(1.0, (step + 1) / settings.num_ramp_steps))
-                average = loss if step == 0 else 0.9 * average + 0.1 * loss
-                _advance(bar, loss)
-                if average < settings.target_loss:
-                    break
-            else:
-                raise RuntimeError(
-                    f"the worked habit was not learned: loss {average:.3f} after {settings.max_worked_steps} steps, "
-                    f"{settings.target_loss} wanted. Take another seed or raise max_worked_steps."
-                )
-        with _progress("Warm-up 2/2, short answers", settings.num_short_steps, show_progress) as bar:
-            for step in range(settings.num_short_steps):
-                num_short = round(settings.short_share * settings.batch_size)
-                _advance(bar, update(num_short=num_short, rate=1 - step / settings.num_short_steps))
+    def progress(habit: str, num_steps: int) -> Any:
+        return tqdm(total=num_steps, desc=f"Warm-up, {habit}", unit="step", disable=not show_progress)
+
+    average = float("nan")
+    with progress("worked answers (ends when learned)", settings.max_worked_steps) as bar:
+        for step in range(settings.max_worked_steps):
+            loss = update(bar, num_short=0, rate=min(1.0, (step + 1) / settings.num_ramp_steps))
+            average = loss if step == 0 else 0.9 * average + 0.1 * loss
+            if average < settings.target_loss:
+                break
+        else:
+            found = f"loss {average:.3f} after {settings.max_worked_steps} steps, {settings.target_loss} wanted"
+            raise RuntimeError(f"the worked habit was not learned: {found}. Take another seed.")
+    num_short = round(settings.short_share * settings.batch_size)
+    with progress("short answers", settings.num_short_steps) as bar:
+        for step in range(settings.num_short_steps):
+            update(bar, num_short=num_short, rate=1 - step / settings.num_short_steps)
 
 
 def prepare(
@@ -294,7 +277,11 @@ def prepare(
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix="unfinished-") as scratch:
             _build(recipe, Path(scratch) / "demo", show_progress=show_progress)
-            _move_finished(Path(scratch) / "demo", folder)
+            try:
+                (Path(scratch) / "demo").rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process finished the same recipe first
+                    raise
     return DemoFiles(model=folder / "model", train=folder / "train.jsonl", heldout=folder / "heldout.jsonl")
 
 
@@ -303,13 +290,16 @@ class Quickstart:
 
     Args:
         folder: Gets `model/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
+        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on cores that
+            others use too, two were 17 times slower than one.
     """
 
-    def __init__(self, folder: str = "runs/quickstart/task") -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str = "runs/quickstart/task", num_threads: int = 1) -> None:
+        self.folder, self.num_threads = Path(folder), num_threads
 
     def __call__(self) -> None:
         """Build the demo unless its cache has it, and copy it here."""
+        torch.set_num_threads(self.num_threads)
         files = prepare(run_seed(None))
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(files.model.parent, self.folder)
@@ -324,15 +314,6 @@ def _build(recipe: DemoRecipe, folder: Path, *, show_progress: bool) -> None:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n", encoding="utf-8")
-
-
-def _move_finished(source: Path, folder: Path) -> None:
-    try:
-        source.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        shutil.rmtree(source)  # another process finished the same recipe first
 
 
 class _Habits:
@@ -351,29 +332,9 @@ class _Habits:
     def loss(self, model: Qwen2ForCausalLM, num_short: int) -> Tensor:
         """The mean over all completion tokens of a fresh batch, `num_short` of its rows short."""
         rows = torch.randint(len(self.worked), (self.batch_size,), generator=self.draw)
-        batches = [ids for ids in (self.worked[rows[num_short:]], self.short[rows[:num_short]]) if len(ids)]
-        total = sum(ids[:, self.prompt_length :].numel() for ids in batches)
-        return torch.stack([self._summed_nll(model, ids) for ids in batches]).sum() / total
-
-    def _summed_nll(self, model: Qwen2ForCausalLM, ids: Tensor) -> Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits[:, self.prompt_length - 1 : -1]  # [rows, T, V]
-        return functional.cross_entropy(logits.transpose(1, 2), ids[:, self.prompt_length :], reduction="sum")
-
-
-def _progress(title: str, num_steps: int, show: bool) -> Any:  # noqa: FBT001
-    return tqdm(total=num_steps, desc=title, unit="step", disable=not show, dynamic_ncols=True)
-
-
-def _advance(bar: Any, loss: float) -> None:
-    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    bar.update()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before: Any = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        losses = []
+        for ids in filter(len, (self.worked[rows[num_short:]], self.short[rows[:num_short]])):
+            logits = model(input_ids=ids, use_cache=False).logits[:, self.prompt_length - 1 : -1]  # [rows, T, V]
+            targets = ids[:, self.prompt_length :]  # [rows, T]
+            losses.append(functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").flatten())
+        return torch.cat(losses).mean()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -20,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.checkpoints import (
-    SavesAtStepEnds,
-    check_missing_keys,
+    StepEnds,
+    check_keys,
     restore_data_position,
     restore_rollout,
     rollout_state,
 )
+from grpo_lightning.checks import check_columns, check_cycle, check_settings
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation
 from grpo_lightning.hooks import notify
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
 else:
     PolicyLike = str | PolicyLoader  # what a recipe can say
-
-log = logging.getLogger(__name__)
 
 
 class GRPOLightningModule(L.LightningModule):
@@ -108,38 +106,14 @@ class GRPOLightningModule(L.LightningModule):
         self.updates_per_rollout = updates_per_rollout
         self.old_logprobs = old_logprobs
         self.seed = seed
-        self.check_settings()
+        check_settings(self)
 
         self.rollout: Rollout | None = None
         self.rollout_index = 0
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
-        self.saves = SavesAtStepEnds(self)
         # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
         self.strict_loading = False
-
-    def check_settings(self) -> None:
-        """Raise ValueError for what cannot train, naming the key, the value and what to do."""
-        for name in ("num_iterations", "updates_per_rollout"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.num_generations < 2:
-            raise ValueError(
-                f"model.num_generations must be at least 2, got {self.num_generations}: a lone completion has no group "
-                "to be compared with."
-            )
-        if self.sampling.is_greedy:
-            raise ValueError(
-                "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing "
-                "would be learned. Set it above 0."
-            )
-        if reshaping := self.sampling.reshaping:
-            log.warning(
-                "Sampling with %s draws from another distribution than the one that is trained (full softmax at "
-                "temperature %g); the importance ratio does not correct for it.",
-                ", ".join(f"{name}={value}" for name, value in reshaping.items()),
-                self.sampling.temperature,
-            )
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -227,31 +201,10 @@ class GRPOLightningModule(L.LightningModule):
         return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
-        """True at the start of a cycle.
-
-        Raises:
-            RuntimeError: If the loader does not repeat the prompts of a cycle, or the cycle's rollout is lost.
-        """
-        accumulate = self.trainer.accumulate_grad_batches
-        cycle = self.cycle_length(accumulate)
-        repeats = as_prompt_batch(batch).cycle
-        if repeats != cycle:
-            raise RuntimeError(
-                f"A rollout is trained for {cycle} micro-steps (accumulate_grad_batches {accumulate} x "
-                f"updates_per_rollout {self.updates_per_rollout} x num_iterations {self.num_iterations}), but the training "
-                f"loader gives every batch {repeats} time(s). Wrap the data: grpo_lightning.PromptSource(data, "
-                f"batch_size=..., cycle=module.cycle_length({accumulate}))."
-            )
-        position = batch_idx % cycle
-        if position == 0:
-            return True
-        if self.rollout is None or self.rollout.position != position:
-            raise RuntimeError(
-                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
-                "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a "
-                "new run from its weights."
-            )
-        return False
+        """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
+        position = batch_idx % self.cycle_length(self.trainer.accumulate_grad_batches)
+        check_cycle(self, as_prompt_batch(batch), position)
+        return position == 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -305,13 +258,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check the data against the rewards, before any weights are loaded."""
-        datamodule = getattr(self.trainer, "datamodule", None)
-        prompts = [
-            *(getattr(datamodule, "train_prompts", None) or []),
-            *(getattr(datamodule, "val_prompts", None) or []),
-        ]
-        if prompts:
-            self.reward_set.validate({name: None for prompt in prompts for name in prompt.columns})
+        check_columns(self, self.trainer)
         if stage == "fit":
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
@@ -337,11 +284,14 @@ class GRPOLightningModule(L.LightningModule):
             "lr_scheduler": {"scheduler": self.scheduler_factory(optimizer), "interval": "step"},
         }
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Let no checkpoint be taken inside an optimizer step."""
+        return [StepEnds()]
+
     def on_fit_start(self) -> None:
-        """Let no checkpoint be taken inside an accumulation window."""
+        """Keep Lightning's advice for other models out of the logs."""
         # Modes are set where they matter (eval to sample, train for the loss); the frozen reference stays in eval.
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
-        self.saves.attach(self.trainer)
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: limits in whole cycles, the schedule; and a resumed run's place in it."""
@@ -349,10 +299,6 @@ class GRPOLightningModule(L.LightningModule):
         round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
         if isinstance(scheduler := self.lr_schedulers(), Schedule):
             scheduler.set_length(self.trainer.estimated_stepping_batches)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take the checkpoints that waited for the end of the accumulation window."""
-        self.saves.flush()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""
@@ -366,5 +312,5 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the pending rollout and check that the weights are complete."""
-        check_missing_keys(self, checkpoint["state_dict"])
+        check_keys(self, checkpoint["state_dict"])
         restore_rollout(self, checkpoint.get("grpo"))

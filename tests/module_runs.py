@@ -124,7 +124,9 @@ class ScriptedEngine:
     def generate(self, prompts: Any, num_generations: int, sampling: Any, seed: int, progress: Any = None) -> Any:
         def completion(ids: list[int]) -> Completion:
             reason = self.finish_reason or ("stop" if EOS in ids else "length")
-            return Completion(list(ids), [-1.0] * len(ids), reason, self.tokenizer.decode(ids, skip_special_tokens=True))
+            return Completion(
+                list(ids), [-1.0] * len(ids), reason, self.tokenizer.decode(ids, skip_special_tokens=True)
+            )
 
         return [[completion(self.token_ids[g]) for g in range(num_generations)] for _ in prompts]
 

@@ -24,6 +24,7 @@ LEVELS = {
     "schedules": 4,
     "callbacks": 5,
     "checkpoints": 5,
+    "checks": 5,
     "demo": 5,
     "hooks": 5,
     "limits": 5,

@@ -78,7 +78,7 @@ def test_the_seed_decides_the_split() -> None:
 def test_impossible_tasks_are_refused() -> None:
     with pytest.raises(ValueError, match="modulus must be 2 to 10"):
         DemoTask(modulus=11)
-    with pytest.raises(ValueError, match="make only 36"):
+    with pytest.raises(ValueError, match="there are only 36"):
         DemoTask(num_digits=2)
 
 
@@ -142,16 +142,14 @@ def test_warm_up_loss_is_the_mean_over_completion_tokens() -> None:
     torch.testing.assert_close(loss.item(), sum(nll) / len(nll), rtol=1e-5, atol=1e-5)
 
 
-def test_warm_up_repeats_and_restores_the_threads() -> None:
+def test_warm_up_repeats() -> None:
     tokenizer = build_tokenizer()
-    threads = torch.get_num_threads()
     weights = []
     for _ in range(2):
         model = build_model(tokenizer, TINY.model)
         warm_up(model, tokenizer, TINY.task, TINY.warm_up, show_progress=False)
         weights.append(model.lm_head.weight)
     assert torch.equal(*weights)
-    assert torch.get_num_threads() == threads
 
 
 def test_a_warm_up_that_fails_says_so() -> None:
@@ -239,3 +237,24 @@ def test_the_environment_names_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "here"))
     files = prepare(recipe=TINY, show_progress=False)
     assert files.model.is_relative_to(tmp_path / "here")
+
+
+def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(tmp_path, monkeypatch) -> None:
+    built = []
+
+    def tiny_prepare(seed: int) -> demo.DemoFiles:
+        built.append(seed)
+        return prepare(seed, tmp_path / "cache", TINY, show_progress=False)
+
+    monkeypatch.setattr(demo, "prepare", tiny_prepare)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    threads = torch.get_num_threads()
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "stale").touch()
+    try:
+        demo.Quickstart(str(tmp_path / "task"), num_threads=1)()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert built == [3]
+    assert {path.name for path in (tmp_path / "task").iterdir()} == {"model", "train.jsonl", "heldout.jsonl", "recipe.json"}

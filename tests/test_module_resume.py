@@ -19,10 +19,12 @@ from grpo_lightning.schedules import AdamW, Cosine
 from tests.module_runs import SMALL, History, are_equal, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # some checkpoints are moved
+
 PROMPTS = [f"question {i} {'.' * i}" for i in range(5)]
 CYCLE = 8
 EPOCH = 2 * CYCLE  # two cycles, of three and two prompts
-RUN = 3 * EPOCH
+RUN = 2 * EPOCH
 
 
 class Killed(Exception):
@@ -94,7 +96,7 @@ def unbroken(tmp_path_factory):
         pytest.param(EPOCH, "on_train_epoch_end", id="at the epoch's end"),
         pytest.param(EPOCH + 1, "on_train_batch_start", id="at the start of epoch 2"),
         pytest.param(EPOCH + 7, "on_after_backward", id="in epoch 2"),
-        pytest.param(2 * EPOCH + CYCLE, "on_train_batch_end", id="in epoch 3"),
+        pytest.param(EPOCH + CYCLE, "on_train_batch_end", id="at a cycle's end in epoch 2"),
         pytest.param(RUN, "on_train_batch_end", id="at the last step"),
     ],
 )
@@ -110,7 +112,182 @@ def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
 
 
 def test_killed_again_and_again(unbroken, tmp_path):
-    for micro_step in (5, 11, 12, 30):
+    for micro_step in (5, 11, 12, 22):
         with pytest.raises(Killed):
             train(tmp_path, KillAt(micro_step, "on_after_backward"), resume=True)
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
+
+
+def test_killed_for_real(unbroken, tmp_path):
+    code = "import sys; from tests.test_module_resume import *; train(sys.argv[1], KillAt(21, 'on_after_backward', for_real=True))"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[1], capture_output=True
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr.decode()[-2000:]
+    assert newest(tmp_path).endswith("step=10.ckpt")
+    assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
+
+
+class SaveAt(L.Callback):
+    """Asks for a checkpoint by hand at a micro-step in a hook, and notes when it was written."""
+
+    def __init__(self, path: Path, micro_step: int, hook: str) -> None:
+        self.path, self.micro_step = path, micro_step
+        self.written_at = None
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, *args) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.micro_step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+            if self.path.exists():
+                self.written_at = self.micro_step
+
+    def on_train_batch_start(self, trainer, *args) -> None:
+        if self.written_at is None and self.path.exists():
+            self.written_at = trainer.fit_loop.epoch_loop.batch_progress.total.ready - 1
+
+
+@pytest.mark.parametrize(
+    ("micro_step", "hook", "written_at"),
+    [
+        pytest.param(3, "on_train_batch_end", 4, id="inside an accumulation window"),
+        pytest.param(5, "on_before_zero_grad", 6, id="in its first micro-batch"),
+        pytest.param(4, "on_before_optimizer_step", 4, id="between backward and step"),
+        pytest.param(4, "on_after_backward", 4, id="in its last micro-batch"),
+        pytest.param(4, "on_train_batch_end", 4, id="at its end"),
+    ],
+)
+def test_a_save_inside_a_step_waits_for_its_end_and_resumes_exactly(unbroken, tmp_path, micro_step, hook, written_at):
+    saving = SaveAt(tmp_path / "by hand, step=2.ckpt", micro_step, hook)
+    with pytest.raises(Killed):
+        train(tmp_path / "other", saving, KillAt(7, "on_after_backward"))
+    assert saving.written_at == written_at
+    assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
+
+
+def test_a_save_waits_where_a_step_is_one_micro_batch(tmp_path):
+    want = weights_of(train(tmp_path / "unbroken", accumulate_grad_batches=1))
+    saving = SaveAt(tmp_path / "step=3.ckpt", 3, "on_after_backward")
+    with pytest.raises(Killed):
+        train(tmp_path / "other", saving, KillAt(4, "on_train_batch_start"), accumulate_grad_batches=1)
+    assert are_equal(weights_of(train(tmp_path, resume=True, accumulate_grad_batches=1)), want)
+
+
+def test_an_early_stop_waits_for_the_end_of_the_step(unbroken, tmp_path):
+    class StopAt(SaveAt):
+        def save(self, trainer, *args) -> None:
+            trainer.should_stop |= trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.micro_step
+
+    module = train(tmp_path, StopAt(tmp_path, 11, "on_train_batch_end"))
+    assert module.rollout.position == 12 - CYCLE
+    assert module.trainer.global_step == 6
+    assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
+
+
+def test_an_early_stop_waits_for_the_steps_asked_for(tmp_path):
+    module = train(tmp_path, Timer({"microseconds": 1}), min_steps=10)
+    assert module.trainer.global_step == 10
+
+
+def test_after_an_interruption_a_checkpoint_is_written_at_once_and_refused_to_go_on_from(tmp_path):
+    module = two_updates()
+    with pytest.raises(Killed):
+        train(tmp_path / "other", KillAt(4, "on_before_optimizer_step"), module=module)
+    module.trainer.save_checkpoint(tmp_path / "step=1.ckpt")
+    with pytest.raises(RuntimeError, match="saved inside an optimizer step, when the run was interrupted"):
+        train(tmp_path, resume=True)
+
+
+def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_path):
+    def run(folder, *callbacks, resume=False):
+        module = two_updates()
+        best = ModelCheckpoint(folder, filename="{step}", monitor="val/reward", mode="max", save_top_k=-1)
+        trainer = make_trainer(
+            max_epochs=2, accumulate_grad_batches=2, callbacks=[*callbacks, best], enable_checkpointing=True,
+            val_check_interval=3, num_sanity_val_steps=0,
+        )  # fmt: skip
+        source = make_source(module, PROMPTS, batch_size=3, accumulate=2)
+        trainer.fit(module, source, PromptSource(PROMPTS[:2], 2), ckpt_path=newest(folder) if resume else None)
+        return weights_of(module)
+
+    want = run(tmp_path / "unbroken")
+    for micro_step in (5, EPOCH + 1):  # the newest was asked for inside a step, or at an epoch's end
+        folder = tmp_path / str(micro_step)
+        with pytest.raises(Killed):
+            run(folder, KillAt(micro_step, "on_after_backward"))
+        assert are_equal(run(folder, resume=True), want), micro_step
+
+
+def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
+    options = {"scheduler": None}
+    want = weights_of(train(tmp_path / "unbroken", module=two_updates(**options)))
+    train(tmp_path, module=two_updates(**options), max_epochs=1)
+    assert are_equal(weights_of(train(tmp_path, resume=True, module=two_updates(**options))), want)
+
+
+def test_asking_for_the_number_of_steps_does_not_lose_the_place_in_the_data(tmp_path):
+    """Lightning sets the loader up to answer, before the checkpoint's position is known."""
+
+    class OwnOptimizer(GRPOLightningModule):
+        def configure_optimizers(self):
+            return AdamW(self.policy.parameters(), lr=0.1 / self.trainer.estimated_stepping_batches)
+
+    want = weights_of(train(tmp_path / "unbroken", module=two_updates(module_class=OwnOptimizer)))
+    with pytest.raises(Killed):
+        train(tmp_path, KillAt(EPOCH + 5), module=two_updates(module_class=OwnOptimizer))
+    resumed = train(tmp_path, module=two_updates(module_class=OwnOptimizer), resume=True)
+    assert are_equal(weights_of(resumed), want)
+
+
+@pytest.fixture
+def killed_mid_cycle(tmp_path):
+    """A folder whose newest checkpoint is inside a cycle."""
+    with pytest.raises(Killed):
+        train(tmp_path, KillAt(5))
+    return tmp_path
+
+
+def test_a_checkpoint_holds_what_is_trained_and_the_pending_rollout(killed_mid_cycle):
+    checkpoint = torch.load(newest(killed_mid_cycle), weights_only=True)
+    names = set(dict(two_updates().loader.load().model.named_parameters()))
+    assert set(checkpoint["state_dict"]) == {f"policy.{name}" for name in names}
+    assert checkpoint["grpo"]["rollout"]["position"] == 4
+    assert checkpoint["grpo"]["rollout_index"] == 1
+
+
+def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
+    train(tmp_path, max_epochs=1)
+    checkpoint = torch.load(newest(tmp_path), weights_only=True)
+    assert checkpoint["grpo"] == {"rollout_index": 2, "rollout": None}
+
+
+def test_a_lost_rollout_is_explained(killed_mid_cycle):
+    path = newest(killed_mid_cycle)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["grpo"]["rollout"] = None
+    torch.save(checkpoint, path)
+    with pytest.raises(RuntimeError, match="Micro-step 4 of 8 needs the rollout .* saved inside a cycle, without it"):
+        train(killed_mid_cycle, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (3, r"lacks 12 of 39 trained weights, policy.model.layers.2.self_attn.q_proj.weight first"),
+        (1, r"has 12 weights that the policy does not have, policy.model.layers.1.self_attn.q_proj.weight first"),
+    ],
+)
+def test_a_checkpoint_of_another_policy_is_refused(killed_mid_cycle, layers, message):
+    other = two_updates(policy=tiny_model("qwen2", **(SMALL | {"num_hidden_layers": layers})))
+    with pytest.raises(RuntimeError, match=message):
+        train(killed_mid_cycle, resume=True, module=other)
+
+
+def test_other_data_are_refused(killed_mid_cycle):
+    with pytest.raises(ValueError, match="num_prompts was 5, is 4"):
+        train(killed_mid_cycle, resume=True, prompts=PROMPTS[:4])
+
+
+def test_another_cycle_is_refused(killed_mid_cycle):
+    with pytest.raises(ValueError, match="cycle was 8, is 4"):
+        train(killed_mid_cycle, resume=True, module=two_updates(num_iterations=1))

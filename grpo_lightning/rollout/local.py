@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from transformers import (
     MinPLogitsWarper,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
     StopStringCriteria,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -156,42 +158,37 @@ class LocalEngine:
         """One wave through transformers' `generate`, for models whose state cannot be fanned out."""
         device = generator.device
         prompt_ids, prompt_mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
+        draw = TokenDrawer(sampling, prompt_ids.shape[1], self.tokenizer, generator)
         config = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
-            num_return_sequences=1,
             do_sample=not sampling.is_greedy,
-            temperature=None if sampling.is_greedy else sampling.temperature,
-            top_p=None if sampling.is_greedy else sampling.top_p,
-            top_k=None if sampling.is_greedy else sampling.top_k,
-            min_p=None if sampling.is_greedy or not sampling.min_p else sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            suppress_tokens=sampling.suppress_tokens or None,
-            stop_strings=sampling.stop_strings or None,
+            top_k=0,  # transformers' own default is 50; our settings are in the drawer's processors
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.pad_id,
             return_dict_in_generate=True,
             output_scores=True,
         )
         fan = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)
+        history = torch.where(prompt_mask, prompt_ids, prompt_ids[:, -1:])  # as in `decode`
         seed = int(torch.randint(2**62, (1,), generator=generator, device=device))
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), without_suggestions(self.policy):
             torch.manual_seed(seed)  # `generate` draws from the global generator
             result = self.policy.generate(  # type: ignore[operator]
-                input_ids=prompt_ids[fan],
+                input_ids=history[fan],
                 attention_mask=prompt_mask[fan].long(),
                 generation_config=config,
-                tokenizer=self.tokenizer,
+                logits_processor=draw.processors,
+                stopping_criteria=StoppingCriteriaList([lambda ids, scores, **kwargs: draw.ends_with_stop_string(ids)]),
             )
         tokens = result.sequences[:, prompt_ids.shape[1] :]
         scores = torch.stack([torch.log_softmax(step.float(), -1) for step in result.scores], 1)
         logprobs = scores.gather(2, tokens[..., None])[..., 0]
         drawn = []
-        stop_strings = StopStrings(sampling.stop_strings, self.tokenizer)
         for row_ids, row_logprobs in zip(tokens, logprobs.tolist(), strict=True):
             ends = [
                 i + 1
                 for i, token in enumerate(row_ids.tolist())
-                if token in self.stop_ids or bool(stop_strings(row_ids[None, : i + 1])[0])
+                if token in self.stop_ids or bool(draw.stop_strings(row_ids[None, : i + 1])[0])
             ]
             length = ends[0] if ends else len(row_ids)
             drawn.append(Drawn(row_ids.tolist()[:length], row_logprobs[:length], is_stopped=bool(ends)))
@@ -267,7 +264,7 @@ class TokenDrawer:
     ) -> None:
         self.sampling, self.prompt_length, self.generator = sampling, prompt_length, generator
         self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)
-        self.processors = LogitsProcessorList()
+        self.processors = LogitsProcessorList([refuse_nan])
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.suppress_tokens:
@@ -285,18 +282,8 @@ class TokenDrawer:
             self.processors.append(MinPLogitsWarper(sampling.min_p))
 
     def __call__(self, state: OpenRows) -> tuple[Tensor, Tensor]:
-        """([rows] token ids, [rows] log-probs); the ids are appended to the rows' history.
-
-        Raises:
-            FloatingPointError: If the policy's logits are NaN: training has diverged.
-        """
-        logits = state.logits.float()
-        if bool(logits.isnan().any()):
-            raise FloatingPointError(
-                "The policy's logits are NaN, it cannot be sampled from. Training has diverged: lower the learning "
-                "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
-            )
-        distribution = torch.log_softmax(self.processors(state.history, logits), -1)
+        """([rows] token ids, [rows] log-probs); the ids are appended to the rows' history."""
+        distribution = torch.log_softmax(self.processors(state.history, state.logits.float()), -1)
         if self.sampling.is_greedy:
             ids = distribution.argmax(-1)
         else:
@@ -307,6 +294,26 @@ class TokenDrawer:
     def ends_with_stop_string(self, history: Tensor) -> Tensor:
         """[rows] bool, looking at the completion alone."""
         return self.stop_strings(history[:, self.prompt_length :])
+
+
+def refuse_nan(history: Tensor, logits: Tensor) -> Tensor:
+    """The logits as they are. Raises: FloatingPointError if one is NaN: training has diverged."""
+    if bool(logits.isnan().any()):
+        raise FloatingPointError(
+            "The policy's logits are NaN, it cannot be sampled from. Training has diverged: lower the learning "
+            "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
+        )
+    return logits
+
+
+@contextlib.contextmanager
+def without_suggestions(policy: Any) -> Iterator[None]:
+    """Without the sampling settings a checkpoint comes with: `generate` takes from them what its caller leaves open."""
+    suggested, policy.generation_config = policy.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        policy.generation_config = suggested
 
 
 @contextlib.contextmanager

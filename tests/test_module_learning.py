@@ -1,0 +1,121 @@
+"""Training raises the reward, for the reason GRPO gives; every verb can be replaced on its own."""
+
+import functools
+
+import pytest
+import torch
+
+from grpo_lightning.module import GRPOLightningModule
+from tests.module_runs import History, are_equal, fit, make_module, weights_of
+
+
+class ShuffledRewards(GRPOLightningModule):
+    """Rewards land on the wrong completions of their group."""
+
+    def compare(self, rewards):
+        generator = torch.Generator().manual_seed(self.rollout_index)
+        return super().compare(torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards]))
+
+
+class FlippedAdvantages(GRPOLightningModule):
+    """The worst completions are reinforced."""
+
+    def compare(self, rewards):
+        return -super().compare(rewards)
+
+
+@functools.cache
+def rewards_of_run(module_class, lr):
+    """Mean reward of the first and of the last five steps: of 4 prompts x 8 completions of 8 tokens each."""
+    history = History()
+    module = make_module(module_class, length=8, lr=lr, num_generations=8)
+    fit(module, max_steps=35, max_epochs=-1, callbacks=[history])
+    rewards = history.of("reward/mean")
+    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+
+
+def test_training_raises_the_reward():
+    before, after = rewards_of_run(GRPOLightningModule, 3e-3)
+    assert before < 0.2
+    assert after > 0.7
+
+
+@pytest.mark.parametrize(
+    ("module_class", "lr"), [(ShuffledRewards, 3e-3), (FlippedAdvantages, 3e-3), (GRPOLightningModule, 0.0)]
+)
+def test_what_is_not_grpo_does_not(module_class, lr):
+    before, after = rewards_of_run(module_class, lr)
+    assert after < before + 0.1
+
+
+def test_learning_rate_zero_changes_nothing():
+    module = make_module(lr=0.0)
+    module.configure_model()
+    before = weights_of(module)
+    fit(module, max_steps=2)
+    assert are_equal(weights_of(module), before)
+
+
+class OwnSample(GRPOLightningModule):
+    """Every completion's last token is cut off."""
+
+    def sample(self, prompts):
+        groups = super().sample(prompts)
+        for group in groups:
+            for completion in group.completions:
+                completion.token_ids, completion.logprobs = completion.token_ids[:3], completion.logprobs[:3]
+        return groups
+
+
+class OwnRewards(GRPOLightningModule):
+    """Later completions of a group are better, whatever the reward functions say."""
+
+    def score_rewards(self, groups):
+        return torch.arange(self.num_generations).float().expand(len(groups), -1)
+
+
+class OwnCompare(GRPOLightningModule):
+    """Nothing is better than anything else."""
+
+    def compare(self, rewards):
+        return torch.zeros_like(rewards)
+
+
+class OwnUpdate(GRPOLightningModule):
+    """Half the loss."""
+
+    def update(self, turn):
+        return super().update(turn) / 2
+
+
+def one_sgd_step(module_class):
+    """How one step at learning rate 1 moves the weights, and the module."""
+    module = make_module(module_class, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    module.configure_model()
+    before = weights_of(module)
+    fit(module, max_steps=1, shuffle=False)
+    return {name: weights - before[name] for name, weights in weights_of(module).items()}, module
+
+
+def test_sample_can_be_replaced():
+    _, module = one_sgd_step(OwnSample)
+    assert module.rollout.micro_batches[0].completion_ids.shape[1] == 3
+
+
+def test_score_rewards_can_be_replaced():
+    _, module = one_sgd_step(OwnRewards)
+    want = torch.tensor([-1.5, -0.5, 0.5, 1.5]) / (torch.arange(4.0).std() + 1e-4)
+    torch.testing.assert_close(module.rollout.micro_batches[0].advantages, want.repeat(4))
+    assert "reward/mean" not in module.trainer.callback_metrics
+
+
+def test_compare_can_be_replaced():
+    moved, _ = one_sgd_step(OwnCompare)
+    assert not any(change.any() for change in moved.values())
+
+
+def test_update_can_be_replaced():
+    whole, _ = one_sgd_step(GRPOLightningModule)
+    half, _ = one_sgd_step(OwnUpdate)
+    for name, change in whole.items():
+        torch.testing.assert_close(half[name], change / 2, atol=1e-7, rtol=1e-4)

@@ -1,0 +1,390 @@
+"""How a rollout is cut changes memory and padding, never what is learned."""
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_lightning.functional import step_counts
+from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.planner import (
+    Rollout,
+    Row,
+    balanced_split,
+    collate,
+    padded_cost,
+    plan_micro_batches,
+    split_update,
+    split_updates,
+)
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.types import Completion, Group, Prompt
+from tests.tiny_models import PAD, VOCAB, tiny_model
+
+
+def group_of(prompt_ids, lengths, masks=None, logprob=-1.0):
+    """A group whose tokens are numbered, so that every one of them can be found again."""
+    completions = [
+        Completion([10 + token for token in range(length)], [logprob - token for token in range(length)], "length")
+        for length in lengths
+    ]
+    for completion, mask in zip(completions, masks or [], strict=False):
+        completion.mask = mask
+    return Group(Prompt("p"), list(prompt_ids), completions)
+
+
+def plan(groups, advantages=None, *, updates=1, accumulate=1, skip=False):
+    if advantages is None:
+        advantages = torch.ones(len(groups), len(groups[0].completions))
+    return plan_micro_batches(
+        groups, advantages, updates=updates, accumulate=accumulate, pad_id=PAD, skip_zero_advantages=skip
+    )
+
+
+def row(group, length, prompt=3):
+    return Row(group, [5] * prompt, Completion([7] * length, [0.0] * length, "length"), 1.0)
+
+
+def contents(batches):
+    """(prompt, completion tokens, mask, log-probs, advantage) of every row, padding left out."""
+    return [
+        (
+            tuple(batch.prompt_ids[n][batch.prompt_mask[n]].tolist()),
+            tuple(batch.completion_ids[b][batch.attention_mask[b]].tolist()),
+            tuple(batch.completion_mask[b][batch.attention_mask[b]].tolist()),
+            tuple(batch.rollout_logprobs[b][batch.attention_mask[b]].tolist()),
+            batch.advantages[b].item(),
+        )
+        for batch in batches
+        for b, n in enumerate(batch.prompt_index.tolist())
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_one_micro_batch_by_hand():
+    groups = [group_of([5, 6, 7], [2, 3], [[True, False]]), group_of([8], [1, 0])]
+    (batch,), counts = plan(groups, torch.tensor([[1.0, -1.0], [0.5, 0.0]]))
+    assert batch.prompt_ids.tolist() == [[5, 6, 7], [PAD, PAD, 8]]
+    assert batch.prompt_mask.tolist() == [[True] * 3, [False, False, True]]
+    assert batch.prompt_index.tolist() == [0, 0, 1, 1]
+    assert batch.completion_ids.tolist() == [[10, 11, PAD], [10, 11, 12], [10, PAD, PAD], [PAD] * 3]
+    assert batch.attention_mask.tolist() == [[True, True, False], [True] * 3, [True, False, False], [False] * 3]
+    assert batch.completion_mask.tolist() == [[True, False, False], [True] * 3, [True, False, False], [False] * 3]
+    assert batch.rollout_logprobs.tolist() == [[-1, -2, 0], [-1, -2, -3], [-1, 0, 0], [0, 0, 0]]
+    assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.0]
+    assert (batch.advantages.dtype, batch.rollout_logprobs.dtype) == (torch.float32, torch.float32)
+    assert (batch.old_logprobs, batch.ref_logprobs) == (None, None)
+    # 1 + 3 + 1 + 0 trained tokens, in 3 completions with any: the empty one does not count.
+    assert counts == [StepCounts(5, 3)]
+
+
+def test_completions_without_a_trained_token_do_not_count():
+    groups = [group_of([5], [2, 2, 3], [[False, False], [False, True], [True, False, True]])]
+    assert plan(groups)[1] == [StepCounts(3, 2)]
+
+
+def test_zero_advantages_are_left_out_only_when_asked_and_count_all_the_same():
+    groups = [group_of([5], [4, 2]), group_of([6], [3, 1])]
+    advantages = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    (whole,), counts = plan(groups, advantages)
+    assert len(whole.advantages) == 4
+    (kept,), counts_of_kept = plan(groups, advantages, skip=True)
+    assert counts_of_kept == counts == [StepCounts(10, 4)]
+    assert kept.prompt_ids.tolist() == [[6]]
+    assert kept.completion_ids.tolist() == [[10, 11, 12]]
+    assert kept.advantages.tolist() == [1.0]
+
+
+def test_a_rollout_without_anything_to_train_gives_idle_micro_batches():
+    groups = [group_of([5, 6], [3, 2]), group_of([7], [1, 1])]
+    batches, counts = plan(groups, torch.zeros(2, 2), updates=2, accumulate=2, skip=True)
+    assert len(batches) == 4
+    assert counts == [StepCounts(5, 2), StepCounts(2, 2)]
+    for batch in batches:
+        assert batch.prompt_ids.tolist() == [[5, 6]]
+        assert batch.completion_ids.tolist() == [[10]]
+        assert batch.attention_mask.tolist() == [[True]]  # it runs like any other,
+        assert batch.completion_mask.tolist() == [[False]]  # and trains on nothing
+        assert batch.advantages.tolist() == [0.0]
+
+
+def test_idle_micro_batches_where_completions_are_empty():
+    batches, counts = plan([group_of([5], [0, 0])], torch.zeros(1, 2), accumulate=3, skip=True)
+    assert [batch.completion_ids.tolist() for batch in batches] == [[[PAD]]] * 3
+    assert counts == [StepCounts(0, 0)]
+
+
+def test_an_idle_micro_batch_adds_exactly_nothing():
+    model = tiny_model("qwen2")
+    ((batch,), counts) = plan([group_of([5, 6], [3, 2])], torch.zeros(1, 2), skip=True)
+    batch.old_logprobs, batch.ref_logprobs = batch.rollout_logprobs, batch.rollout_logprobs
+    logprobs = Scorer()(model, batch, temperature=1.0).logprobs
+    terms = Objective()(logprobs, batch, counts[0], 8)
+    terms.loss.backward()
+    assert terms.loss.item() == 0
+    gradients = [p.grad for p in model.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_whole_groups_go_to_each_update_in_order():
+    groups = [[row(group, 1), row(group, 2)] for group in range(5)]
+    updates = split_updates(groups, 2)
+    assert [[r.group for r in update] for update in updates] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
+
+
+def test_fewer_groups_than_updates_share_out_completions():
+    groups = [[row(0, 1), row(0, 2), row(0, 3), row(0, 4)]]
+    assert [[r.length for r in update] for update in split_updates(groups, 3)] == [[1], [2, 3], [4]]
+    batches, counts = plan([group_of([5], [1, 2])], updates=4)  # fewer completions than updates, too
+    assert sum(counts[i].num_tokens for i in range(4)) == 3
+    assert len(batches) == 4
+    assert sorted(count.num_sequences for count in counts) == [0, 0, 1, 1]
+
+
+def test_padded_cost_by_hand():
+    assert padded_cost([]) == 0
+    assert padded_cost([row(0, 2), row(0, 5)]) == 3 + 2 * 5
+    assert padded_cost([row(0, 2), row(1, 5, prompt=8)]) == 2 * 8 + 2 * 5
+
+
+def test_whole_groups_stay_together_where_prompts_are_long():
+    """Prompts of 50 tokens: one that ran twice would cost more than the padding it saves."""
+    rows = [row(group, length, prompt=50) for group in range(4) for length in (1, 9)]
+    parts = split_update(rows, 2)
+    assert sorted(sorted({r.group for r in part}) for part in parts) == [[0, 1], [2, 3]]
+
+
+def test_completions_of_like_length_share_a_micro_batch_where_prompts_are_short():
+    rows = [row(group, length, prompt=1) for group in range(4) for length in (1, 50)]
+    parts = split_update(rows, 2)
+    assert sum(map(padded_cost, parts)) < sum(map(padded_cost, [rows[:4], rows[4:]]))
+    # The first is filled up to the cost of the second; [1, 1, 1, 1] and [50, 50, 50, 50] would be less even.
+    assert sum(r.length == 1 for r in parts[0]) == 4
+
+
+# ------------------------------------------------------------------------------------------------------- properties
+
+
+def brute_force(costs, parts, cost):
+    """The cheapest costliest run over all ways to cut the list."""
+    cuts = itertools.combinations_with_replacement(range(len(costs) + 1), parts - 1)
+    return min(
+        max((cost(costs[first:last]) for first, last in itertools.pairwise([0, *cut, len(costs)])), default=0)
+        for cut in cuts
+    )
+
+
+def width_times_count(run):
+    return len(run) * max(run) if run else 0
+
+
+@given(st.lists(st.integers(0, 9), max_size=7), st.integers(1, 4), st.sampled_from([sum, width_times_count]))
+def test_balanced_split_is_optimal(items, parts, cost):
+    runs = balanced_split(items, parts, cost)
+    assert len(runs) == parts
+    assert list(itertools.chain(*runs)) == items
+    assert max(map(cost, runs)) == brute_force(items, parts, cost)
+
+
+@st.composite
+def rollouts(draw):
+    """Groups of one size with ragged prompts and completions, masks with holes, some advantages 0."""
+    generations = draw(st.integers(1, 4))
+    groups, advantages = [], []
+    for index in range(draw(st.integers(1, 5))):
+        lengths = draw(st.lists(st.integers(0, 6), min_size=generations, max_size=generations))
+        masks = [draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths]
+        groups.append(group_of([50 + index] * draw(st.integers(1, 9)), lengths, masks, logprob=-1.0 - index))
+        advantages.append(draw(st.lists(st.sampled_from([0.0, 1.0, -0.5]), min_size=generations, max_size=generations)))
+    return groups, torch.tensor(advantages)
+
+
+@given(rollouts(), st.integers(1, 3), st.integers(1, 4), st.booleans())
+@settings(max_examples=60)
+def test_every_completion_lands_once_and_the_counts_are_right(rollout, updates, accumulate, skip):
+    groups, advantages = rollout
+    batches, counts = plan(groups, advantages, updates=updates, accumulate=accumulate, skip=skip)
+    assert len(batches) == updates * accumulate
+    assert len(counts) == updates
+    want = [
+        (
+            tuple(group.prompt_ids),
+            tuple(completion.token_ids),
+            tuple(completion.mask or [True] * len(completion.token_ids)),
+            tuple(completion.logprobs),
+            advantage,
+        )
+        for group, row_advantages in zip(groups, advantages.tolist(), strict=True)
+        for completion, advantage in zip(group.completions, row_advantages, strict=True)
+    ]
+    kept = [entry for entry in want if entry[4] != 0 or not skip]
+    # Idle micro-batches (one row, nothing trained) aside, every row is there once.
+    busy = [batch for batch in batches if len(batch.advantages) > 1 or batch.completion_mask.any()]
+    landed = contents(busy)
+    for entry in kept:
+        if any(entry[2]):
+            assert landed.count(entry) == kept.count(entry)
+    assert sum(map(sum, (entry[2] for entry in landed))) == sum(map(sum, (entry[2] for entry in kept)))
+    assert sum(count.num_tokens for count in counts) == sum(sum(entry[2]) for entry in want)
+    assert sum(count.num_sequences for count in counts) == sum(any(entry[2]) for entry in want)
+    if not skip:  # an update's counts are those of its own micro-batches
+        for index, count in enumerate(counts):
+            own = [step_counts(b.completion_mask) for b in batches[index * accumulate : (index + 1) * accumulate]]
+            assert tuple(count) == tuple(map(sum, zip(*own, strict=True)))
+
+
+@given(rollouts(), st.integers(1, 2), st.integers(1, 4))
+@settings(max_examples=40)
+def test_padding_is_masked_and_never_more_than_needed(rollout, updates, accumulate):
+    batches, _ = plan(*rollout, updates=updates, accumulate=accumulate)
+    for batch in batches:
+        assert batch.completion_ids.shape[1] == max(1, int(batch.attention_mask.sum(1).max()))
+        assert batch.prompt_ids.shape[1] == int(batch.prompt_mask.sum(1).max())
+        assert batch.prompt_mask[:, -1].all()  # prompts are padded in front,
+        lengths = batch.attention_mask.sum(1)  # completions behind
+        assert torch.equal(batch.attention_mask, torch.arange(batch.attention_mask.shape[1]) < lengths[:, None])
+        assert not (batch.completion_mask & ~batch.attention_mask).any()
+        assert not batch.rollout_logprobs[~batch.attention_mask].any()
+        assert (batch.completion_ids[~batch.attention_mask] == PAD).all()
+        assert sorted(set(batch.prompt_index.tolist())) == list(range(len(batch.prompt_ids)))
+
+
+def test_collate_stores_each_prompt_once():
+    batch = collate([row(3, 1), row(3, 2), row(7, 4), row(3, 3)], PAD)
+    assert len(batch.prompt_ids) == 2
+    assert batch.prompt_index.tolist() == [0, 0, 1, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------- the cycle
+
+
+def make_rollout(accumulate=2, updates=2, num_iterations=3):
+    groups = [group_of([5, index], [1 + index, 3]) for index in range(4)]
+    batches, counts = plan(groups, updates=updates, accumulate=accumulate)
+    batches[0].old_logprobs = batches[0].rollout_logprobs - 1
+    return Rollout(batches, counts, num_iterations)
+
+
+def test_turns_come_in_order():
+    rollout = make_rollout()
+    turns = []
+    while not rollout.is_finished:
+        turns.append(rollout.next())
+    batches = rollout.micro_batches
+    assert len(turns) == 12
+    assert all(turn.batch is batches[i % 4] for i, turn in enumerate(turns))
+    assert [turn.counts for turn in turns] == [rollout.counts[0], rollout.counts[0], *[rollout.counts[1]] * 2] * 3
+    assert rollout.counts[0] != rollout.counts[1]
+    assert [turn.closes_update for turn in turns] == [False, True] * 6
+
+
+@pytest.mark.parametrize(("accumulate", "updates"), [(1, 1), (1, 3), (4, 1)])
+def test_accumulate_is_what_it_was_planned_for(accumulate, updates):
+    rollout = make_rollout(accumulate, updates, num_iterations=1)
+    assert rollout.accumulate == accumulate
+    closes = [rollout.next().closes_update for _ in range(accumulate * updates)]
+    assert closes == ([False] * (accumulate - 1) + [True]) * updates
+    assert rollout.is_finished
+
+
+@pytest.mark.parametrize("done", [0, 1, 5, 12])
+def test_state_survives_a_file(done):
+    rollout = make_rollout()
+    for _ in range(done):
+        rollout.next()
+    file = io.BytesIO()
+    torch.save(rollout.state_dict(), file)
+    file.seek(0)
+    restored = Rollout.from_state_dict(torch.load(file, weights_only=True))
+    assert (restored.position, restored.num_iterations, restored.accumulate) == (done, 3, 2)
+    assert restored.counts == rollout.counts
+    assert all(isinstance(counts, StepCounts) for counts in restored.counts)
+    for got, want in zip(restored.micro_batches, rollout.micro_batches, strict=True):
+        for name, value in vars(want).items():
+            if value is None:
+                assert getattr(got, name) is None
+            else:
+                torch.testing.assert_close(getattr(got, name), value, atol=0, rtol=0)
+    assert restored.is_finished == rollout.is_finished
+    while not restored.is_finished:
+        got, want = restored.next(), rollout.next()
+        assert (got.counts, got.closes_update) == (want.counts, want.closes_update)
+
+
+# --------------------------------------------------------------------------------------------------- what is learned
+
+
+def uneven_groups():
+    """Groups of very different lengths, with holes, an untrained completion and zero advantages."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(count):
+        return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
+
+    groups = []
+    for prompt_length, lengths in [(9, (1, 12, 3)), (2, (2, 2, 2)), (5, (7, 1, 12)), (3, (1, 4, 1)), (12, (6, 5, 0))]:
+        completions = [
+            Completion(ids(n), (-4.6 + 0.5 * torch.randn(n, generator=generator)).tolist(), "length") for n in lengths
+        ]
+        groups.append(Group(Prompt(""), ids(prompt_length), completions))
+    groups[0].completions[1].mask = [index % 3 != 1 for index in range(12)]
+    groups[2].completions[0].mask = [False] * 7
+    advantages = torch.randn(5, 3, generator=generator)
+    advantages[1] = 0
+    return groups, advantages
+
+
+def gradient(model, objective, accumulate, *, counts_of=None, skip=False):
+    """The gradient of one update, as one vector."""
+    batches, (counts,) = plan(*uneven_groups(), accumulate=accumulate, skip=skip)
+    model.zero_grad()
+    for batch in batches:
+        batch.old_logprobs = batch.rollout_logprobs
+        batch.ref_logprobs = batch.rollout_logprobs - 0.3 if objective.needs_reference else None
+        logprobs = Scorer()(model, batch, temperature=1.0).logprobs
+        objective(logprobs, batch, counts_of(batch) if counts_of else counts, 16).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative(got, want):
+    return float((got - want).norm() / want.norm())
+
+
+OBJECTIVES = {
+    "token": Objective(aggregate="token"),
+    "sequence": Objective(aggregate="sequence"),
+    "constant": Objective(aggregate="constant"),
+    "gspo": Objective(aggregate="sequence", ratio="sequence", beta=0.0),
+    "cispo": Objective(surrogate="cispo", beta=0.0),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_does_not_depend_on_how_an_update_is_cut(name):
+    # In float64: float32's own rounding is 1e-6 to 2e-6.
+    model, objective = tiny_model("qwen2", dtype=torch.float64), OBJECTIVES[name]
+    want = gradient(model, objective, 1)
+    assert want.norm() > 1e-2
+    for accumulate in (2, 3, 4, 20):  # 20: more than there are completions
+        assert relative(gradient(model, objective, accumulate), want) < 1e-6
+    if not objective.trains_on_zero_advantages:
+        assert relative(gradient(model, objective, 2, skip=True), want) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["token", "sequence", "constant"])
+def test_counts_of_a_micro_batch_alone_turn_it_red(name):
+    model, objective = tiny_model("qwen2"), OBJECTIVES[name]
+    want = gradient(model, objective, 1)
+
+    def own_counts(batch):
+        return StepCounts(*step_counts(batch.completion_mask))
+
+    halves = gradient(model, objective, 2, counts_of=own_counts) / 2  # as a mean over micro-batches would be
+    assert relative(halves, want) > 1e-2
+    assert math.isfinite(halves.norm())
