@@ -38,9 +38,7 @@ def logger(class_name: str, **arguments: str) -> dict[str, Any]:
     return {"class_path": f"lightning.pytorch.loggers.{class_name}", "init_args": arguments}
 
 
-def main(
-    args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] = GRPOLightningModule
-) -> GRPOCLI:
+def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] = GRPOLightningModule) -> GRPOCLI:
     """Run a command line.
 
     Args:

@@ -7,6 +7,8 @@ import math
 
 import lightning as L
 
+from grpo_lightning.data.source import PromptSource
+
 log = logging.getLogger(__name__)
 
 
@@ -27,15 +29,17 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
             "max_steps %d ends inside a cycle of %d optimizer steps: running %d.", trainer.max_steps, steps, rounded
         )
         trainer.fit_loop.epoch_loop.max_steps = rounded
-    limit = trainer.limit_train_batches
+    asked = limit = trainer.limit_train_batches
+    if isinstance(asked, float) and asked < 1:
+        # A share becomes a number now: once the loader is set up, neither it nor the validation interval can be moved.
+        limit = int(len(trainer.fit_loop._data_source.dataloader()) * asked)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
-        log.warning("limit_train_batches %d ends inside a cycle of %d micro-steps: running %d.", limit, cycle, rounded)
+        log.warning("limit_train_batches %s ends inside a cycle of %d micro-steps: running %d.", asked, cycle, rounded)
         trainer.limit_train_batches = rounded
-    batches = getattr(trainer.fit_loop, "max_batches", 0)
-    if batches and not math.isinf(batches) and batches % cycle:
-        rounded = math.ceil(batches / cycle) * cycle
-        log.warning(
-            "An epoch of %d batches ends inside a cycle of %d micro-steps: running %d.", batches, cycle, rounded
-        )
-        trainer.fit_loop.max_batches = rounded
+
+
+def keep_overfit_batches(trainer: L.Trainer) -> None:
+    """With `overfit_batches`, every epoch has the same prompts: Lightning stops the shuffling of DataLoaders only."""
+    if trainer.overfit_batches and isinstance(trainer.train_dataloader, PromptSource):  # type: ignore[attr-defined]
+        trainer.train_dataloader.shuffle = False

@@ -29,7 +29,7 @@ from grpo_lightning.checks import check_columns, check_cycle, check_settings
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation
 from grpo_lightning.hooks import notify
-from grpo_lightning.limits import round_up_limits
+from grpo_lightning.limits import keep_overfit_batches, round_up_limits
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
 from grpo_lightning.objective import Objective
 from grpo_lightning.planner import Rollout, Turn, plan_micro_batches
@@ -294,9 +294,9 @@ class GRPOLightningModule(L.LightningModule):
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def on_train_start(self) -> None:
-        """What needs the length of an epoch: limits in whole cycles, the schedule; and a resumed run's place in it."""
+        """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
         restore_data_position(self.trainer)
-        round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+        keep_overfit_batches(self.trainer)
         if isinstance(scheduler := self.lr_schedulers(), Schedule):
             scheduler.set_length(self.trainer.estimated_stepping_batches)
 

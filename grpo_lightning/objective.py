@@ -15,7 +15,7 @@ The rows are recipe fragments under `recipes/objectives/`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -100,7 +100,11 @@ class Objective:
     """Estimator of the KL."""
 
     def __post_init__(self) -> None:
-        """Check ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
+        """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
+        for name, kind in get_type_hints(type(self)).items():
+            choices, value = get_args(kind), getattr(self, name)
+            if get_origin(kind) is Literal and value not in choices:
+                raise ValueError(f"objective.{name} must be one of {', '.join(choices)}, got {value!r}.")
         if not 0 <= self.epsilon < 1:
             raise ValueError(f"objective.epsilon must be at least 0 and below 1, got {self.epsilon}.")
         if self.epsilon_high is not None and self.epsilon_high < 0:

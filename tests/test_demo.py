@@ -257,4 +257,9 @@ def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(tmp_path, mo
     finally:
         torch.set_num_threads(threads)
     assert built == [3]
-    assert {path.name for path in (tmp_path / "task").iterdir()} == {"model", "train.jsonl", "heldout.jsonl", "recipe.json"}
+    assert {path.name for path in (tmp_path / "task").iterdir()} == {
+        "model",
+        "train.jsonl",
+        "heldout.jsonl",
+        "recipe.json",
+    }

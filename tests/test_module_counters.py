@@ -103,5 +103,5 @@ def test_old_logprobs_of_the_engine_need_no_pass():
 
 def test_whole_groups_share_micro_batches():
     """Completions of one length: nothing is gained by sorting them, so no prompt runs twice."""
-    counts = prompts_embedded(accumulate=4, objective=Objective(beta=0.04), engine=None, length=1)
+    counts = prompts_embedded(accumulate=4, objective=Objective(beta=0.04), length=1)
     assert counts[("policy", "update")] == counts[("reference", "ref_logprobs")] == 8

@@ -27,7 +27,7 @@ EPOCH = 2 * CYCLE  # two cycles, of three and two prompts
 RUN = 2 * EPOCH
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Stands in for SIGKILL: nothing of ours may run any more."""
 
 
@@ -42,7 +42,7 @@ class KillAt(L.Callback):
         if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.micro_step:
             if self.for_real:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise Killed
+            raise KilledError
 
 
 def two_updates(**options):
@@ -101,7 +101,7 @@ def unbroken(tmp_path_factory):
     ],
 )
 def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(tmp_path, KillAt(micro_step, hook))
     history = History()
     resumed = train(tmp_path, history, resume=True)
@@ -113,15 +113,17 @@ def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
 
 def test_killed_again_and_again(unbroken, tmp_path):
     for micro_step in (5, 11, 12, 22):
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             train(tmp_path, KillAt(micro_step, "on_after_backward"), resume=True)
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
 def test_killed_for_real(unbroken, tmp_path):
-    code = "import sys; from tests.test_module_resume import *; train(sys.argv[1], KillAt(21, 'on_after_backward', for_real=True))"
+    code = (
+        "import sys; from tests.test_module_resume import KillAt, train; train(sys.argv[1], KillAt(21, for_real=True))"
+    )
     result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[1], capture_output=True
+        [sys.executable, "-c", code, str(tmp_path)], check=False, cwd=Path(__file__).parents[1], capture_output=True
     )
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()[-2000:]
     assert newest(tmp_path).endswith("step=10.ckpt")
@@ -159,7 +161,7 @@ class SaveAt(L.Callback):
 )
 def test_a_save_inside_a_step_waits_for_its_end_and_resumes_exactly(unbroken, tmp_path, micro_step, hook, written_at):
     saving = SaveAt(tmp_path / "by hand, step=2.ckpt", micro_step, hook)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(tmp_path / "other", saving, KillAt(7, "on_after_backward"))
     assert saving.written_at == written_at
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
@@ -168,7 +170,7 @@ def test_a_save_inside_a_step_waits_for_its_end_and_resumes_exactly(unbroken, tm
 def test_a_save_waits_where_a_step_is_one_micro_batch(tmp_path):
     want = weights_of(train(tmp_path / "unbroken", accumulate_grad_batches=1))
     saving = SaveAt(tmp_path / "step=3.ckpt", 3, "on_after_backward")
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(tmp_path / "other", saving, KillAt(4, "on_train_batch_start"), accumulate_grad_batches=1)
     assert are_equal(weights_of(train(tmp_path, resume=True, accumulate_grad_batches=1)), want)
 
@@ -191,7 +193,7 @@ def test_an_early_stop_waits_for_the_steps_asked_for(tmp_path):
 
 def test_after_an_interruption_a_checkpoint_is_written_at_once_and_refused_to_go_on_from(tmp_path):
     module = two_updates()
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(tmp_path / "other", KillAt(4, "on_before_optimizer_step"), module=module)
     module.trainer.save_checkpoint(tmp_path / "step=1.ckpt")
     with pytest.raises(RuntimeError, match="saved inside an optimizer step, when the run was interrupted"):
@@ -213,9 +215,18 @@ def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_p
     want = run(tmp_path / "unbroken")
     for micro_step in (5, EPOCH + 1):  # the newest was asked for inside a step, or at an epoch's end
         folder = tmp_path / str(micro_step)
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             run(folder, KillAt(micro_step, "on_after_backward"))
         assert are_equal(run(folder, resume=True), want), micro_step
+
+
+@pytest.mark.parametrize("micro_step", [CYCLE + 1, CYCLE + 4])
+def test_epochs_cut_short_resume_exactly(tmp_path, micro_step):
+    limits = {"limit_train_batches": CYCLE, "max_epochs": 3}
+    want = weights_of(train(tmp_path / "unbroken", **limits))
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(micro_step, "on_train_batch_start"), **limits)
+    assert are_equal(weights_of(train(tmp_path, resume=True, **limits)), want)
 
 
 def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
@@ -233,7 +244,7 @@ def test_asking_for_the_number_of_steps_does_not_lose_the_place_in_the_data(tmp_
             return AdamW(self.policy.parameters(), lr=0.1 / self.trainer.estimated_stepping_batches)
 
     want = weights_of(train(tmp_path / "unbroken", module=two_updates(module_class=OwnOptimizer)))
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(tmp_path, KillAt(EPOCH + 5), module=two_updates(module_class=OwnOptimizer))
     resumed = train(tmp_path, module=two_updates(module_class=OwnOptimizer), resume=True)
     assert are_equal(weights_of(resumed), want)
@@ -242,7 +253,7 @@ def test_asking_for_the_number_of_steps_does_not_lose_the_place_in_the_data(tmp_
 @pytest.fixture
 def killed_mid_cycle(tmp_path):
     """A folder whose newest checkpoint is inside a cycle."""
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(tmp_path, KillAt(5))
     return tmp_path
 
@@ -266,7 +277,7 @@ def test_a_lost_rollout_is_explained(killed_mid_cycle):
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["grpo"]["rollout"] = None
     torch.save(checkpoint, path)
-    with pytest.raises(RuntimeError, match="Micro-step 4 of 8 needs the rollout .* saved inside a cycle, without it"):
+    with pytest.raises(RuntimeError, match=r"Micro-step 4 of 8 needs the rollout .* saved inside a cycle, without it"):
         train(killed_mid_cycle, resume=True)
 
 

@@ -1,12 +1,13 @@
 """The loss and its gradient: exact ratios, micro-batches that change nothing, who is in which mode."""
 
+import lightning as L
 import pytest
 import torch
 
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from tests.module_runs import SMALL, History, fit, make_module, weights_of
+from tests.module_runs import PROMPTS, SMALL, History, fit, make_module, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -30,6 +31,32 @@ def test_the_ratio_of_unmoved_weights_is_exactly_one(dtype, precision, policy):
     assert history.of("policy/ratio") == [1.0] * 4
     for name in ("policy/clip_fraction", "policy/clip_fraction_low", "policy/clip_fraction_high"):
         assert history.of(name) == [0.0] * 4
+
+
+def drawn(rollouts=2, **options):
+    """The completions of the first rollouts, weights unmoved and prompts always the same."""
+    ids = []
+
+    class Collect(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            ids.append(pl_module.rollout.micro_batches[0].completion_ids.tolist())
+
+    module = make_module(lr=0.0, **options)
+    fit(module, PROMPTS[:4], max_epochs=rollouts, shuffle=False, callbacks=[Collect()])
+    return ids
+
+
+def test_every_rollout_draws_anew_and_the_seed_says_what():
+    first, second = drawn()
+    assert first != second
+    assert drawn() == [first, second]
+    assert drawn(seed=1) != [first, second]
+
+
+def test_the_seed_is_seed_everythings_by_default(monkeypatch):
+    assert drawn(seed=None) == drawn(seed=0)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    assert drawn(seed=None) == drawn(seed=3)
 
 
 def test_the_ratio_of_moved_weights_is_not_one():
@@ -83,7 +110,7 @@ def test_autocast_gives_every_weight_its_gradient():
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_accumulation_changes_memory_only(aggregate, beta):
     """One clipped SGD step on the same rollout, cut into 1, 2 and 4 micro-batches."""
-    moved = {}
+    moved, norms = {}, {}
     for accumulate in (1, 2, 4):
         module = make_module(
             objective=Objective(aggregate=aggregate, beta=beta),
@@ -93,13 +120,15 @@ def test_accumulation_changes_memory_only(aggregate, beta):
         )
         module.configure_model()
         before = weights_of(module)
-        fit(module, batch_size=3, max_steps=1, accumulate_grad_batches=accumulate, gradient_clip_val=0.05)
+        trainer = fit(module, batch_size=3, max_steps=1, accumulate_grad_batches=accumulate, gradient_clip_val=0.05)
+        norms[accumulate] = trainer.callback_metrics["policy/grad_norm"].item()  # before clipping
         assert len(module.rollout.micro_batches) == accumulate
         moved[accumulate] = {name: weights - before[name] for name, weights in weights_of(module).items()}
         size = torch.stack([change.norm() for change in moved[accumulate].values()]).norm()
         assert size == pytest.approx(0.05, rel=1e-3)  # it was clipped
     for accumulate in (2, 4):
         assert relative_difference(moved[accumulate], moved[1]) < 1e-5
+        assert norms[accumulate] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
@@ -121,7 +150,7 @@ def test_skipping_what_teaches_nothing_changes_nothing(aggregate, monkeypatch):
 
 
 def test_modes_and_frozen_parameters():
-    """The policy samples in eval mode and trains in train mode; the reference is always in eval mode, without gradients."""
+    """The policy samples in eval mode and trains in train mode; the reference is in eval mode, without gradients."""
     seen = []
 
     class Watched(GRPOLightningModule):
@@ -148,13 +177,17 @@ def test_modes_and_frozen_parameters():
             self.now = "update"
             return super().update(turn)
 
+    class Spoil(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, *args):
+            pl_module.policy.eval()  # as after loading a checkpoint inside a cycle
+
     model = tiny_model("qwen2", **SMALL)
     model.model.layers[0].requires_grad_(False)
     module = make_module(Watched, policy=model, objective=Objective(beta=0.04), updates_per_rollout=2)
     module.configure_model()
     before = weights_of(module)
     reference = {name: parameter.clone() for name, parameter in module.reference.named_parameters()}
-    fit(module, max_epochs=1)
+    fit(module, max_epochs=1, callbacks=[Spoil()])
     assert set(seen[1:]) == {
         ("sample", "policy", False),
         ("plan", "policy", True),

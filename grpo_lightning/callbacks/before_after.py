@@ -57,8 +57,8 @@ class BeforeAfter(L.Callback):
         when = {"before": self.before, "after": after}
         summary = {
             "seed": run_seed(pl_module.seed),
-            **{f"{self.metric}_{name}": values["sampled"][self.metric] for name, values in when.items()},
-            **{f"greedy_{name}": values["greedy"][self.metric] for name, values in when.items()},
+            **{f"{self.metric}_{name}": values["sampled"].get(self.metric) for name, values in when.items()},
+            **{f"greedy_{name}": values["greedy"].get(self.metric) for name, values in when.items()},
             "problems": self.num_problems,
             "steps": trainer.global_step,
             "seconds": round(time.time() - psutil.Process().create_time(), 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,10 @@ class CompletionLog(L.Callback):
         self.written = rollout
         if (rollout - 1) % self.every_n_rollouts == 0:
             assert self.path is not None
+            when = {"step": trainer.global_step, "epoch": trainer.current_epoch}
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(
-                    json.dumps(
-                        {"step": trainer.global_step, "epoch": trainer.current_epoch, **line}, ensure_ascii=False
-                    )
-                    + "\n"
+                    json.dumps(plain({**when, **line}), ensure_ascii=False, default=str) + "\n"
                     for line in lines(pl_module)
                 )
 
@@ -77,14 +75,20 @@ def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
                 "completion": completion.text,
                 "length": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
-                "reward": number(scores.total[n, g].item()),
-                "rewards": {name: number(values[n, g].item()) for name, values in scores.by_reward.items()},
-                "advantage": number(advantages[n, g].item()),
+                "reward": scores.total[n, g].item(),
+                "rewards": {name: values[n, g].item() for name, values in scores.by_reward.items()},
+                "advantage": advantages[n, g].item(),
                 **{column: values[row] for column, values in scores.extras.items()},
             }
             row += 1
 
 
-def number(value: float) -> float | None:
-    """JSON has no nan."""
-    return None if math.isnan(value) else value
+def plain(value: Any) -> Any:
+    """The value as JSON can say it: tensors and arrays as lists, null for nan and infinity."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -194,7 +194,8 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     """
     if isinstance(batch, PromptBatch):
         return batch
-    if isinstance(batch, Mapping):
+    # A mapping with a text in it is one row: taken as columns, it would be cut into letters.
+    if isinstance(batch, Mapping) and not any(isinstance(value, str) for value in batch.values()):
         columns = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     if isinstance(batch, Sequence) and not isinstance(batch, str):

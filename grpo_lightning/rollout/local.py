@@ -283,7 +283,10 @@ class TokenDrawer:
 
     def __call__(self, state: OpenRows) -> tuple[Tensor, Tensor]:
         """([rows] token ids, [rows] log-probs); the ids are appended to the rows' history."""
-        distribution = torch.log_softmax(self.processors(state.history, state.logits.float()), -1)
+        scores = state.logits.float()
+        for process in self.processors:  # calling the list would inspect every signature at every token
+            scores = process(state.history, scores)
+        distribution = torch.log_softmax(scores, -1)
         if self.sampling.is_greedy:
             ids = distribution.argmax(-1)
         else:

@@ -4,12 +4,17 @@ import math
 
 import pytest
 import torch
+from transformers.cache_utils import Cache
 
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.prefix_cache import LostCacheError, PrefixCache
 from grpo_lightning.policy.scoring import Scorer, choose_path, probe_difference
 from grpo_lightning.types import MicroBatch
 from tests.tiny_models import FAMILIES, VOCAB, tiny_model
+
+# Older releases of transformers do not read linear-attention states through the cache: those models score densely there.
+READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
+EXTENDED = [family for family in FAMILIES if family != "qwen3.5" or READS_LINEAR_STATES]
 
 
 def ragged_batch(lengths=(20, 10, 5), generations=3, width=9, seed=0):
@@ -64,7 +69,7 @@ def dense_noise(model, batch, weights):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXTENDED)
 @pytest.mark.parametrize("generations", [3, 1])
 def test_extended_equals_dense(family, generations):
     model = tiny_model(family)
@@ -148,7 +153,7 @@ def test_no_pass_before_phase_one():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_takes_the_extended_path(family):
     path, reason = choose_path(tiny_model(family))
-    assert path == "extended", reason
+    assert path == ("extended" if family in EXTENDED else "dense"), reason
 
 
 def test_the_static_rule_refuses_models_without_a_key_value_cache():
@@ -177,7 +182,9 @@ def test_the_probe_has_the_last_word(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scorer", [Scorer(), Scorer(chunk_size=4), Scorer(chunk_size=4, checkpoint_chunks=True), Scorer("dense")])
+@pytest.mark.parametrize(
+    "scorer", [Scorer(), Scorer(chunk_size=4), Scorer(chunk_size=4, checkpoint_chunks=True), Scorer("dense")]
+)
 def test_unmoved_weights_give_a_ratio_of_exactly_one(dtype, scorer):
     """The pass without gradients and the pass with them round alike, bit for bit."""
     model, batch = tiny_model("qwen2", dtype=dtype).train(), ragged_batch()

@@ -1,4 +1,4 @@
-"""The local engine draws what transformers' `generate` draws, from the distribution it says, at a fraction of the work."""
+"""The local engine draws what `generate` draws, from the distribution it says, at a fraction of the work."""
 
 import itertools
 import logging
@@ -101,6 +101,7 @@ def either(request):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate_on_unpadded_rows(family):
     model, prompts = tiny_model(family), make_prompts()
+    # Left padding in front of shorter prompts, and sliding windows that the longest fills.
     free = [generated(model, prompt) for prompt in prompts]
     stops = two_stops(free)
     want = [cut(row, stops) for row in free]
@@ -206,7 +207,7 @@ def test_waves_draw_different_completions():
 
 
 def test_max_rows_below_one_is_refused():
-    with pytest.raises(ValueError, match="engine.max_rows must be at least 1.*got 0"):
+    with pytest.raises(ValueError, match=r"engine.max_rows must be at least 1.*got 0"):
         LocalEngine(max_rows=0)
 
 
@@ -421,7 +422,7 @@ def test_nan_logits_are_said(either, temperature):
     with torch.no_grad():
         next(either.parameters()).fill_(torch.nan)
     sampling = SamplingParams(max_completion_length=4, temperature=temperature)
-    with pytest.raises(FloatingPointError, match="logits are NaN.*diverged"):
+    with pytest.raises(FloatingPointError, match=r"logits are NaN.*diverged"):
         connected(either).generate(make_prompts(), 2, sampling, seed=0)
     assert either.training
 

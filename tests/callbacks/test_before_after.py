@@ -1,0 +1,156 @@
+"""What training changed, measured on held-out prompts before and after."""
+
+import json
+
+import pytest
+import torch
+
+from grpo_lightning.callbacks import BeforeAfter
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.data.mixture import DatasetEntry
+from tests.module_runs import ScriptedEngine, make_module, make_trainer
+from tests.tiny_models import EOS, tiny_tokenizer
+
+RIGHT = {("before", "sampled"): 1, ("before", "greedy"): 0, ("after", "sampled"): 3, ("after", "greedy"): 4}
+"""How many of the four held-out prompts get the right answer."""
+
+
+class Improving(ScriptedEngine):
+    """Answers held-out prompts as `RIGHT` says; a training run has happened once more than one completion was drawn."""
+
+    def __init__(self, right) -> None:
+        super().__init__([])
+        self.right, self.when, self.answered = right, "before", 0
+
+    def generate(self, prompts, num_generations, sampling, seed, progress=None):
+        if num_generations > 1:
+            self.when, self.token_ids = "after", [[20, EOS], [21, EOS]]
+            return super().generate(prompts, num_generations, sampling, seed, progress)
+        right = self.right[self.when, "greedy" if sampling.is_greedy else "sampled"]
+        yes, no = tiny_tokenizer()("yno")["input_ids"][:1], tiny_tokenizer()("no")["input_ids"]
+        groups = []
+        for _ in prompts:
+            self.token_ids = [[*(yes if self.answered % 4 < right else no), EOS]]
+            groups += super().generate([None], 1, sampling, seed)
+            self.answered += 1
+        return groups
+
+
+def accuracy(completions):
+    return [float(text == "y") for text in completions]
+
+
+@pytest.fixture
+def entries(tmp_path):
+    """A data file of four rows."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"question {i}"}) for i in range(4)))
+    return [DatasetEntry(str(tmp_path / "rows.jsonl"))]
+
+
+def train(callback, entries, *, rewards=(accuracy,), right=RIGHT, val_datasets="the same", **options):
+    module = make_module(rewards=list(rewards), engine=Improving(right), num_generations=2, seed=7)
+    val_datasets = entries if val_datasets == "the same" else val_datasets
+    data = PromptDataModule(entries, val_datasets, batch_size=2, val_batch_size=3)
+    trainer = make_trainer(max_steps=2, limit_val_batches=0, callbacks=[callback], **options)
+    trainer.fit(module, datamodule=data)
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    train(BeforeAfter("accuracy", num_samples=2, dirpath=str(tmp_path / "new")), entries)
+    summary = summary_of(tmp_path / "new")
+    assert list(summary)[:8] == [
+        "seed",
+        "accuracy_before",
+        "accuracy_after",
+        "greedy_before",
+        "greedy_after",
+        "problems",
+        "steps",
+        "seconds",
+    ]
+    assert summary.pop("seconds") > 0
+    numbers = {
+        when: {
+            name: {
+                "reward": RIGHT[when, name] / 4,
+                "accuracy": RIGHT[when, name] / 4,
+                "length": (2 * RIGHT[when, name] + 3 * (4 - RIGHT[when, name])) / 4,  # "y" or "no", and the stop token
+                "truncated": 0.0,
+            }
+            for name in ("sampled", "greedy")
+        }
+        for when in ("before", "after")
+    }
+    assert summary == {
+        "seed": 7,
+        "accuracy_before": 0.25,
+        "accuracy_after": 0.75,
+        "greedy_before": 0.0,
+        "greedy_after": 1.0,
+        "problems": 4,
+        "steps": 2,
+        **numbers,
+    }
+    output = capsys.readouterr().out
+    rows = {line.split()[1]: line.replace("│", " ").split()[1:] for line in output.splitlines() if line.startswith("│")}
+    # Columns: sampled before, sampled after, greedy before, greedy after.
+    assert rows["accuracy"] == rows["reward"] == ["0.250", "0.750", "0.000", "1.000"]
+    assert rows["length"] == ["2.750", "2.250", "3.000", "2.000"]
+    assert [line.strip() for line in output.splitlines() if "->" in line] == [
+        "before  question 0  ->  no",
+        "before  question 1  ->  no",
+        "after  question 0  ->  y",
+        "after  question 1  ->  y",
+    ]
+    assert f"Summary: {tmp_path / 'new' / 'summary.json'}" in output
+
+
+def test_the_weighted_total_is_the_default_headline(entries, tmp_path):
+    train(BeforeAfter(dirpath=str(tmp_path)), entries)
+    assert (summary_of(tmp_path)["reward_before"], summary_of(tmp_path)["reward_after"]) == (0.25, 0.75)
+
+
+def test_an_unknown_metric_lists_the_choices(entries, tmp_path):
+    with pytest.raises(ValueError, match="no metric 'accurracy'; choose among reward, accuracy, length, truncated"):
+        train(BeforeAfter("accurracy", dirpath=str(tmp_path)), entries)
+
+
+def test_missing_validation_prompts_are_said(entries, tmp_path):
+    with pytest.raises(ValueError, match=r"needs validation prompts: set data\.val_datasets, or remove the callback"):
+        train(BeforeAfter(dirpath=str(tmp_path)), entries, val_datasets=None)
+
+
+def test_a_metric_without_a_value_afterwards_does_not_lose_the_summary(entries, tmp_path, capsys):
+    """Hours of training must not end in a KeyError."""
+
+    def sometimes(completions, trainer_state):
+        is_over = trainer_state.global_step == trainer_state.max_steps
+        return [None if is_over else 1.0 for _ in completions]
+
+    train(BeforeAfter("sometimes", dirpath=str(tmp_path)), entries, rewards=[accuracy, sometimes])
+    summary = summary_of(tmp_path)
+    assert (summary["sometimes_before"], summary["sometimes_after"], summary["greedy_after"]) == (1.0, None, None)
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "sometimes" in line]
+    assert rows == [["sometimes", "1.000", "-", "1.000", "-"]]
+
+
+def test_a_resumed_run_keeps_what_was_measured_before(entries, tmp_path):
+    first = BeforeAfter("accuracy", dirpath=str(tmp_path))
+    train(first, entries)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    resumed = BeforeAfter("accuracy", dirpath=str(tmp_path))
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    # This engine always answers right: 0.25 can only be what was measured then.
+    train(resumed, entries, right=dict.fromkeys(RIGHT, 4))
+    assert summary_of(tmp_path)["accuracy_before"] == 0.25
+    assert summary_of(tmp_path)["accuracy_after"] == 1.0
+
+
+def test_without_a_folder_it_goes_to_the_root(entries, tmp_path):
+    train(BeforeAfter(), entries, default_root_dir=str(tmp_path / "root"))
+    assert summary_of(tmp_path / "root")["problems"] == 4

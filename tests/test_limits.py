@@ -1,0 +1,79 @@
+"""Limits that would end a run inside a cycle are rounded up to whole cycles, and the log says so."""
+
+import json
+import logging
+
+import pytest
+
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.data.mixture import DatasetEntry
+from grpo_lightning.limits import round_up_limits
+from tests.module_runs import fit, make_module, make_trainer
+
+CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
+"""With two micro-batches per step: 4 optimizer steps, 8 micro-steps."""
+
+
+def run(caplog, **trainer):
+    """(optimizer steps, micro-steps, rollouts, what was said) of a run on two cycles per epoch."""
+    caplog.set_level(logging.WARNING, logger="grpo_lightning")
+    module = make_module(length=2, num_generations=2, **CYCLE)
+    runner = fit(module, batch_size=4, accumulate_grad_batches=2, **trainer)
+    said = [record.getMessage() for record in caplog.records if "running" in record.getMessage()]
+    return runner.global_step, runner.fit_loop.epoch_loop.total_batch_idx + 1, module.rollout_index, said
+
+
+@pytest.mark.parametrize(("asked", "steps"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_max_steps(caplog, asked, steps):
+    said = [f"max_steps {asked} ends inside a cycle of 4 optimizer steps: running {steps}."] if asked != steps else []
+    assert run(caplog, max_steps=asked, max_epochs=9) == (steps, 2 * steps, steps // 4, said)
+
+
+@pytest.mark.parametrize(("asked", "batches"), [(1, 8), (8, 8), (9, 16)])
+def test_limit_train_batches_as_a_number(caplog, asked, batches):
+    said = []
+    if asked != batches:
+        said = [f"limit_train_batches {asked} ends inside a cycle of 8 micro-steps: running {batches}."]
+    assert run(caplog, limit_train_batches=asked, max_epochs=1) == (batches // 2, batches, batches // 8, said)
+
+
+@pytest.mark.parametrize(("asked", "batches"), [(0.1, 8), (0.5, 8), (0.75, 16), (1.0, 16)])
+def test_limit_train_batches_as_a_share(caplog, asked, batches):
+    """Of 16 batches."""
+    said = []
+    if asked * 16 != batches:
+        said = [f"limit_train_batches {asked} ends inside a cycle of 8 micro-steps: running {batches}."]
+    assert run(caplog, limit_train_batches=asked, max_epochs=1) == (batches // 2, batches, batches // 8, said)
+
+
+def test_a_share_of_a_data_modules_batches(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(8)))
+    entries = [DatasetEntry(str(tmp_path / "rows.jsonl"))]
+    module = make_module(length=2, num_generations=2, **CYCLE)
+    trainer = make_trainer(limit_train_batches=0.1, accumulate_grad_batches=2, max_epochs=1, num_sanity_val_steps=0)
+    validated = []
+    module.on_validation_epoch_end = lambda: validated.append(trainer.global_step)
+    trainer.fit(module, datamodule=PromptDataModule(entries, entries, batch_size=4))
+    assert trainer.global_step == 4
+    assert validated == [4], "validation is at the end of the limited epoch, not after each of its micro-steps"
+
+
+def test_fast_dev_run_is_one_cycle(caplog):
+    steps, batches, rollouts, said = run(caplog, fast_dev_run=True)
+    assert (steps, batches, rollouts) == (4, 8, 1)
+    assert said == [
+        "max_steps 1 ends inside a cycle of 4 optimizer steps: running 4.",
+        "limit_train_batches 1 ends inside a cycle of 8 micro-steps: running 8.",
+    ]
+
+
+def test_two_epochs_of_a_limited_length(caplog):
+    steps, batches, rollouts, said = run(caplog, limit_train_batches=3, max_epochs=2)
+    assert (steps, batches, rollouts) == (8, 16, 2)
+    assert len(said) == 1
+
+
+def test_no_limit_stays_none():
+    trainer = make_trainer(max_steps=-1, max_epochs=-1, limit_train_batches=0)
+    round_up_limits(trainer, 8)
+    assert (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches) == (-1, -1, 0)

@@ -1,0 +1,155 @@
+"""Metrics are sums over counts, so that unequal micro-batches average right."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
+from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.policy.scoring import TokenScores
+from grpo_lightning.rewards import Scores
+from grpo_lightning.types import Completion, Group, MicroBatch, Prompt
+
+NAN = math.nan
+
+
+def test_means_are_weighted_by_their_counts():
+    metrics = StepMetrics()
+    metrics.add("mean", 10.0, 5)
+    metrics.add("mean", torch.tensor(1.0), torch.tensor(1))
+    metrics.add("one", 3.0)
+    assert metrics.pop() == {"mean": pytest.approx(11 / 6), "one": 3.0}
+
+
+def test_sums_are_not_divided():
+    metrics = StepMetrics()
+    for value in (1.0, torch.tensor(2.0), 4.0):
+        metrics.add_sum("sum", value)
+    assert metrics.pop() == {"sum": 7.0}
+
+
+def test_pop_starts_over_and_gives_plain_numbers():
+    metrics = StepMetrics()
+    metrics.add("a", torch.tensor(1.0))
+    assert [type(value) for value in metrics.pop().values()] == [float]
+    assert metrics.pop() == {}
+    metrics.add("a", 5.0)
+    assert metrics.pop() == {"a": 5.0}
+
+
+def test_a_mean_over_nothing_is_left_out():
+    metrics = StepMetrics()
+    metrics.add("nothing", 0.0, 0)
+    metrics.add("nothing either", torch.tensor(0.0), torch.tensor(0))
+    assert metrics.pop() == {}
+
+
+def test_time_adds_up_and_survives_an_error(monkeypatch):
+    clock = iter([0.0, 1.0, 10.0, 12.5])
+    monkeypatch.setattr("grpo_lightning.metrics.time.perf_counter", lambda: next(clock))
+    metrics = StepMetrics()
+    with metrics.timed("update"):
+        pass
+    with pytest.raises(KeyError), metrics.timed("update"):
+        raise KeyError
+    assert metrics.pop() == {"time/update": 3.5}
+
+
+def test_rollout_by_hand():
+    metrics = StepMetrics()
+    metrics.add_sum("time/rollout", 2.0)
+    lengths = [[3, 1], [6, 2]]
+    groups = [
+        Group(Prompt(""), [5], [Completion([7] * n, [0.0] * n, "length" if n == 6 else "stop") for n in row])
+        for row in lengths
+    ]
+    add_rollout(metrics, groups)
+    assert metrics.pop() == {
+        "time/rollout": 2.0,
+        "rollout/length": 3.0,
+        "rollout/truncated": 0.25,
+        "rollout/tokens_per_second": 6.0,
+    }
+
+
+def test_scores_by_hand():
+    total = torch.tensor([[1.0, 3.0, NAN], [2.0, 2.0, 2.0], [NAN, NAN, NAN], [5.0, NAN, NAN]])
+    scores = Scores(
+        total=total,
+        by_reward={"right": total, "silent": torch.full_like(total, NAN)},
+        metrics={"chars": 4.5},
+        extras={},
+        failures={"right/exception": 0, "right/nan": 3},
+    )
+    metrics = StepMetrics()
+    add_scores(metrics, scores)
+    assert metrics.pop() == {
+        "reward/mean": pytest.approx(15 / 6),  # 1 + 3 + 2 + 2 + 2 + 5 over the six that can be scored
+        "reward/not_scorable": pytest.approx(6 / 12),
+        "reward/equal_groups": 3 / 4,  # all but the first
+        "reward/std": pytest.approx((math.sqrt(2) + 0.0) / 2),  # of the groups with two values or more
+        "reward/right": pytest.approx(15 / 6),
+        "reward/chars": 4.5,
+        "reward/failures/right/nan": 3.0,
+    }
+
+
+def micro_batch(mask, lengths=(3, 1), prompts=((True, True), (False, True)), ref=None):
+    mask = torch.tensor(mask)
+    zeros = torch.zeros(mask.shape)
+    prompt_mask = torch.tensor(prompts)
+    attention = torch.arange(mask.shape[1]) < torch.tensor(lengths)[:, None]
+    ids = zeros.long()
+    return MicroBatch(
+        prompt_mask.long(), prompt_mask, torch.arange(2), ids, attention, mask, zeros[:, 0], zeros, zeros, ref
+    )
+
+
+def test_padding_by_hand():
+    metrics = StepMetrics()
+    batch = micro_batch([[True, True, True], [True, False, False]])
+    add_padding(metrics, [batch, batch])
+    # Of 4 prompt slots 1 is padding, of 6 completion slots 2.
+    assert metrics.pop() == {"rollout/padding": pytest.approx(3 / 10)}
+
+
+def update_of(batch, scale):
+    shape = batch.completion_mask.shape
+    values = scale * torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+    scores = TokenScores(values, 2 * values)
+    low = torch.zeros(shape, dtype=torch.bool)
+    high = torch.zeros(shape, dtype=torch.bool)
+    low[0, 0] = high[0, 1] = True
+    return batch, scores, ObjectiveTerms(torch.tensor(scale, requires_grad=True), 3 * values, low, high, values)
+
+
+def test_updates_by_hand():
+    """Two micro-batches of 4 and 1 trained tokens: the mean is over the 5, with holes and padding left out."""
+    metrics = StepMetrics()
+    add_update(metrics, *update_of(micro_batch([[True, True, True], [True, False, False]], ref=torch.zeros(2, 3)), 1.0))
+    add_update(
+        metrics, *update_of(micro_batch([[False, False, True], [False, False, False]], ref=torch.zeros(2, 3)), 10.0)
+    )
+    ratio = (1 + 2 + 3 + 4 + 30) / 5
+    assert metrics.pop() == {
+        "policy/entropy": pytest.approx(2 * ratio),
+        "policy/ratio": pytest.approx(ratio),
+        "policy/clip_fraction": pytest.approx(2 / 5),
+        "policy/clip_fraction_low": pytest.approx(1 / 5),
+        "policy/clip_fraction_high": pytest.approx(1 / 5),
+        "policy/kl": pytest.approx(3 * ratio),
+        "policy/loss": 11.0,  # shares of the step's loss add up
+    }
+
+
+def test_no_reference_no_kl():
+    metrics = StepMetrics()
+    add_update(metrics, *update_of(micro_batch([[True, True, True], [True, False, False]]), 1.0))
+    assert "policy/kl" not in metrics.pop()
+
+
+def test_an_idle_micro_batch_changes_no_mean():
+    metrics = StepMetrics()
+    add_update(metrics, *update_of(micro_batch([[False] * 3] * 2), 1.0))
+    assert metrics.pop() == {"policy/loss": 1.0}

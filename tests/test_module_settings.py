@@ -1,0 +1,125 @@
+"""Mistakes are said early: settings and data before any weights load, loaders and switches at the first step."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.types import SamplingParams
+from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module, make_source, make_trainer, vowel_share
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+NOT_THERE = "not/there"  # loading it would be another error
+
+
+def matches_answer(completions, answer):
+    return [float(text == a) for text, a in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, "model.num_generations must be at least 2, got 1: a lone completion has no group"),
+        ({"num_iterations": 0}, "model.num_iterations must be at least 1, got 0"),
+        ({"updates_per_rollout": 0}, "model.updates_per_rollout must be at least 1, got 0"),
+        ({"sampling": SamplingParams(temperature=0)}, r"model.sampling.temperature is 0 \(greedy\).* Set it above 0"),
+        ({"old_logprobs": "engine"}, "model.old_logprobs must be 'recompute' or 'rollout', got 'engine'"),
+        ({"rewards": []}, "rewards must be a list of at least one reward"),
+        ({"rewards": [vowel_share, vowel_share]}, "2 rewards are named 'vowel_share'"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries and rewards has 1"),
+    ],
+)
+def test_wrong_settings_fail_in_the_constructor(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOLightningModule(**({"policy": NOT_THERE, "rewards": [vowel_share]} | settings))
+
+
+def test_a_policy_in_memory_needs_its_tokenizer():
+    with pytest.raises(ValueError, match="pass `tokenizer`"):
+        make_module(tokenizer=None)
+
+
+@pytest.mark.parametrize("field", ["top_p", "top_k", "min_p", "repetition_penalty"])
+def test_sampling_from_another_distribution_is_said(caplog, field):
+    value = {"top_k": 5}.get(field, 0.9)
+    with caplog.at_level(logging.WARNING):
+        GRPOLightningModule(NOT_THERE, [vowel_share], sampling=SamplingParams(**{field: value}))
+    assert f"Sampling with {field}={value} draws from another distribution" in caplog.text
+
+
+def test_a_missing_column_fails_before_the_weights_load():
+    module = GRPOLightningModule(NOT_THERE, [matches_answer])
+    with pytest.raises(ValueError, match=r"'matches_answer' needs the data column 'answer'.* they have: solution"):
+        fit(module, [{"prompt": "1 + 1 =", "solution": "2"}], max_epochs=1)
+    with pytest.raises(ValueError, match="'matches_answer' needs the data column 'answer'"):
+        make_trainer().validate(module, make_source(module))
+
+
+def test_columns_reach_the_reward():
+    history = History()
+    rows = [{"prompt": f"{i}", "answer": "yes" if i % 2 else "no"} for i in range(4)]
+    yes = [ord(c) - 30 for c in "yes"]
+    module = make_module(rewards=[matches_answer], engine=ScriptedEngine([yes] * 4))
+    fit(module, rows, max_steps=1, callbacks=[history])
+    assert history.of("reward/matches_answer") == [0.5]
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+@pytest.mark.parametrize("scoring", ["auto", "dense"])
+def test_transformers_own_checkpointing_is_refused(hook, scoring):
+    class SwitchOn(L.Callback):
+        pass
+
+    setattr(SwitchOn, hook, lambda self, trainer, module, *args: module.policy.gradient_checkpointing_enable())
+    loader = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), scoring=scoring)
+    with pytest.raises(RuntimeError, match=r"gradient checkpointing is switched on .* 'chunks' or 'layers' instead"):
+        fit(make_module(policy=loader), max_steps=1, callbacks=[SwitchOn()])
+
+
+ROWS = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (ROWS, {"collate_fn": list}),
+        (ROWS, {}),
+        (["one", "two", "three", "four"], {}),
+        ([{"prompt": f"{i}", "answer": i} for i in range(4)], {}),
+    ],
+    ids=["rows as a list", "rows as columns", "texts", "columns as tensors"],
+)
+def test_a_plain_data_loader_will_do(data, options):
+    history = History()
+    module = make_module(objective=Objective(beta=0.04))
+    trainer = make_trainer(max_epochs=2, callbacks=[history])
+    trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True, **options))
+    assert trainer.global_step == len(data)
+    assert len(history.steps) == len(data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "accumulate", "cycle"), [({"num_iterations": 2}, 1, 2), ({"updates_per_rollout": 3}, 1, 3), ({}, 2, 2)]
+)
+def test_a_plain_data_loader_cannot_repeat_a_cycle(settings, accumulate, cycle):
+    module = make_module(**settings)
+    trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate)
+    message = rf"trained for {cycle} micro-steps .* every batch 1 time\(s\). Wrap the data: grpo_lightning.PromptSource"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.fit(module, DataLoader(ROWS, batch_size=2, collate_fn=list))
+
+
+def test_a_source_of_another_cycle_is_refused():
+    module, other = make_module(), make_module(num_iterations=3)
+    with pytest.raises(RuntimeError, match=r"trained for 1 micro-steps .* every batch 3 time\(s\)"):
+        make_trainer(max_epochs=1).fit(module, make_source(other))
+
+
+def test_a_batch_that_is_no_prompts_is_refused():
+    with pytest.raises(TypeError, match=r"must be prompts .* got Tensor"):
+        make_trainer(max_epochs=1).fit(make_module(), DataLoader(torch.zeros(4, 2), batch_size=2))

@@ -1,0 +1,255 @@
+"""An objective is one choice per column, put together right."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from grpo_lightning import objective as objective_file
+from grpo_lightning.functional import (
+    aggregate,
+    cispo_surrogate,
+    clipped_surrogate,
+    group_relative_advantages,
+    importance_ratio,
+    kl_divergence,
+)
+from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.types import MicroBatch
+
+COUNTS = StepCounts(num_tokens=23, num_sequences=7)
+LONGEST = 9
+FRAGMENTS = Path(__file__).parents[1] / "recipes" / "objectives"
+
+
+def make_batch(with_reference=True):
+    """Four completions whose ratios lie in, below and above every clip range; one mask has a hole, one is empty."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(5) < torch.tensor([5, 3, 1, 0])[:, None]
+    mask[0, 2] = False
+    old = -3 * torch.rand(4, 5, generator=generator)
+    moved = torch.tensor([0.5, -0.5, 9.0, 0.23, 0.02, 2.5, -0.02, -0.3, 0.1, 0.0] * 2).view(4, 5)
+    batch = MicroBatch(
+        prompt_ids=torch.zeros(2, 1, dtype=torch.long),
+        prompt_mask=torch.ones(2, 1, dtype=torch.bool),
+        prompt_index=torch.tensor([0, 0, 1, 1]),
+        completion_ids=torch.zeros(4, 5, dtype=torch.long),
+        attention_mask=mask,
+        completion_mask=mask,
+        advantages=torch.tensor([1.0, -1.5, 0.5, -0.5]),
+        rollout_logprobs=old,
+        old_logprobs=old,
+        ref_logprobs=old - torch.rand(4, 5, generator=generator) if with_reference else None,
+    )
+    return (old + moved).requires_grad_(), batch
+
+
+def loss_and_gradient(objective):
+    logprobs, batch = make_batch(objective.needs_reference)
+    loss = objective(logprobs, batch, COUNTS, LONGEST).loss
+    loss.backward()
+    return loss.item(), logprobs.grad
+
+
+def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, by="token", beta=0.0, dual_clip=None):
+    """Loss and gradient of the pieces, put together here."""
+    logprobs, batch = make_batch()
+    mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
+    ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=level)
+    if is_cispo:
+        tokens = cispo_surrogate(ratio, advantages, logprobs, epsilon_high=high)
+    else:
+        tokens = clipped_surrogate(ratio, advantages, epsilon=low, epsilon_high=high, dual_clip=dual_clip)
+    tokens = tokens + beta * kl_divergence(logprobs, batch.ref_logprobs, mask, estimator="k3")
+    loss = aggregate(tokens, mask, by=by, num_tokens=23, num_sequences=7, max_completion_length=9)
+    loss.backward()
+    return loss.item(), logprobs.grad
+
+
+ROWS = {
+    "default": ({}, {"beta": 0.04}),
+    "grpo": ({"aggregate": "sequence"}, {"by": "sequence", "beta": 0.04}),
+    "dr_grpo": ({"aggregate": "constant", "scale": "none", "beta": 0.0}, {"by": "constant"}),
+    "dapo": ({"epsilon_high": 0.28, "beta": 0.0}, {"high": 0.28}),
+    "gspo": (
+        {"ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregate": "sequence", "beta": 0.0},
+        {"level": "sequence", "low": 3e-4, "high": 4e-4, "by": "sequence"},
+    ),
+    "cispo": ({"surrogate": "cispo", "epsilon_high": 4.0, "beta": 0.0}, {"is_cispo": True, "high": 4.0}),
+    "dual clip": ({"dual_clip": 3.0, "beta": 0.0}, {"dual_clip": 3.0}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_its_pieces(row):
+    settings, pieces = ROWS[row]
+    loss, gradient = loss_and_gradient(Objective(**settings))
+    want_loss, want_gradient = composed(**pieces)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert want_gradient.abs().sum() > 0
+    torch.testing.assert_close(gradient, want_gradient)
+
+
+@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_the_fragments_are_the_rows(row):
+    fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
+    assert Objective(**fragment) == Objective(**ROWS[row][0])
+
+
+def test_the_table_in_the_docstring_is_true():
+    """Of every paper that has a fragment: ratio, surrogate, aggregation, scale and beta."""
+    lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in table] == ["GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO"]
+    for name, ratio, surrogate, by, scale, beta in table:
+        path = FRAGMENTS / f"{name.lower().replace('. ', '_')}.yaml"
+        settings = {} if name == "default" else yaml.safe_load(path.read_text())["model"]["objective"]
+        objective = Objective(**settings)
+        assert (objective.ratio, objective.aggregate, objective.scale) == (ratio, by, scale), name
+        assert objective.surrogate == re.match(r"\w+", surrogate)[0], name
+        assert objective.beta == float(beta), name
+
+
+BASE = Objective(beta=0.1)
+CHANGES = [
+    {"ratio": "sequence"},
+    {"surrogate": "cispo"},
+    {"epsilon": 0.3},
+    {"epsilon_high": 0.3},
+    {"dual_clip": 3.0},
+    {"aggregate": "sequence"},
+    {"aggregate": "constant"},
+    {"beta": 0.0},
+    {"beta": 0.2},
+    {"kl": "k1"},
+    {"kl": "k2"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_each_option_changes_the_gradient(change):
+    _, before = loss_and_gradient(BASE)
+    _, after = loss_and_gradient(dataclasses.replace(BASE, **change))
+    assert (after - before).abs().max() > 1e-4
+
+
+def test_every_option_is_in_the_tests():
+    tested = {name for change in CHANGES for name in change} | {"baseline", "scale"}
+    assert tested == {field.name for field in dataclasses.fields(Objective)}
+
+
+REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
+def test_compare_is_the_advantage(baseline, scale):
+    got = Objective(baseline=baseline, scale=scale).compare(REWARDS)
+    torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
+    if (baseline, scale) != ("group_mean", "group_std"):
+        assert (got - Objective().compare(REWARDS)).abs().max() > 1e-3
+
+
+def test_epsilon_stands_in_for_epsilon_high():
+    assert Objective(epsilon=0.3).high == 0.3
+    assert Objective(epsilon=0.3, epsilon_high=0.0).high == 0.0
+    got, want = (loss_and_gradient(Objective(epsilon=0.3, **o)) for o in ({}, {"epsilon_high": 0.3}))
+    assert torch.equal(got[1], want[1])
+
+
+def test_what_the_logs_get():
+    logprobs, batch = make_batch()
+    terms = Objective(epsilon=0.2, epsilon_high=0.28)(logprobs, batch, COUNTS, LONGEST)
+    for tensor in terms[1:]:
+        assert tensor.shape == (4, 5)
+        assert not tensor.requires_grad
+        assert not tensor[~batch.completion_mask].any(), "padding must count nowhere"
+    # Row 0, advantage 1: ratios e^.5 (clipped high), e^-.5, a hole, e^.23 = 1.26, e^.02. Row 1, advantage -1.5: e^2.5,
+    # e^-.02, e^-.3 = 0.74 (clipped low). Row 2, advantage 0.5: e^.5 (clipped high).
+    assert terms.clipped_high.nonzero().tolist() == [[0, 0], [2, 0]]
+    assert terms.clipped_low.nonzero().tolist() == [[1, 2]]
+    torch.testing.assert_close(terms.ratio[1, :3], torch.tensor([2.5, -0.02, -0.3]).exp())
+    assert (terms.kl[batch.completion_mask] > 0).all()
+
+
+def test_the_sign_of_the_advantage_decides_which_side_is_clipped():
+    logprobs, batch = make_batch()
+    batch.advantages = -batch.advantages
+    terms = Objective()(logprobs, batch, COUNTS, LONGEST)
+    assert terms.clipped_low.nonzero().tolist() == [[0, 1]]
+    assert terms.clipped_high.nonzero().tolist() == [[1, 0]]
+
+
+def test_sequence_ratios_are_spread_over_their_tokens():
+    logprobs, batch = make_batch()
+    terms = Objective(ratio="sequence")(logprobs, batch, COUNTS, LONGEST)
+    mean = (0.5 - 0.5 + 0.23 + 0.02) / 4  # of row 0, without the hole
+    torch.testing.assert_close(terms.ratio[0, :2], torch.full((2,), mean).exp())
+    assert terms.ratio[0, 2] == 0
+
+
+def test_without_a_reference_there_is_no_kl():
+    logprobs, batch = make_batch(with_reference=False)
+    assert not Objective(beta=0.0)(logprobs, batch, COUNTS, LONGEST).kl.any()
+    assert not Objective(beta=0.0).needs_reference
+    assert Objective(beta=0.01).needs_reference
+
+
+def test_zero_advantages_may_be_left_out_only_without_kl():
+    """What `trains_on_zero_advantages` promises, checked on the gradient."""
+    for objective in (Objective(beta=0.0), Objective(beta=0.1), Objective(surrogate="cispo", beta=0.0)):
+        logprobs, batch = make_batch(objective.needs_reference)
+        batch.advantages = torch.zeros(4)
+        objective(logprobs, batch, COUNTS, LONGEST).loss.backward()
+        assert bool(logprobs.grad.any()) == objective.trains_on_zero_advantages
+
+
+@pytest.mark.parametrize("padding", [-200.0, float("nan"), float("-inf")])
+def test_what_stands_at_padding_does_not_matter(padding):
+    objective = Objective()
+    want = loss_and_gradient(objective)
+    logprobs, batch = make_batch()
+    is_padding = ~batch.completion_mask
+    filled = logprobs.detach().masked_fill(is_padding, padding).requires_grad_()
+    loss = objective(filled, batch, COUNTS, LONGEST).loss
+    loss.backward()
+    assert loss.item() == want[0]
+    assert torch.equal(filled.grad, want[1])
+
+
+def test_unknown_old_logprobs_are_an_error():
+    logprobs, batch = make_batch()
+    batch.old_logprobs = None
+    with pytest.raises(ValueError, match="no old_logprobs"):
+        Objective()(logprobs, batch, COUNTS, LONGEST)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"epsilon": 1.0}, r"objective\.epsilon must be .*got 1\.0"),
+        ({"epsilon": -0.1}, r"objective\.epsilon must be .*got -0\.1"),
+        ({"epsilon_high": -0.1}, r"objective\.epsilon_high must be .*got -0\.1"),
+        ({"beta": -1.0}, r"objective\.beta must be .*got -1\.0"),
+        ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2, got 1\.2"),
+        ({"dual_clip": 1.25, "epsilon_high": 0.28}, r"= 1\.28, got 1\.25"),
+        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no meaning for the cispo"),
+    ],
+)
+def test_refused_settings_are_named(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Objective(**settings)
+
+
+def test_the_edges_are_allowed():
+    Objective(epsilon=0.0, epsilon_high=0.0, beta=0.0)
+    Objective(dual_clip=1.21)
+
+
+@pytest.mark.parametrize("name", ["ratio", "surrogate", "aggregate", "baseline", "scale", "kl"])
+def test_unknown_choices_are_named_before_anything_is_computed(name):
+    with pytest.raises(ValueError, match=rf"objective\.{name} must be one of .*got 'nonsense'"):
+        Objective(**{name: "nonsense"})
