@@ -1,9 +1,9 @@
 """Forward and backward of one micro-batch, extended against dense: time, peak memory and gradient difference.
 
-    python benchmarks/scoring_paths.py                                            # 3M parameters on the CPU
-    python benchmarks/scoring_paths.py --device cuda --dtype bfloat16 --size 1.5b   # 1.5B on a GPU
+    python benchmarks/scoring_paths.py                                               # 3M parameters on the CPU
+    python benchmarks/scoring_paths.py --device cuda --dtype bfloat16 --size 1.5b    # 1.5B parameters on a GPU
 
-Weights are random: neither time nor memory depends on them. Both paths run in alternation; the best of the repeats counts.
+Weights are random: neither time nor memory depends on them. The paths run in alternation, the best repeat counts.
 CPU time is process time on one thread; CUDA time is measured with the device synchronised.
 """
 

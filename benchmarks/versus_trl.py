@@ -5,12 +5,15 @@
     python benchmarks/versus_trl.py --record     # and writes the outcome into benchmarks/results/versus_trl.json
 
 Both sides load the same folder: a Qwen2 with random weights, of which every token ends the completion with the same
-probability, so that lengths are ragged and the same on both sides. Same prompts, reward, optimizer, loss (clipped, token
-mean, KL to the reference), threads and completions per optimizer step; no logging, no saving, no gradient checkpointing.
-Each side first tries every number of micro-batches and keeps its fastest. Then processes of both run in alternation.
+probability, so that lengths are ragged and the same on both sides. Same prompts, reward, optimizer, loss (clipped,
+token mean, KL to the reference), threads and completions per optimizer step; no logging, saving or recomputation.
+
+Each side first tries how many completions to run through the model at once, and keeps its fastest; then processes
+of both run in alternation. TRL's setting is `per_device_train_batch_size`, with as many accumulation steps as the
+optimizer step then needs; ours is `policy.chunk_size`.
 
 The unit is CPU milliseconds of the process (user and system, all threads) per completion token that enters the loss,
-from the end of the warm-up step to the end of the last: sampling, rewards, reference and update; not imports or loading.
+from the end of the warm-up step to the end of the last: sampling, rewards, reference and update; no imports or loading.
 Exit code 1 if the median ratio is below the workload's `required_ratio`, or if the lengths of the two sides disagree.
 """
 
@@ -61,7 +64,7 @@ class Workload:
     warmup_steps: int
     repeats: int
     sweep_steps: int
-    micro_batches: list[int]
+    at_once: list[int]
     required_ratio: float
 
     @property
@@ -87,7 +90,9 @@ def build_policy(workload: Workload, folder: Path) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     shape = workload.model
     vocabulary = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(FIRST_WORD, shape["vocabulary"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))  # noqa: S106 - no password
@@ -186,7 +191,7 @@ class Meter:
 # ------------------------------------------------------------------------------------------------------- the two sides
 
 
-def run_trl(workload: Workload, folder: Path, micro_batches: int, steps: int, seed: int) -> Meter:
+def run_trl(workload: Workload, folder: Path, at_once: int, steps: int, seed: int) -> Meter:
     """Train with TRL, sampling with transformers."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -209,8 +214,8 @@ def run_trl(workload: Workload, folder: Path, micro_batches: int, steps: int, se
         processing_class=load_tokenizer(folder),
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
-            per_device_train_batch_size=workload.completions_per_step // micro_batches,
-            gradient_accumulation_steps=micro_batches,
+            per_device_train_batch_size=at_once,
+            gradient_accumulation_steps=workload.completions_per_step // at_once,
             num_generations=workload.num_generations,
             max_completion_length=workload.max_completion_tokens,
             max_steps=workload.warmup_steps + steps,
@@ -240,7 +245,7 @@ def run_trl(workload: Workload, folder: Path, micro_batches: int, steps: int, se
     return meter
 
 
-def run_ours(workload: Workload, folder: Path, micro_batches: int, steps: int, seed: int) -> Meter:
+def run_ours(workload: Workload, folder: Path, at_once: int, steps: int, seed: int) -> Meter:
     """Train with grpo_lightning, sampling with its local engine."""
     import lightning as L
     import torch
@@ -248,6 +253,7 @@ def run_ours(workload: Workload, folder: Path, micro_batches: int, steps: int, s
     from grpo_lightning import GRPOLightningModule, PromptSource
     from grpo_lightning.objective import Objective
     from grpo_lightning.planner import Turn
+    from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.types import SamplingParams
 
     meter = Meter(workload.warmup_steps)
@@ -263,9 +269,8 @@ def run_ours(workload: Workload, folder: Path, micro_batches: int, steps: int, s
                 meter.step_ended()
 
     module = Metered(
-        str(folder),
+        PolicyLoader(str(folder), tokenizer=load_tokenizer(folder), chunk_size=at_once),
         rewards=[odd_length],
-        tokenizer=load_tokenizer(folder),
         sampling=SamplingParams(max_completion_length=workload.max_completion_tokens),
         objective=Objective(beta=workload.beta),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0, fused=True),
@@ -275,7 +280,6 @@ def run_ours(workload: Workload, folder: Path, micro_batches: int, steps: int, s
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=workload.warmup_steps + steps,
-        accumulate_grad_batches=micro_batches,
         gradient_clip_val=1.0,
         default_root_dir=folder / "ours",
         logger=False,
@@ -285,9 +289,7 @@ def run_ours(workload: Workload, folder: Path, micro_batches: int, steps: int, s
         callbacks=[StepEnds()],
     )
     prompts = [{"prompt": text} for text in make_prompts(workload)]
-    source = PromptSource(
-        prompts, batch_size=workload.prompts_per_step, cycle=module.cycle_length(micro_batches), seed=seed
-    )
+    source = PromptSource(prompts, batch_size=workload.prompts_per_step, seed=seed)
     trainer.fit(module, source)
     return meter
 
@@ -299,7 +301,7 @@ def child(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     workload = dataclasses.replace(Workload.load(options.workload), beta=options.beta)
     run = {"trl": run_trl, "ours": run_ours}[options.child]
-    meter = run(workload, options.folder, options.micro_batches, options.steps, options.seed)
+    meter = run(workload, options.folder, options.at_once, options.steps, options.seed)
     print(json.dumps(meter.outcome()))
 
 
@@ -319,10 +321,10 @@ class Bench:
     def __init__(self, workload: Workload, path: Path, folder: Path, threads: int) -> None:
         self.workload, self.path, self.folder, self.threads = workload, path, folder, threads
 
-    def measure(self, side: str, micro_batches: int, steps: int, seed: int) -> dict[str, float]:
+    def measure(self, side: str, at_once: int, steps: int, seed: int) -> dict[str, float]:
         """One child's outcome."""
         settings = {"child": side, "workload": self.path, "folder": self.folder, "beta": self.workload.beta}
-        settings |= {"micro-batches": micro_batches, "steps": steps, "seed": seed, "threads": self.threads}
+        settings |= {"at-once": at_once, "steps": steps, "seed": seed, "threads": self.threads}
         command = [sys.executable, str(Path(__file__).resolve())]
         command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         one_core = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
@@ -335,10 +337,10 @@ class Bench:
         return outcome
 
     def sweep(self, side: str) -> dict[int, float]:
-        """Milliseconds per token of every number of micro-batches."""
+        """Milliseconds per token for every number of completions run at once."""
         return {
             count: self.measure(side, count, self.workload.sweep_steps, seed=0)["ms_per_token"]
-            for count in self.workload.micro_batches
+            for count in self.workload.at_once
         }
 
 
@@ -348,7 +350,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Milliseconds per token of both sides, their ratio pair by pair, and what each trained on in all pairs."""
+    """CPU time of both sides, the ratio per token pair by pair, and what each trained on in all pairs."""
     summary: dict[str, Any] = {
         "ratio": spread([pair["trl"]["ms_per_token"] / pair["ours"]["ms_per_token"] for pair in pairs])
     }
@@ -356,6 +358,7 @@ def summarize(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
         tokens, completions = (int(sum(pair[side][name] for pair in pairs)) for name in ("tokens", "completions"))
         summary[side] = {
             "ms_per_token": spread([pair[side]["ms_per_token"] for pair in pairs]),
+            "seconds_per_step": spread([pair[side]["cpu_seconds"] / pair[side]["steps"] for pair in pairs]),
             "tokens": tokens,
             "completions": completions,
             "mean_length": tokens / completions,
@@ -364,11 +367,9 @@ def summarize(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
     return summary
 
 
-def report(summary: dict[str, Any], sweeps: dict[str, dict[int, float]], best: dict[str, int]) -> Table:
+def report(summary: dict[str, Any], best: dict[str, int]) -> Table:
     """The table that is printed."""
-    table = Table(
-        "side", "ms per token", "min - max", "tokens", "completions", "mean length", "micro-batches (ms per token)"
-    )
+    table = Table("", "ms per token", "(min - max)", "s per step", "tokens", "mean length", "at once")
     for side in SIDES:
         row = summary[side]
         milliseconds = row["ms_per_token"]
@@ -376,13 +377,14 @@ def report(summary: dict[str, Any], sweeps: dict[str, dict[int, float]], best: d
             side,
             f"{milliseconds['median']:.3f}",
             f"{milliseconds['min']:.3f} - {milliseconds['max']:.3f}",
+            f"{row['seconds_per_step']['median']:.2f}",
             str(row["tokens"]),
-            str(row["completions"]),
             f"{row['mean_length']:.1f}",
-            f"{best[side]}  of " + ", ".join(f"{count} ({value:.2f})" for count, value in sweeps[side].items()),
+            str(best[side]),
         )
     ratio = summary["ratio"]
-    table.add_row("trl / ours", f"{ratio['median']:.2f}", f"{ratio['min']:.2f} - {ratio['max']:.2f}", end_section=True)
+    table.add_section()
+    table.add_row("trl / ours", f"{ratio['median']:.2f}", f"{ratio['min']:.2f} - {ratio['max']:.2f}")
     return table
 
 
@@ -413,8 +415,9 @@ def compare(options: argparse.Namespace) -> int:
         bench = Bench(workload, options.workload, Path(name), options.threads)
         sweeps = {}
         for side in SIDES:
-            console.print(f"{side}: trying {workload.micro_batches} micro-batches per optimizer step")
             sweeps[side] = bench.sweep(side)
+            tried = ", ".join(f"{count}: {value:.2f}" for count, value in sweeps[side].items())
+            console.print(f"{side}, ms per token by completions run at once: {tried}")
         best = {side: min(times, key=lambda count: times[count]) for side, times in sweeps.items()}
         pairs = []
         for repeat in range(workload.repeats):
@@ -422,11 +425,11 @@ def compare(options: argparse.Namespace) -> int:
             pairs.append({side: bench.measure(side, best[side], workload.steps, seed=repeat + 1) for side in order})
             milliseconds = {side: pairs[-1][side]["ms_per_token"] for side in SIDES}
             console.print(
-                f"pair {repeat + 1} of {workload.repeats}: {milliseconds['trl']:.3f} / {milliseconds['ours']:.3f} ms per "
-                f"token = {milliseconds['trl'] / milliseconds['ours']:.2f}"
+                f"pair {repeat + 1} of {workload.repeats}: {milliseconds['trl']:.3f} / {milliseconds['ours']:.3f} "
+                f"ms per token = {milliseconds['trl'] / milliseconds['ours']:.2f}"
             )
     summary = summarize(pairs)
-    console.print(report(summary, sweeps, best))
+    console.print(report(summary, best))
     bars = {
         f"median ratio >= {workload.required_ratio:g}": summary["ratio"]["median"] >= workload.required_ratio,
         f"mean lengths within {LENGTH_TOLERANCE:.0%}": abs(summary["length_difference"]) <= LENGTH_TOLERANCE,
@@ -434,7 +437,7 @@ def compare(options: argparse.Namespace) -> int:
     for bar, holds in bars.items():
         console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
     if options.record:
-        write({"sweeps": sweeps, "micro_batches": best, "pairs": pairs, "summary": summary}, workload, options.threads)
+        write({"sweeps": sweeps, "at_once": best, "pairs": pairs, "summary": summary}, workload, options.threads)
     return 0 if all(bars.values()) else 1
 
 
@@ -447,7 +450,7 @@ def main() -> int:
     parser.add_argument(
         "--record", action="store_true", help=f"write the outcome into benchmarks/results/{RESULT.name}"
     )
-    for name in ("--micro-batches", "--steps", "--seed"):
+    for name in ("--at-once", "--steps", "--seed"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

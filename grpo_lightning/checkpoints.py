@@ -103,7 +103,7 @@ def restore_rollout(module: GRPOLightningModule, state: dict[str, Any] | None) -
     module.rollout_index = state["rollout_index"]
     module.rollout = None
     if state["rollout"] is not None:
-        module.rollout = Rollout.from_state_dict(state["rollout"], module.device)
+        module.rollout = Rollout.from_state_dict(state["rollout"])
 
 
 def restore_data_position(trainer: L.Trainer) -> None:

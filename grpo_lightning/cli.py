@@ -17,6 +17,11 @@ from grpo_lightning.module import GRPOLightningModule
 class GRPOCLI(LightningCLI):
     """LightningCLI with GRPO's module, data and defaults."""
 
+    def before_instantiate_classes(self) -> None:
+        """Leave the progress bar out where it is switched off: Lightning refuses one that is there all the same."""
+        if not self.config[self.subcommand].trainer.get("enable_progress_bar", True):
+            self.trainer_defaults = {"callbacks": [CompletionLog()]}
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Defaults that suit short RL runs; a recipe or flag overrides every one."""
         parser.set_defaults(

@@ -301,6 +301,8 @@ class Quickstart:
         """Build the demo unless its cache has it, and copy it here."""
         torch.set_num_threads(self.num_threads)
         files = prepare(run_seed(None))
+        if self.folder.exists() and any(self.folder.iterdir()) and not (self.folder / "recipe.json").exists():
+            raise ValueError(f"{self.folder} holds other files: give Quickstart a folder of its own.")
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(files.model.parent, self.folder)
 

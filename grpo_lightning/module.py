@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -30,12 +31,13 @@ from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation
 from grpo_lightning.hooks import notify
 from grpo_lightning.limits import keep_overfit_batches, round_up_limits
+from grpo_lightning.messages import show_messages
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
 from grpo_lightning.objective import Objective
 from grpo_lightning.planner import Rollout, Turn, plan_micro_batches
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
-from grpo_lightning.policy.tokenize import tokenize
+from grpo_lightning.policy.tokenize import check_length, tokenize
 from grpo_lightning.rewards import RewardLike, RewardSet, Scores
 from grpo_lightning.rollout.base import RolloutEngine
 from grpo_lightning.rollout.local import LocalEngine
@@ -94,6 +96,7 @@ class GRPOLightningModule(L.LightningModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        show_messages()
         self.loader = PolicyLoader.of(policy, tokenizer)
         self.reward_set = RewardSet(rewards, reward_weights)
         self.engine: RolloutEngine = engine or LocalEngine()
@@ -112,6 +115,7 @@ class GRPOLightningModule(L.LightningModule):
         self.rollout_index = 0
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
+        self.update_started = self.update_seconds = 0.0
         # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
         self.strict_loading = False
 
@@ -183,12 +187,13 @@ class GRPOLightningModule(L.LightningModule):
     def update(self, turn: Turn) -> Tensor:
         """The loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
         batch = turn.batch
-        with self.phase("update"):
-            self.policy.train()
-            scores = self.scorer(self.policy, batch, temperature=self.sampling.temperature)
-            if batch.old_logprobs is None:
-                batch.old_logprobs = scores.logprobs.detach()
-            terms = self.objective(scores.logprobs, batch, turn.counts, self.sampling.max_completion_length)
+        notify(self.trainer, "on_phase", "update")
+        self.update_started = time.perf_counter()
+        self.policy.train()
+        scores = self.scorer(self.policy, batch, temperature=self.sampling.temperature)
+        if batch.old_logprobs is None:
+            batch.old_logprobs = scores.logprobs.detach()
+        terms = self.objective(scores.logprobs, batch, turn.counts, self.sampling.max_completion_length)
         add_update(self.metrics, batch, scores, terms)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
@@ -218,6 +223,8 @@ class GRPOLightningModule(L.LightningModule):
     ) -> list[Group]:
         """Tokenize, draw and group."""
         prompt_ids = [tokenize(prompt, self.tokenizer) for prompt in prompts]
+        for prompt, ids in zip(prompts, prompt_ids, strict=True):
+            check_length(prompt, ids, self.policy, sampling.max_completion_length)
         progress = functools.partial(notify, self.trainer, "on_decode")
         drawn = self.engine.generate(prompt_ids, num_generations, sampling, seed, progress)
         return [
@@ -296,9 +303,18 @@ class GRPOLightningModule(L.LightningModule):
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
         restore_data_position(self.trainer)
+        if self.rollout is not None:
+            self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
         keep_overfit_batches(self.trainer)
         if isinstance(scheduler := self.lr_schedulers(), Schedule):
             scheduler.set_length(self.trainer.estimated_stepping_batches)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the seconds of forward, backward and optimizer, summed over the micro-batches of the step."""
+        self.update_seconds += time.perf_counter() - self.update_started
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self.log("time/update", self.update_seconds, batch_size=1)
+            self.update_seconds = 0.0
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping."""

@@ -169,8 +169,10 @@ class Objective:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
             loss = loss + self.beta * kl
         with torch.no_grad():
-            clipped_low = is_clipped_low(ratio, advantages, epsilon=self.epsilon).expand_as(mask) & mask
-            clipped_high = is_clipped_high(ratio, advantages, epsilon_high=self.high).expand_as(mask) & mask
+            # CISPO caps a ratio whatever the advantage's sign, and bounds nothing from below.
+            sign = torch.ones_like(advantages) if self.surrogate == "cispo" else advantages
+            clipped_low = is_clipped_low(ratio, sign, epsilon=self.epsilon).expand_as(mask) & mask
+            clipped_high = is_clipped_high(ratio, sign, epsilon_high=self.high).expand_as(mask) & mask
         total = aggregate(
             loss.expand_as(mask),
             mask,

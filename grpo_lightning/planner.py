@@ -8,6 +8,7 @@ learned, because the loss is divided by the counts of the whole update.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,6 +97,11 @@ class Rollout:
             closes_update=self.position % self.accumulate == 0,
         )
 
+    def to(self, device: torch.device | str) -> Rollout:
+        """Itself, its micro-batches on `device`."""
+        self.micro_batches = [batch.to(device) for batch in self.micro_batches]
+        return self
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages."""
         return {
@@ -106,10 +112,10 @@ class Rollout:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], device: torch.device | str = "cpu") -> Rollout:
-        """The rollout `state_dict` was taken of, on `device`."""
+    def from_state_dict(cls, state: dict[str, Any]) -> Rollout:
+        """The rollout `state_dict` was taken of, on the CPU."""
         return cls(
-            [MicroBatch(**batch).to(device) for batch in state["micro_batches"]],
+            [MicroBatch(**batch) for batch in state["micro_batches"]],
             [StepCounts(*counts) for counts in state["counts"]],
             state["num_iterations"],
             state["position"],
@@ -200,11 +206,12 @@ def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], i
     """Cut a list into `parts` runs so that the costliest run is as cheap as can be (bisection on its cost)."""
 
     def cut(limit: int) -> list[list[Item]]:
-        runs: list[list[Item]] = [[]]
-        for item in items:
-            if runs[-1] and cost([*runs[-1], item]) > limit:
-                runs.append([])
-            runs[-1].append(item)
+        runs, start = [], 0
+        while start < len(items):
+            ends = range(start + 1, len(items) + 1)  # a longer run never costs less
+            end = max(start + 1, start + bisect_right(ends, limit, key=lambda end: cost(items[start:end])))
+            runs.append(items[start:end])
+            start = end
         return runs
 
     low, high = 0, cost(items)

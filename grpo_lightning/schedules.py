@@ -128,3 +128,62 @@ class Cosine(Schedule):
             optimizer, num_warmup_steps, num_training_steps, min_lr_rate=self.min_lr_ratio
         )
         return schedule
+
+
+class CosineWithRestarts(Schedule):
+    """Linear warm-up, then `num_cycles` cosines from the full rate to 0."""
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None, num_cycles: int = 1
+    ) -> None:
+        self.num_cycles = num_cycles
+        super().__init__(optimizer, warmup_ratio, warmup_steps)
+
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """`get_cosine_with_hard_restarts_schedule_with_warmup`."""
+        from transformers import get_cosine_with_hard_restarts_schedule_with_warmup as get_schedule
+
+        schedule: LambdaLR = get_schedule(optimizer, num_warmup_steps, num_training_steps, num_cycles=self.num_cycles)
+        return schedule
+
+
+class InverseSqrt(Schedule):
+    """Linear warm-up, then with the inverse square root of the step."""
+
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """`get_inverse_sqrt_schedule`."""
+        from transformers import get_inverse_sqrt_schedule
+
+        schedule: LambdaLR = get_inverse_sqrt_schedule(optimizer, num_warmup_steps)
+        return schedule
+
+
+class WarmupStableDecay(Schedule):
+    """Linear warm-up, the full rate, then down to `min_lr_ratio` times it over the last `decay_ratio` of the run."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_ratio: float = 0.0,
+        warmup_steps: int | None = None,
+        decay_ratio: float = 0.2,
+        min_lr_ratio: float = 0.0,
+    ) -> None:
+        if not 0 < decay_ratio <= 1:
+            raise ValueError(f"decay_ratio must be above 0 and at most 1, got {decay_ratio}.")
+        self.decay_ratio, self.min_lr_ratio = decay_ratio, min_lr_ratio
+        super().__init__(optimizer, warmup_ratio, warmup_steps)
+
+    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+        """`get_wsd_schedule`."""
+        from transformers import get_wsd_schedule
+
+        num_decay_steps = math.ceil(num_training_steps * self.decay_ratio)
+        schedule: LambdaLR = get_wsd_schedule(
+            optimizer,
+            num_warmup_steps,
+            num_decay_steps,
+            num_training_steps=num_training_steps,
+            min_lr_ratio=self.min_lr_ratio,
+        )
+        return schedule

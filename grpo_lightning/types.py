@@ -136,9 +136,9 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def reshaping(self) -> dict[str, float]:
+    def reshaping(self) -> dict[str, Any]:
         """The settings that make the drawn distribution differ from the trained one, by name."""
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
 

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "grpo_lightning"
 
 # What may import what: only lower levels, and the same folder. A new file or folder of the package gets its level here.
 LEVELS = {
+    "messages": 0,
     "seeding": 0,
     "types": 0,
     "functional": 1,

@@ -21,7 +21,7 @@ MINUTE = {
     "steps": 1,
     "sweep_steps": 1,
     "repeats": 1,
-    "micro_batches": [1, 2],
+    "at_once": [4, 2],
 }
 
 
@@ -39,7 +39,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_the_workload_file_parses():
     workload = Workload.load(versus_trl.WORKLOAD)
     assert workload.completions_per_step == workload.prompts_per_step * workload.num_generations
-    assert all(workload.completions_per_step % count == 0 for count in workload.micro_batches)
+    assert all(workload.completions_per_step % count == 0 for count in workload.at_once)
     assert workload.mean_completion_tokens < workload.max_completion_tokens
 
 
@@ -69,13 +69,13 @@ def test_the_stop_token_is_equally_likely_everywhere(bench: Bench):
     torch.testing.assert_close(stop, torch.full_like(stop, 1 / 4), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize(("micro_batches", "beta"), [(2, 0.04), pytest.param(1, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("at_once", "beta"), [(2, 0.04), pytest.param(4, 0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("side", versus_trl.SIDES)
-def test_a_child_measures_one_run(bench: Bench, side: str, micro_batches: int, beta: float):
+def test_a_child_measures_one_run(bench: Bench, side: str, at_once: int, beta: float):
     if side == "trl":
         pytest.importorskip("trl", minversion="1.16")
     workload = dataclasses.replace(bench.workload, beta=beta)
-    outcome = Bench(workload, bench.path, bench.folder, threads=1).measure(side, micro_batches, steps=1, seed=0)
+    outcome = Bench(workload, bench.path, bench.folder, threads=1).measure(side, at_once, steps=1, seed=0)
     assert outcome.keys() == {"ms_per_token", "cpu_seconds", "steps", "tokens", "completions", "mean_length"}
     assert outcome["steps"] == 1
     assert outcome["completions"] <= workload.completions_per_step
@@ -86,7 +86,7 @@ def test_a_child_measures_one_run(bench: Bench, side: str, micro_batches: int, b
 
 
 def test_a_failing_child_is_shown(bench: Bench):
-    with pytest.raises(RuntimeError, match="ours failed:(.|\n)*micro-batches"):
+    with pytest.raises(RuntimeError, match=r"ours failed:(.|\n)*at-once"):
         bench.measure("ours", "none", steps=1, seed=0)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,14 @@ def test_the_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
 
 def test_summary_by_hand():
     def outcome(milliseconds: float, tokens: int, completions: int) -> dict[str, float]:
-        return {"ms_per_token": milliseconds, "tokens": tokens, "completions": completions}
+        seconds = milliseconds * tokens / 1000
+        return {
+            "ms_per_token": milliseconds,
+            "cpu_seconds": seconds,
+            "steps": 2,
+            "tokens": tokens,
+            "completions": completions,
+        }
 
     summary = summarize(
         [
@@ -120,6 +127,7 @@ def test_summary_by_hand():
     )
     assert summary["ratio"] == {"median": 2.0, "min": 1.25, "max": 3.0}
     assert summary["trl"]["ms_per_token"] == {"median": 5.0, "min": 4.0, "max": 9.0}
+    assert summary["trl"]["seconds_per_step"] == pytest.approx({"median": 0.5, "min": 0.2, "max": 1.35})
     assert (summary["trl"]["tokens"], summary["trl"]["completions"], summary["trl"]["mean_length"]) == (600, 40, 15.0)
     assert summary["ours"]["mean_length"] == 16.5
     assert summary["length_difference"] == pytest.approx(0.1)

@@ -250,13 +250,17 @@ def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(tmp_path, mo
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     threads = torch.get_num_threads()
     (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "theirs").touch()
+    with pytest.raises(ValueError, match="holds other files"):
+        demo.Quickstart(str(tmp_path / "task"))()
+    (tmp_path / "task" / "theirs").rename(tmp_path / "task" / "recipe.json")
     (tmp_path / "task" / "stale").touch()
     try:
         demo.Quickstart(str(tmp_path / "task"), num_threads=1)()
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert built == [3]
+    assert built == [3, 3]
     assert {path.name for path in (tmp_path / "task").iterdir()} == {
         "model",
         "train.jsonl",

@@ -29,7 +29,7 @@ def rewards_of_run(module_class, lr):
     """Mean reward of the first and of the last five steps: of 4 prompts x 8 completions of 8 tokens each."""
     history = History()
     module = make_module(module_class, length=8, lr=lr, num_generations=8)
-    fit(module, max_steps=35, max_epochs=-1, callbacks=[history])
+    fit(module, max_steps=30, max_epochs=-1, callbacks=[history])
     rewards = history.of("reward/mean")
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 

@@ -106,7 +106,11 @@ def test_the_kl_pulls_the_policy_back_to_the_reference():
         return [1.0] * len(completions)
 
     module = make_module(
-        rewards=[constant], objective=Objective(beta=0.5), num_iterations=2, engine=ScriptedEngine(COMPLETIONS)
+        rewards=[constant],
+        objective=Objective(beta=0.5),
+        num_iterations=2,
+        engine=ScriptedEngine(COMPLETIONS),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02),
     )
     module.configure_model()
     with torch.no_grad():

@@ -89,15 +89,12 @@ def unbroken(tmp_path_factory):
         pytest.param(1, "on_after_backward", id="before any checkpoint"),
         pytest.param(3, "on_train_batch_end", id="inside an accumulation window"),
         pytest.param(4, "on_before_optimizer_step", id="between backward and step"),
-        pytest.param(6, "on_train_batch_start", id="after the first iteration began"),
         pytest.param(CYCLE, "on_train_batch_end", id="at a cycle's end, not saved"),
         pytest.param(CYCLE + 1, "on_train_batch_start", id="at a cycle's end, saved"),
         pytest.param(CYCLE + 5, "on_after_backward", id="inside a cycle of fewer prompts"),
         pytest.param(EPOCH, "on_train_epoch_end", id="at the epoch's end"),
         pytest.param(EPOCH + 1, "on_train_batch_start", id="at the start of epoch 2"),
         pytest.param(EPOCH + 7, "on_after_backward", id="in epoch 2"),
-        pytest.param(EPOCH + CYCLE, "on_train_batch_end", id="at a cycle's end in epoch 2"),
-        pytest.param(RUN, "on_train_batch_end", id="at the last step"),
     ],
 )
 def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
@@ -112,7 +109,7 @@ def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
 
 
 def test_killed_again_and_again(unbroken, tmp_path):
-    for micro_step in (5, 11, 12, 22):
+    for micro_step in (5, 12, 22):
         with pytest.raises(KilledError):
             train(tmp_path, KillAt(micro_step, "on_after_backward"), resume=True)
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])

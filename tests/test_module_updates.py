@@ -167,6 +167,7 @@ def test_modes_and_frozen_parameters():
 
         def sample(self, prompts):
             self.now = "sample"
+            assert all(p.grad is None for p in self.policy.parameters())  # the last step's would take up memory
             return super().sample(prompts)
 
         def plan_updates(self, groups, advantages):

@@ -253,3 +253,21 @@ def test_the_edges_are_allowed():
 def test_unknown_choices_are_named_before_anything_is_computed(name):
     with pytest.raises(ValueError, match=rf"objective\.{name} must be one of .*got 'nonsense'"):
         Objective(**{name: "nonsense"})
+
+
+def test_cispo_reports_a_token_as_clipped_when_its_ratio_is_capped_whatever_the_sign():
+    batch = MicroBatch(
+        prompt_ids=torch.zeros(1, 1, dtype=torch.long),
+        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+        prompt_index=torch.tensor([0, 0]),
+        completion_ids=torch.zeros(2, 2, dtype=torch.long),
+        attention_mask=torch.ones(2, 2, dtype=torch.bool),
+        completion_mask=torch.ones(2, 2, dtype=torch.bool),
+        advantages=torch.tensor([1.0, -1.0]),
+        rollout_logprobs=torch.zeros(2, 2),
+        old_logprobs=torch.zeros(2, 2),
+    )
+    logprobs = torch.tensor([[2.0, -2.0], [2.0, -2.0]])  # ratios 7.4 and 0.14
+    terms = Objective(surrogate="cispo", epsilon_high=4.0, beta=0)(logprobs, batch, StepCounts(4, 2), 2)
+    assert terms.clipped_high.tolist() == [[True, False], [True, False]]
+    assert not terms.clipped_low.any()

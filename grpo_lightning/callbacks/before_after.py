@@ -39,8 +39,8 @@ class BeforeAfter(L.Callback):
         self.num_problems = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate before training; a resumed run keeps what was measured then."""
-        if self.before is None:
+        """Evaluate before training; a resumed run keeps what was measured then, a `fast_dev_run` measures nothing."""
+        if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
                 raise ValueError(
@@ -50,7 +50,8 @@ class BeforeAfter(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate again, show both, and write the summary."""
-        assert self.before is not None
+        if self.before is None:
+            return
         assert isinstance(pl_module, GRPOLightningModule)
         after = self.measure(trainer, pl_module, "after")
         self.show(self.before, after)
@@ -67,13 +68,14 @@ class BeforeAfter(L.Callback):
         self.write(Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / "summary.json", summary)
 
     def batches(self, trainer: L.Trainer) -> list[PromptBatch]:
-        """The data module's validation prompts, in its validation batches.
+        """The validation prompts: all of the data module's, whatever limits validation has; or of the loader given.
 
         Raises:
             ValueError: If there are none.
         """
         datamodule = getattr(trainer, "datamodule", None)
-        batches = [as_prompt_batch(batch) for batch in datamodule.val_dataloader()] if datamodule is not None else []
+        loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
+        batches = [as_prompt_batch(batch) for batch in loader or []]
         if not batches:
             raise ValueError("BeforeAfter needs validation prompts: set data.val_datasets, or remove the callback.")
         return batches

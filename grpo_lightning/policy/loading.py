@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.scoring import Scorer, choose_path
+from grpo_lightning.seeding import derived_seed, run_seed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -42,7 +44,8 @@ class PolicyLoader:
         tokenizer: Tokenizer, or its name or folder; `name`'s own by default.
         dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
             bfloat16 weights do not move.
-        attention: Kernel; "auto" takes flash_attention_2 where it is installed and a CUDA device is there, else sdpa.
+        attention: Kernel; "auto" takes flash_attention_2 where it is installed, a CUDA device is there and the weights
+            are 16-bit, else sdpa.
         from_scratch: Build the architecture named by `name` with random weights.
         scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
         chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
@@ -75,6 +78,11 @@ class PolicyLoader:
         if model is not None and tokenizer is None:
             raise ValueError(
                 "A policy given as a model or config needs its tokenizer: pass `tokenizer` (object, name or folder)."
+            )
+        if model is not None and hasattr(model, "parameters") and (dtype != "float32" or attention != "auto"):
+            raise ValueError(
+                f"policy.dtype ({dtype}) and policy.attention ({attention}) say how a model is loaded; the one given "
+                "is loaded already. Set them when you load it."
             )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
@@ -128,7 +136,9 @@ class PolicyLoader:
         tokenizer: Any = self.tokenizer or self.name
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(
-                str(tokenizer), revision=self.revision, trust_remote_code=self.trust_remote_code
+                str(tokenizer),
+                revision="main" if self.tokenizer else self.revision,  # the revision is that of the policy
+                trust_remote_code=self.trust_remote_code,
             )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
@@ -156,7 +166,10 @@ class PolicyLoader:
             config = AutoConfig.from_pretrained(
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
-        return AutoModelForCausalLM.from_config(config, **options).eval()
+        # Seeded: a resumed run must start from the same weights, which are its reference.
+        with torch.random.fork_rng():
+            torch.manual_seed(derived_seed(run_seed(None), "weights"))
+            return AutoModelForCausalLM.from_config(config, **options).eval()
 
     def choose_attention(self) -> str | None:
         """The attention kernel to ask transformers for; None leaves models without sdpa to their own default."""
@@ -178,13 +191,16 @@ def refuse_non_causal(model: nn.Module) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "router_jitter_noise", "jitter_noise"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    """Set every dropout to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update.
+
+    Models keep their rates in modules, in attributes, or read them from the config in every forward.
+    """
+    for owner in (model.config, text_config(model), *model.modules()):
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(owner, name, 0.0)
 
 
 def checkpoint_layers(model: nn.Module) -> None:

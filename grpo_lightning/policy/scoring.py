@@ -208,20 +208,22 @@ def probe_difference(model: nn.Module) -> Tensor:
     config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
     length, width, device = max(12, min(window, 64) + 3), 6, next(model.parameters()).device
+    # On the CPU by name: Lightning loads models under the GPU as default device, where a CPU generator draws nothing.
     generator = torch.Generator().manual_seed(0)
-    prompt_mask = torch.ones(2, length, dtype=torch.bool)
+    ids = torch.randint(config.vocab_size, (2, length + 2 * width), generator=generator, device="cpu")
+    prompt_mask = torch.ones(2, length, dtype=torch.bool, device="cpu")
     prompt_mask[0, : length // 2] = False
-    mask = torch.ones(4, width, dtype=torch.bool)
+    mask = torch.ones(4, width, dtype=torch.bool, device="cpu")
     mask[1, width // 2 :] = False
     batch = MicroBatch(
-        prompt_ids=torch.randint(config.vocab_size, (2, length), generator=generator),
+        prompt_ids=ids[:, :length],
         prompt_mask=prompt_mask,
-        prompt_index=torch.arange(2).repeat_interleave(2),
-        completion_ids=torch.randint(config.vocab_size, (4, width), generator=generator),
+        prompt_index=torch.tensor([0, 0, 1, 1], device="cpu"),
+        completion_ids=ids[:, length:].reshape(4, width),
         attention_mask=mask,
         completion_mask=mask,
-        advantages=torch.zeros(4),
-        rollout_logprobs=torch.zeros(4, width),
+        advantages=mask[:, 0].float(),
+        rollout_logprobs=mask.float(),
     ).to(device)
     extended, dense = (Scorer(path)(model, batch, temperature=1.0).logprobs for path in ("extended", "dense"))
     return (extended - dense).abs()[batch.attention_mask]

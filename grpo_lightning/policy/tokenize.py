@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.types import Prompt
 
 
@@ -27,3 +29,18 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not ids:
         raise ValueError(f"Prompt {prompt.index} has no tokens: {prompt.content!r}. Remove the row.")
     return list(ids)
+
+
+def check_length(prompt: Prompt, prompt_ids: list[int], model: nn.Module, max_completion_length: int) -> None:
+    """Check that a prompt and its longest completion fit the model's positions.
+
+    Raises:
+        ValueError: If they do not, naming the prompt and the lengths.
+    """
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is not None and len(prompt_ids) + max_completion_length > limit:
+        raise ValueError(
+            f"Prompt {prompt.index} has {len(prompt_ids)} tokens; with sampling.max_completion_length "
+            f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, or leave the "
+            "prompt out."
+        )

@@ -36,6 +36,10 @@ class Scores:
     """Completions per `reward/failure` (see `FAILURES`); every key is always there."""
 
 
+RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
+"""Log names of the total and of completions; a reward of the same name would be mixed up with them."""
+
+
 class RewardSet:
     """The rewards of a run.
 
@@ -60,6 +64,11 @@ class RewardSet:
         if not any(self.weights):
             raise ValueError("Every reward has weight 0: nothing would be trained on. Give one another weight.")
         names = [reward.name for reward in self.rewards]
+        if taken := sorted(RESERVED_NAMES.intersection(names)):
+            raise ValueError(
+                f"A reward must not be named {taken[0]!r}: the logs have another meaning for it. Name it with "
+                "WeightedReward(reward, name=...)."
+            )
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(
@@ -109,7 +118,9 @@ class RewardSet:
             call.start()
         by_reward = {call.reward.name: call.finish() for call in calls}
         return Scores(
-            total=weighted_total(torch.stack(list(by_reward.values())), torch.tensor(self.weights)),
+            total=weighted_total(
+                torch.stack(list(by_reward.values())), torch.tensor(self.weights, dtype=torch.float32)
+            ),
             by_reward=by_reward,
             metrics=_merged_metrics(calls),
             extras=_merged_extras(calls),

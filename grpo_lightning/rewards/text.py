@@ -131,6 +131,11 @@ class Length(Reward):
         self.max_tokens = max_tokens
         self.falloff_tokens = falloff_tokens
 
+    @property
+    def name(self) -> str:
+        """`length` itself is the logs' word for tokens."""
+        return "length_reward"
+
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
         """Measure. Args: completion_ids: [B] lists of token ids, the stop token included. Returns: [B] in [0, 1]."""
         return [self._score(len(ids)) for ids in completion_ids]

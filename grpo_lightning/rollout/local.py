@@ -105,7 +105,7 @@ class LocalEngine:
         if cache.get_seq_length() != prompt_ids.shape[1]:
             raise LostCacheError(
                 f"After a prefill of {prompt_ids.shape[1]} tokens the cache holds {cache.get_seq_length()}: the model "
-                "dropped it. Set policy.scoring to 'dense' and report the model type."
+                "dropped it and cannot be sampled from with one."
             )
         fan = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)
         cache.reorder_cache(fan)
@@ -141,10 +141,8 @@ class LocalEngine:
 
     def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """[rows, V] logits of the next token."""
-        arguments = known_arguments(self.policy, position_ids=positions, logits_to_keep=1)
-        outputs = self.policy(
-            input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **arguments
-        )
+        known = known_arguments(self.policy, position_ids=positions, logits_to_keep=1)
+        outputs = self.policy(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **known)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def decode_with_generate(
@@ -271,8 +269,7 @@ class TokenDrawer:
             self.processors.append(SuppressTokensLogitsProcessor(sampling.suppress_tokens, device=generator.device))
         if sampling.is_greedy:
             return
-        # transformers' order: the filters act on tempered scores.
-        if sampling.temperature != 1:
+        if sampling.temperature != 1:  # first, as in transformers: the filters act on tempered scores
             self.processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             self.processors.append(TopKLogitsWarper(sampling.top_k))

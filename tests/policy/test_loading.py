@@ -4,10 +4,11 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
+from grpo_lightning.policy.scoring import probe_difference
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -42,6 +43,11 @@ def test_config_gives_random_weights(folder):
     assert not torch.equal(policy.model.lm_head.weight, tiny_model("qwen2").lm_head.weight)
     scratch = PolicyLoader(folder, from_scratch=True).load()
     assert not torch.equal(scratch.model.lm_head.weight, tiny_model("qwen2").lm_head.weight)
+    torch.manual_seed(2)
+    again = PolicyLoader(folder, from_scratch=True).load()
+    assert torch.equal(scratch.model.lm_head.weight, again.model.lm_head.weight), (
+        "a resume would have another reference"
+    )
 
 
 def test_dtype_and_dropout():
@@ -60,6 +66,7 @@ def test_dtype_and_dropout():
         ({"name": "a", "model": object()}, "either a name or a model"),
         ({"model": object()}, "needs its tokenizer"),
         ({"name": "a", "chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"model": torch.nn.Linear(1, 1), "tokenizer": "a", "dtype": "bfloat16"}, "loaded already"),
     ],
 )
 def test_bad_settings_are_refused_before_loading(arguments, message):
@@ -101,3 +108,19 @@ def test_a_model_changed_by_from_pretrained_round_trip_is_the_same(folder):
     again = AutoModelForCausalLM.from_pretrained(folder)
     for (name, a), b in zip(again.named_parameters(), tiny_model("qwen2").parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom"])
+def test_every_dropout_is_off(family):
+    settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "vocab_size": 120, "hidden_size": 64}
+    config = AutoConfig.for_model(family, num_hidden_layers=2, num_attention_heads=4, **settings)
+    model = PolicyLoader.of(config, tiny_tokenizer()).load().model.train()
+    ids = torch.arange(2, 12)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_the_probe_ignores_the_default_device():
+    """Lightning loads models with the GPU as default device; "meta" stands in for one here."""
+    model = tiny_model("qwen2")
+    with torch.device("meta"):
+        assert probe_difference(model).max() < 5e-6

@@ -12,13 +12,13 @@ from grpo_lightning.policy.scoring import Scorer, choose_path, probe_difference
 from grpo_lightning.types import MicroBatch
 from tests.tiny_models import FAMILIES, VOCAB, tiny_model
 
-# Older releases of transformers do not read linear-attention states through the cache: those models score densely there.
+# Older releases of transformers do not read linear-attention states through the cache: there such models score densely.
 READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
 EXTENDED = [family for family in FAMILIES if family != "qwen3.5" or READS_LINEAR_STATES]
 
 
 def ragged_batch(lengths=(20, 10, 5), generations=3, width=9, seed=0):
-    """Left-padded prompts of these lengths with ragged completions; the first is the longest, one has a single token."""
+    """Left-padded prompts of these lengths with ragged completions: the first the longest, the last one token."""
     generator = torch.Generator().manual_seed(seed)
     count, longest = len(lengths), max(lengths)
     prompt_mask = torch.arange(longest) >= (longest - torch.tensor(lengths))[:, None]
@@ -58,7 +58,7 @@ def worst_difference(got, want):
 
 
 def dense_noise(model, batch, weights):
-    """How far two dense passes differ when only padding differs: linear attention works in blocks that padding moves."""
+    """How far two dense passes differ when only padding does: linear attention works in blocks that padding moves."""
     wider = vars(batch).copy()
     wider["prompt_ids"] = torch.nn.functional.pad(batch.prompt_ids, (5, 0))
     wider["prompt_mask"] = torch.nn.functional.pad(batch.prompt_mask, (5, 0))

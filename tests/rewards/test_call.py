@@ -162,12 +162,12 @@ def test_async_callable_objects_and_a_running_loop():
 def test_async_rewards_keep_their_loop_from_call_to_call():
     loops = []
 
-    async def reward(completions: Any) -> list[float]:
+    async def remembers(completions: Any) -> list[float]:
         loops.append(asyncio.get_running_loop())
         return [1.0] * len(completions)
 
     for _ in range(2):
-        score(reward, group("a"))
+        score(remembers, group("a"))
     assert loops[0] is loops[1]
     assert not loops[0].is_closed()
 

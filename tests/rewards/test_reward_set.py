@@ -219,3 +219,16 @@ def test_our_rewards_in_a_set(content: Any):
     rewards = RewardSet([ExactMatch(), Format(), Length(max_tokens=40, falloff_tokens=10)], [1, 0.5, 0.1])
     groups = [group("<think>2</think><answer>2</answer>", "<answer>2</answer>", "2" * 45, content=content, answer="2")]
     close(rewards.score(groups).total, [[1.6, 1.1, 0.05]])
+
+
+@pytest.mark.parametrize("name", ["reward", "mean", "length", "truncated", "equal_groups"])
+def test_a_reward_cannot_take_a_name_that_the_logs_use(name):
+    with pytest.raises(ValueError, match=f"must not be named '{name}'"):
+        RewardSet([WeightedReward(lambda completions: [0.0] * len(completions), name=name)])
+
+
+def test_weights_keep_their_precision_under_another_default_dtype():
+    groups = [Group(Prompt("p"), [1], [Completion([1], [0.0], "stop", "a"), Completion([1], [0.0], "stop", "b")])]
+    rewards = RewardSet([WeightedReward(lambda completions: [1.0] * len(completions), weight=1 / 3, name="third")])
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning's bf16-true does inside a training step
+    assert rewards.score(groups).total[0].tolist() == pytest.approx([1 / 3, 1 / 3], rel=1e-6)

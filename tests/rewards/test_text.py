@@ -326,3 +326,7 @@ def test_length_settings_are_checked(settings: dict[str, Any], message: str):
 @pytest.mark.parametrize("reward", [ExactMatch("solution", extract="hashes"), Format(["a"]), Length(1, 2, 3)])
 def test_rewards_are_picklable(reward: Any):
     assert vars(pickle.loads(pickle.dumps(reward))) == vars(reward)
+
+
+def test_length_does_not_take_the_logs_word_for_tokens():
+    assert Length(max_tokens=4).name == "length_reward"

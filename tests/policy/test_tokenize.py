@@ -1,0 +1,38 @@
+"""Prompts to tokens: text as it is, chats by template, and nothing that does not fit."""
+
+import pytest
+
+from grpo_lightning.policy.tokenize import check_length, tokenize
+from grpo_lightning.types import Prompt
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+def test_text_is_encoded_as_it_is():
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(tokenize(Prompt("1+1="), tokenizer)) == "1+1="
+
+
+def test_messages_go_through_the_chat_template_with_the_answer_opened():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    ids = tokenize(Prompt([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]), tokenizer)
+    assert tokenizer.decode(ids) == "s:be brief;u:hi;a:"
+
+
+def test_messages_without_a_template_say_what_to_do():
+    with pytest.raises(ValueError, match="Prompt 3 is a list of messages, but the tokenizer has no chat template"):
+        tokenize(Prompt([{"role": "user", "content": "hi"}], index=3), tiny_tokenizer())
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="Prompt 5 has no tokens"):
+        tokenize(Prompt("", index=5), tiny_tokenizer())
+
+
+def test_prompt_and_completion_must_fit_the_positions():
+    model = tiny_model("gpt2")  # 256 learned positions: the next one would be an index error in the middle of a run
+    check_length(Prompt("p"), [2] * 200, model, 56)
+    with pytest.raises(ValueError, match=r"has 200 tokens; with sampling\.max_completion_length 57 .* 256 positions"):
+        check_length(Prompt("p"), [2] * 200, model, 57)
