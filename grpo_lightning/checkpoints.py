@@ -45,8 +45,14 @@ class StepEnds(L.Callback):
         trainer.save_checkpoint = save_at_step_end  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Keep the trainer from stopping before the step is done."""
+        """Keep the trainer from stopping before the step is done, and its count of epochs right."""
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
+        epochs: Any = trainer.fit_loop.epoch_progress
+        if epochs.current.ready == epochs.current.processed:
+            # Resumed at the end of an epoch, Lightning does not count the next one as begun, and takes it for finished
+            # when a checkpoint of it is resumed in turn.
+            epochs.increment_ready()
+            epochs.increment_started()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Take the checkpoints that wait, if the step is over."""

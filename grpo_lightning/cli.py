@@ -19,7 +19,7 @@ class GRPOCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Leave the progress bar out where it is switched off: Lightning refuses one that is there all the same."""
-        if not self.config[self.subcommand].trainer.get("enable_progress_bar", True):
+        if self.config[self.subcommand].trainer.get("enable_progress_bar") is False:
             self.trainer_defaults = {"callbacks": [CompletionLog()]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -250,3 +250,9 @@ def test_a_missing_column_is_said_before_the_weights_load(recipe, capsys, tmp_pa
     said = failure(capsys, "fit", "--config", recipe(policy="not/there"))
     assert "needs the data column" in said
     assert "not/there" not in said
+
+
+def test_the_progress_bar_can_be_switched_off(recipe):
+    cli = main(["fit", "--config", recipe(), "--trainer.max_steps=1", "--trainer.enable_progress_bar=false"])
+    assert ProgressBar not in {type(callback) for callback in cli.trainer.callbacks}
+    assert CompletionLog in {type(callback) for callback in cli.trainer.callbacks}

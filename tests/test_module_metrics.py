@@ -1,6 +1,8 @@
 """What is logged: every name, and every value worked out by hand."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ def num_vowels(completions):
     return [float(sum(c in "aeiou" for c in text)) for text in completions]
 
 
-def length(completions):
+def num_letters(completions):
     """Not weighed, only logged."""
     return [float(len(text)) for text in completions]
 
@@ -28,7 +30,7 @@ def run(accumulate=1, lr=0.0, prompts=PROMPTS, steps=1, **options):
     """The metrics of every step, on the same completions."""
     history = History()
     module = make_module(
-        rewards=[num_vowels, length],
+        rewards=[num_vowels, num_letters],
         reward_weights=[2.0, 0.0],
         engine=ScriptedEngine(COMPLETIONS),
         lr=lr,
@@ -53,9 +55,7 @@ def policy_entropy():
 def test_every_metric_of_the_first_step():
     (metrics,) = run()
     seconds = {name: metrics.pop(name) for name in list(metrics) if name.startswith("time/")}
-    assert set(seconds) == {
-        f"time/{phase}" for phase in ("rollout", "reward", "old_logprobs", "ref_logprobs", "update")
-    }
+    assert set(seconds) == {f"time/{phase}" for phase in ("rollout", "reward", "old_logprobs", "ref_logprobs")}
     assert all(value > 0 for value in seconds.values())
     # Rewards 2 x (2, 1, 0, 1) = 4, 2, 0, 2: mean 2, unbiased variance s^2 = (4 + 0 + 4 + 0) / 3. Advantages
     # 2 / (s + 1e-4), 0, -2 / (s + 1e-4), 0 for completions of 3, 4, 2 and 4 tokens (13), the ratio 1 and the KL 0.
@@ -71,7 +71,7 @@ def test_every_metric_of_the_first_step():
         "reward/mean": pytest.approx(2),
         "reward/std": pytest.approx(std),
         "reward/num_vowels": pytest.approx(1),
-        "reward/length": pytest.approx((2 + 4 + 1 + 3) / 4),
+        "reward/num_letters": pytest.approx((2 + 4 + 1 + 3) / 4),
         "reward/equal_groups": 0,
         "reward/not_scorable": 0,
         "policy/loss": pytest.approx(-(3 - 2) * advantage / 13, rel=1e-5),
@@ -161,3 +161,11 @@ def test_what_rewards_log_and_what_went_wrong_with_them():
     assert metrics["reward/mean"] == metrics["reward/talkative"] == 0.5
     assert metrics["reward/failures/talkative/invalid_value"] == 2
     assert metrics["reward/failures/talkative/not_scorable"] == 4
+
+
+def test_update_time_runs_from_forward_to_optimizer_step_over_all_micro_batches(monkeypatch):
+    ticks = itertools.count(step=10.0)
+    monkeypatch.setattr("grpo_lightning.module.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    module = make_module(engine=ScriptedEngine(COMPLETIONS))
+    trainer = fit(module, PROMPTS, batch_size=2, max_steps=2, max_epochs=-1, accumulate_grad_batches=2)
+    assert trainer.logged_metrics["time/update"] == 20.0

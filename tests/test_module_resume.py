@@ -58,10 +58,10 @@ def two_updates(**options):
     return make_module(**(settings | options))
 
 
-def train(folder, *callbacks, resume=False, module=None, prompts=PROMPTS, shuffle=True, **trainer):
+def train(folder, *callbacks, resume=False, module=None, prompts=PROMPTS, shuffle=True, saving=None, **trainer):
     """One run that saves after every optimizer step; with `resume` it goes on from the newest checkpoint."""
     module = module or two_updates()
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = saving or ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     settings = {"max_epochs": RUN // EPOCH, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     runner = make_trainer(callbacks=[*callbacks, saving], enable_checkpointing=True, **(settings | trainer))
     source = make_source(module, prompts, batch_size=3, accumulate=runner.accumulate_grad_batches, shuffle=shuffle)
@@ -71,7 +71,7 @@ def train(folder, *callbacks, resume=False, module=None, prompts=PROMPTS, shuffl
 
 def newest(folder):
     """The checkpoint after the most optimizer steps; None if there is none yet."""
-    found = {int(re.search(r"step=(\d+)", path.stem)[1]): path for path in Path(folder).glob("*.ckpt")}
+    found = {int(re.search(r"step=(\d+)", path.stem)[1]): path for path in Path(folder).glob("*step=*.ckpt")}
     return str(found[max(found)]) if found else None
 
 
@@ -108,10 +108,24 @@ def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
         assert history.steps[-1][name] == want_steps[-1][name]
 
 
-def test_killed_again_and_again(unbroken, tmp_path):
-    for micro_step in (5, 12, 22):
+@pytest.mark.parametrize("micro_steps", [(5, 12, 22), (EPOCH + 1, EPOCH + 6)], ids=["", "after an epoch's end"])
+def test_killed_again_and_again(unbroken, tmp_path, micro_steps):
+    for micro_step in micro_steps:
         with pytest.raises(KilledError):
             train(tmp_path, KillAt(micro_step, "on_after_backward"), resume=True)
+    assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("options", [{"save_on_train_epoch_end": True}, {"save_last": True}])
+def test_killed_after_a_checkpoint_of_the_epochs_end(unbroken, tmp_path, options):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", **options)
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(EPOCH + 1, "on_after_backward"), saving=saving)
+    assert newest(tmp_path).endswith("step=8.ckpt")
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(EPOCH + 6, "on_after_backward"), resume=True)
+    assert newest(tmp_path).endswith("step=10.ckpt")
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 

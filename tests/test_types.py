@@ -28,8 +28,8 @@ def test_sampling_params_name_what_is_out_of_range(name, bad, edge):
 
 
 def test_reshaping_names_what_changes_the_distribution():
-    assert SamplingParams(temperature=0.5, suppress_tokens=[3], stop_strings=["."]).reshaping == {}
-    changed = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert SamplingParams(temperature=0.5, stop_strings=["."]).reshaping == {}
+    changed = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "suppress_tokens": [3]}
     assert SamplingParams(**changed).reshaping == changed
     assert SamplingParams(top_k=5).reshaping == {"top_k": 5}
 
