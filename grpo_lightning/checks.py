@@ -6,7 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from grpo_lightning.data.source import PromptBatch, PromptSource
-from grpo_lightning.types import Prompt
+from grpo_lightning.objective import Objective
+from grpo_lightning.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     import lightning as L
@@ -22,6 +23,12 @@ def check_settings(module: GRPOLightningModule) -> None:
     Raises:
         ValueError: Naming the key, the value and what to do.
     """
+    kinds = {"sampling": SamplingParams, "objective": Objective}
+    for name, kind in kinds.items():
+        if not isinstance(getattr(module, name), kind):
+            raise ValueError(
+                f"model.{name} must be of {kind.__name__}, got {getattr(module, name)!r}: write {kind.__name__}(...)."
+            )
     for name in ("num_iterations", "updates_per_rollout"):
         if getattr(module, name) < 1:
             raise ValueError(f"model.{name} must be at least 1, got {getattr(module, name)}.")
@@ -47,23 +54,28 @@ def check_settings(module: GRPOLightningModule) -> None:
 
 
 def check_columns(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Check that the data have the columns the rewards need, where the data can be seen yet.
+    """Check that every data set has the columns the rewards need, where it can be seen yet.
+
+    Each for itself: training data without answers are not mended by validation data that have them.
 
     Raises:
         ValueError: If one is missing.
     """
-    if prompts := known_prompts(trainer):
-        module.reward_set.validate({name: None for prompt in prompts for name in prompt.columns})
+    data_sets = [{name: None for prompt in prompts for name in prompt.columns} for prompts in known_data(trainer)]
+    for columns in data_sets:
+        module.reward_set.validate(columns)
+    if data_sets:
+        module.reward_set.validate({name: None for columns in data_sets for name in columns})
 
 
-def known_prompts(trainer: L.Trainer) -> list[Prompt]:
-    """The prompts of the data module, or of the prompt sources given to the trainer; of other loaders, none."""
+def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
+    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none."""
     owner = getattr(trainer, "datamodule", None)
-    prompts = [*(getattr(owner, "train_prompts", None) or []), *(getattr(owner, "val_prompts", None) or [])]
+    data = [getattr(owner, name, None) for name in ("train_prompts", "val_prompts")]
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop):
         loader = loop._data_source.instance
-        prompts += loader.prompts if isinstance(loader, PromptSource) else []
-    return prompts
+        data.append(loader.prompts if isinstance(loader, PromptSource) else None)
+    return [prompts for prompts in data if prompts]
 
 
 def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) -> None:

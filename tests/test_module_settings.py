@@ -1,5 +1,6 @@
 """Mistakes are said early: settings and data before any weights load, loaders and switches at the first step."""
 
+import json
 import logging
 
 import lightning as L
@@ -7,9 +8,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.rewards import ExactMatch
 from grpo_lightning.types import SamplingParams
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module, make_source, make_trainer, vowel_share
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -29,6 +33,7 @@ def matches_answer(completions, answer):
         ({"updates_per_rollout": 0}, "model.updates_per_rollout must be at least 1, got 0"),
         ({"sampling": SamplingParams(temperature=0)}, r"model.sampling.temperature is 0 \(greedy\).* Set it above 0"),
         ({"old_logprobs": "engine"}, "model.old_logprobs must be 'recompute' or 'rollout', got 'engine'"),
+        ({"objective": {"beta": 0.0}}, r"model.objective must be of Objective, got \{'beta': 0.0\}: write Objective"),
         ({"rewards": []}, "rewards must be a list of at least one reward"),
         ({"rewards": [vowel_share, vowel_share]}, "2 rewards are named 'vowel_share'"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries and rewards has 1"),
@@ -58,6 +63,16 @@ def test_a_missing_column_fails_before_the_weights_load():
         fit(module, [{"prompt": "1 + 1 =", "solution": "2"}], max_epochs=1)
     with pytest.raises(ValueError, match="'matches_answer' needs the data column 'answer'"):
         make_trainer().validate(module, make_source(module))
+
+
+def test_validation_answers_do_not_stand_in_for_missing_training_answers(tmp_path):
+    for name, row in {"train": {"prompt": "a"}, "val": {"prompt": "a", "answer": "b"}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    train, val = ([DatasetEntry(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "val"))
+    with pytest.raises(ValueError, match="'exact_match' needs the data column 'answer'"):
+        make_trainer(max_steps=1, max_epochs=-1).fit(
+            make_module(rewards=[ExactMatch()]), datamodule=PromptDataModule(train, val)
+        )
 
 
 def test_columns_reach_the_reward():

@@ -117,6 +117,7 @@ class PolicyLoader:
 
     def load(self) -> Policy:
         """Load everything and choose the scoring path, in that order of cost: tokenizer before weights."""
+        check_folder(self.name)
         tokenizer = self.load_tokenizer()
         model = self.load_model()
         refuse_non_causal(model)
@@ -182,6 +183,14 @@ class PolicyLoader:
         reason = "it needs 16-bit weights" if has_flash else "flash-attn with a CUDA device is not there"
         log.info("Attention: the model's default, sdpa for most (flash_attention_2 not used: %s).", reason)
         return None
+
+
+def check_folder(name: str | None) -> None:
+    """Raise FileNotFoundError for what can only be a folder (hub names are `name` or `owner/name`) and is none."""
+    if name is not None and (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+        raise FileNotFoundError(
+            f"model.policy {name!r}: no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
+        )
 
 
 def refuse_non_causal(model: nn.Module) -> None:

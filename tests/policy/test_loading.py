@@ -124,3 +124,9 @@ def test_the_probe_ignores_the_default_device():
     model = tiny_model("qwen2")
     with torch.device("meta"):
         assert probe_difference(model).max() < 5e-6
+
+
+@pytest.mark.parametrize("name", ["runs/task/nope", "./nope", "/nope"])
+def test_a_folder_that_is_not_there_is_named(name):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nope\. The current folder is"):
+        PolicyLoader(name).load()
