@@ -37,6 +37,15 @@ class Prompt:
     source: str = ""
     """The mixture entry the row came from."""
 
+    rewards: Sequence[str] | None = None
+    """Names of the rewards that apply to it; None for all."""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the chat template (`enable_thinking=False`)."""
+
+    token_ids: Sequence[int] | None = None
+    """[L] its tokens where they are not what the tokenizer gives (a truncated prompt); None: tokenized when drawn."""
+
 
 @dataclass
 class Completion:

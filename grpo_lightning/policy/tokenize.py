@@ -15,6 +15,8 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     Raises:
         ValueError: If the prompt has no tokens, or messages meet a tokenizer without a chat template.
     """
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
     if isinstance(prompt.content, str):
         ids = tokenizer(prompt.content)["input_ids"]
     else:
@@ -24,7 +26,11 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
                 "`tokenizer.chat_template`, use an instruction-tuned model, or give prompts as text."
             )
         ids = tokenizer.apply_chat_template(
-            [dict(message) for message in prompt.content], add_generation_prompt=True, tokenize=True, return_dict=False
+            [dict(message) for message in prompt.content],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **prompt.chat_template_kwargs,
         )
     if not ids:
         raise ValueError(f"Prompt {prompt.index} has no tokens: {prompt.content!r}. Remove the row.")
