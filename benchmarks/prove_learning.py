@@ -63,7 +63,7 @@ def run(control: str, seed: int) -> dict[str, float]:
         result = subprocess.run(child, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"{control}, seed {seed}, failed:\n{result.stderr[-3000:]}")
-        summary: dict[str, float] = json.loads((Path(folder) / "runs/quickstart/summary.json").read_text())
+        summary: dict[str, float] = json.loads((Path(folder) / "runs/quickstart/version_0/summary.json").read_text())
         return summary
 
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_lightning.data.datamodule import PromptDataModule
+    from grpo_lightning.data.entry import DatasetEntry
     from grpo_lightning.data.source import PromptSource
+    from grpo_lightning.data.templates import PromptTemplate
+    from grpo_lightning.evaluation import Validation
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.objective import Objective
     from grpo_lightning.policy.loading import PolicyLoader
@@ -19,24 +22,30 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "DatasetEntry",
     "GRPOLightningModule",
     "LocalEngine",
     "Objective",
     "PolicyLoader",
     "PromptDataModule",
     "PromptSource",
+    "PromptTemplate",
     "SamplingParams",
+    "Validation",
     "__version__",
 ]
 
 _HOMES = {
+    "DatasetEntry": "data.entry",
     "GRPOLightningModule": "module",
     "LocalEngine": "rollout.local",
     "Objective": "objective",
     "PolicyLoader": "policy.loading",
     "PromptDataModule": "data.datamodule",
     "PromptSource": "data.source",
+    "PromptTemplate": "data.templates",
     "SamplingParams": "types",
+    "Validation": "evaluation",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from grpo_lightning.planner import Rollout
+from grpo_lightning.policy.loading import PolicyLoader
 
 if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
@@ -68,9 +70,44 @@ def is_inside_step(trainer: L.Trainer) -> bool:
 
     False once the run was interrupted: that step will never end.
     """
+    return trainer.state.status == TrainerStatus.RUNNING and not is_between_steps(trainer)
+
+
+def is_broken_off(trainer: L.Trainer) -> bool:
+    """True if an exception ended the run inside an optimizer step."""
+    return trainer.state.status == TrainerStatus.INTERRUPTED and not is_between_steps(trainer)
+
+
+def is_between_steps(trainer: L.Trainer) -> bool:
+    """True if no micro-batch of an optimizer step was begun whose last one is not done."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    is_between = batches.ready == batches.processed and batches.ready % trainer.accumulate_grad_batches == 0
-    return trainer.state.status == TrainerStatus.RUNNING and not is_between
+    return bool(batches.ready == batches.processed and batches.ready % trainer.accumulate_grad_batches == 0)
+
+
+KEPT_ARGUMENTS = (
+    "reward_weights",
+    "sampling",
+    "objective",
+    "validation",
+    "num_generations",
+    "num_iterations",
+    "updates_per_rollout",
+    "old_logprobs",
+    "seed",
+)
+"""Arguments of the module that a checkpoint keeps: plain values. Functions and models are given anew."""
+
+
+def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
+    """The module's arguments as a checkpoint keeps them: `load_from_checkpoint` needs only the rewards.
+
+    Plain values only, so that checkpoints load with `weights_only=True`. A policy in memory is not among them.
+    """
+    plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
+    for name, value in plain.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            plain[name] = dataclasses.asdict(value)
+    return plain if loader.settings is None else plain | {"policy": loader.settings}
 
 
 def check_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None:
@@ -93,29 +130,36 @@ def check_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None
         )
 
 
-def rollout_state(module: GRPOLightningModule) -> dict[str, Any]:
-    """The rollouts drawn so far, and the pending one: None between cycles."""
+def rollout_state(module: GRPOLightningModule, trainer: L.Trainer | None = None) -> dict[str, Any]:
+    """The rollouts drawn so far, the pending one (None between cycles), and whether the last step was broken off."""
     rollout = module.rollout
     is_pending = rollout is not None and not rollout.is_finished
     return {
         "rollout_index": module.rollout_index,
         "rollout": rollout.state_dict() if rollout is not None and is_pending else None,
+        "is_broken_off": trainer is not None and is_broken_off(trainer),
     }
 
 
 def restore_rollout(module: GRPOLightningModule, state: dict[str, Any] | None) -> None:
     """Put back what `rollout_state` gave; None (a checkpoint of something else) starts from nothing."""
     state = state or {"rollout_index": 0, "rollout": None}
+    module.is_broken_off = state.get("is_broken_off", False)
     module.rollout_index = state["rollout_index"]
     module.rollout = None
     if state["rollout"] is not None:
         module.rollout = Rollout.from_state_dict(state["rollout"])
 
 
-def restore_data_position(trainer: L.Trainer) -> None:
+def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     """Put a resumed loader where the checkpoint left it.
 
     Lightning does so when it sets the loader up. Asking the trainer for its number of steps in `configure_optimizers`
     sets the loader up before the checkpoint's loops are restored: it would start over, and nothing would say so.
     """
+    if module.is_broken_off:
+        raise RuntimeError(
+            "The checkpoint was saved inside an optimizer step, when the run was interrupted: its prompts count as "
+            "used and were not trained on. Resume from an earlier one, or start a new run from its weights."
+        )
     trainer.fit_loop._load_combined_loader_states()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_lightning.data.source import PromptBatch, PromptSource
-from grpo_lightning.objective import Objective
-from grpo_lightning.types import Prompt, SamplingParams
+from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts
+from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
+from grpo_lightning.types import Prompt
 
 if TYPE_CHECKING:
     import lightning as L
@@ -17,17 +20,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+Settings = TypeVar("Settings")
+
+
+def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
+    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
+
+    Raises:
+        ValueError: If it is something else, or names a field that does not exist.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")
+    if unknown := [name for name in value or {} if name not in names]:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
+    return kind(**(value or {}))
+
+
 def check_settings(module: GRPOLightningModule) -> None:
     """Check settings that cannot train.
 
     Raises:
         ValueError: Naming the key, the value and what to do.
     """
-    kinds = {"sampling": SamplingParams, "objective": Objective}
-    for name, kind in kinds.items():
-        if not isinstance(getattr(module, name), kind):
+    for name, factory in {"optimizer": module.optimizer_factory, "scheduler": module.scheduler_factory}.items():
+        if factory is not None and not callable(factory):
             raise ValueError(
-                f"model.{name} must be of {kind.__name__}, got {getattr(module, name)!r}: write {kind.__name__}(...)."
+                f"model.{name} must be something to call with the parameters or the optimizer, got {factory!r}: write "
+                f"functools.partial(grpo_lightning.schedules.AdamW, lr=1e-6), for example."
             )
     for name in ("num_iterations", "updates_per_rollout"):
         if getattr(module, name) < 1:
@@ -44,6 +68,12 @@ def check_settings(module: GRPOLightningModule) -> None:
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
             "learned. Set it above 0."
         )
+    success = module.validation.success
+    if success is not None and success not in module.reward_set.names:
+        raise ValueError(
+            f"validation.success names the reward that says what is solved, got {success!r}; there are: "
+            f"{', '.join(module.reward_set.names)}."
+        )
     if reshaping := module.sampling.reshaping:
         log.warning(
             "Sampling with %s draws from another distribution than the one that is trained (full softmax at "
@@ -53,29 +83,108 @@ def check_settings(module: GRPOLightningModule) -> None:
         )
 
 
-def check_columns(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Check that every data set has the columns the rewards need, where it can be seen yet.
+REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "it copies the module before its weights are loaded: take WeightAveraging",
+    "BatchSizeFinder": "data.batch_size says how much is trained on; for memory there are accumulate_grad_batches and "
+    "policy.chunk_size",
+    "LearningRateFinder": "it follows the loss, which stays about 0: try a few rates and compare reward/mean",
+    "GradientAccumulationScheduler": "a cycle has one length for the whole run: set accumulate_grad_batches",
+    "ModelPruning": "it looks for layers before the weights are loaded",
+    "BackboneFinetuning": "a language model has no backbone and head",
+}
+"""Lightning's callbacks that would do nothing here, or something else than they say, and why."""
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Check that the trainer does nothing that would train wrongly.
+
+    Raises:
+        ValueError: If it has a callback that cannot work, or several processes.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Also of the class that every Trainer has with a fixed accumulation: that one schedules nothing.
+        is_idle = getattr(callback, "scheduling", None) == {0: trainer.accumulate_grad_batches}
+        for kind in type(callback).__mro__:
+            if kind.__name__ in REFUSED_CALLBACKS and kind.__module__.startswith("lightning") and not is_idle:
+                raise ValueError(f"{kind.__name__} does not work with GRPO: {REFUSED_CALLBACKS[kind.__name__]}.")
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"The run has {trainer.world_size} processes, and the loss is not yet divided by the counts of all of "
+            "them: set trainer.devices and trainer.num_nodes to 1."
+        )
+
+
+def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that every data set has what the rewards need, where it can be seen yet.
 
     Each for itself: training data without answers are not mended by validation data that have them.
 
     Raises:
-        ValueError: If one is missing.
+        ValueError: If a column is missing, or a prompt names a reward that there is not.
     """
-    data_sets = [{name: None for prompt in prompts for name in prompt.columns} for prompts in known_data(trainer)]
-    for columns in data_sets:
-        module.reward_set.validate(columns)
-    if data_sets:
-        module.reward_set.validate({name: None for columns in data_sets for name in columns})
+    data_sets = known_data(trainer)
+    for prompts in data_sets:
+        module.reward_set.validate_prompts(prompts)
+    module.reward_set.validate_prompts(prompt for prompts in data_sets for prompt in prompts)
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none."""
+    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none.
+
+    Of data that are read as they are used, the first prompts.
+    """
     owner = getattr(trainer, "datamodule", None)
-    data = [getattr(owner, name, None) for name in ("train_prompts", "val_prompts")]
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop):
+    names = ("train_prompts", "val_prompts", "test_prompts")
+    data = [getattr(owner, name, None) for name in names]
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loader = loop._data_source.instance
         data.append(loader.prompts if isinstance(loader, PromptSource) else None)
-    return [prompts for prompts in data if prompts]
+    return [known_prompts(prompts) for prompts in data if prompts]
+
+
+def known_sources(trainer: L.Trainer) -> list[str]:
+    """The names of the data's sources, as far as they can be seen; the same list on every rank."""
+    return sorted({prompt.source for prompts in known_data(trainer) for prompt in prompts})
+
+
+def training_sources(trainer: L.Trainer) -> list[str]:
+    """The names of the sources that are trained on, as far as they can be seen; the same list on every rank."""
+    return sorted({prompt.source for prompt in known_prompts(getattr(trainer.train_dataloader, "prompts", ()))})
+
+
+def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that tokenizer and model can take the prompts, where the data can be seen yet.
+
+    Only prompts that may be too long are tokenized: a text has no more tokens than bytes.
+
+    Raises:
+        ValueError: If a prompt is a chat and the tokenizer has no template, or one is too long for the model.
+    """
+    prompts = [prompt for data in known_data(trainer) for prompt in data]
+    if not prompts:
+        return
+    tokenizer, config = module.loader.load_tokenizer(), module.loader.load_config()
+    for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
+        if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
+            tokenize(sample, tokenizer)
+    limit = num_positions(config)
+    if limit is None:
+        return
+    room = limit - module.sampling.max_completion_length
+    for prompt in prompts:
+        if num_bytes(prompt) + TEMPLATE_TOKENS > room:
+            check_length(prompt, tokenize(prompt, tokenizer), limit, module.sampling.max_completion_length)
+
+
+TEMPLATE_TOKENS = 256
+"""More than chat templates add to a prompt. A longer one is found when the prompt is drawn."""
+
+
+def num_bytes(prompt: Prompt) -> int:
+    """Bytes of a prompt's text, an upper bound of its tokens."""
+    if isinstance(prompt.content, str):
+        return len(prompt.content.encode())
+    return sum(len(str(message.get("content")).encode()) for message in prompt.content)
 
 
 def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) -> None:
@@ -96,8 +205,13 @@ def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) 
         raise RuntimeError(
             f"A rollout is trained for {cycle} micro-steps (accumulate_grad_batches {accumulate} x updates_per_rollout "
             f"{module.updates_per_rollout} x num_iterations {module.num_iterations}), but the training loader gives "
-            f"every batch {batch.cycle} time(s). Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., "
-            f"cycle=module.cycle_length({accumulate}))."
+            f"every batch {batch.cycle} time(s). "
+            + (
+                f"Give the PromptSource cycle=module.cycle_length({accumulate})."
+                if batch.is_from_source
+                else "Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., "
+                f"cycle=module.cycle_length({accumulate}))."
+            )
         )
     if batch.position != position:
         raise RuntimeError(

@@ -239,11 +239,11 @@ def warm_up(
         bar.update()
         return loss.item()
 
-    def progress(habit: str, num_steps: int) -> Any:
+    def progress(habit: str, num_steps: int | None) -> Any:
         return tqdm(total=num_steps, desc=f"Warm-up, {habit}", unit="step", disable=not show_progress)
 
     average = float("nan")
-    with progress("worked answers (ends when learned)", settings.max_worked_steps) as bar:
+    with progress("worked answers (until learned)", None) as bar:
         for step in range(settings.max_worked_steps):
             loss = update(bar, num_short=0, rate=min(1.0, (step + 1) / settings.num_ramp_steps))
             average = loss if step == 0 else 0.9 * average + 0.1 * loss

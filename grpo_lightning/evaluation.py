@@ -1,39 +1,197 @@
-"""The result of evaluating a policy on prompts."""
+"""Evaluating a policy on prompts: how completions are drawn, what counts as solved, and the numbers that come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import Scores
-from grpo_lightning.types import Group
+from grpo_lightning.types import Group, SamplingParams
+
+
+@dataclass
+class Validation:
+    """How validation, test and prediction draw completions, and when one counts as solved."""
+
+    num_generations: int = 1
+    """Sampled completions per prompt."""
+
+    sampling: SamplingParams | None = None
+    """How they are drawn; null is as in training."""
+
+    greedy: bool = True
+    """Also take the greedy completion of every prompt (`val/greedy/...`)."""
+
+    success: str | None = None
+    """The reward, by name, that says whether a completion solves its prompt; null is the first."""
+
+    success_value: float = 1.0
+    """The least value of that reward which counts as solved."""
+
+    pass_at: list[int] = dataclasses.field(default_factory=list)
+    """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone."""
+
+    confidence: float = 0.95
+    """Of the intervals `.../low` and `.../high`."""
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        is_greedy = self.sampling is not None and self.sampling.is_greedy
+        limits = [
+            ("num_generations", self.num_generations >= 1, "at least 1"),
+            ("num_generations", not is_greedy or self.num_generations == 1, "1 at temperature 0: all would be equal"),
+            ("pass_at", all(1 <= k <= self.num_generations for k in self.pass_at), "from 1 to num_generations"),
+            ("confidence", 0 < self.confidence < 1, "between 0 and 1"),
+        ]
+        for name, is_valid, allowed in limits:
+            if not is_valid:
+                raise ValueError(f"validation.{name} must be {allowed}, got {getattr(self, name)!r}.")
+
+    def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
+        """(completions per prompt, how they are drawn).
+
+        Args:
+            training: The sampling of rollouts.
+            is_greedy: The most likely completion alone.
+        """
+        sampling = self.sampling or training
+        return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)
 
 
 @dataclass
 class Evaluation:
-    """Completions with their rewards, and sums and counts of what is reported about them."""
+    """Completions with their rewards."""
 
     groups: list[Group]
     scores: Scores
-    totals: dict[str, tuple[float, float]]
-    """(sum, count) of `reward`, every reward by name, `length` (tokens) and `truncated`."""
-
-    @classmethod
-    def of(cls, groups: list[Group], scores: Scores) -> Evaluation:
-        """Summarise scored groups."""
-        completions = [completion for group in groups for completion in group.completions]
-        values = {"reward": scores.total, **scores.by_reward}
-        totals = {name: (float(value.nansum()), float((~value.isnan()).sum())) for name, value in values.items()}
-        totals["length"] = (float(sum(len(c.token_ids) for c in completions)), float(len(completions)))
-        totals["truncated"] = (float(sum(c.is_truncated for c in completions)), float(len(completions)))
-        return cls(groups, scores, totals)
 
 
-def means(evaluations: Iterable[Evaluation]) -> dict[str, float]:
-    """The means over several evaluations together; what none of them has a value for is left out."""
-    sums: dict[str, tuple[float, float]] = {}
+class EvaluationTable(Metric):
+    """Sums up evaluations, of all ranks, completion by completion: batches of different size average right.
+
+    `compute` gives the means of `reward`, every reward by name, `length` (tokens) and `truncated` over the scorable
+    completions; `avg@G` and `pass@k` over prompts, each with the interval `/low`, `/high`; and all of it for every
+    source of the data (`source/<name>/...`) if there is more than one. What has no value is left out.
+
+    Args:
+        rewards: Names of the rewards.
+        num_generations: G, completions per prompt.
+        validation: What counts as solved.
+        sources: Names of the data's sources, in the same order on every rank.
+    """
+
+    full_state_update = False
+    rows: list[Tensor]
+
+    def __init__(
+        self, rewards: Sequence[str], num_generations: int, validation: Validation, sources: Sequence[str] = ()
+    ) -> None:
+        super().__init__()
+        # A rank may have no prompts, and still takes part in what the others gather.
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric EvaluationTable was called before")
+        self.columns = ["source", "solved", "reward", *rewards, "length", "truncated"]
+        self.num_generations, self.validation, self.sources = num_generations, validation, list(sources)
+        self.success = validation.success or rewards[0]
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; a rank without prompts still has a table, of no rows, to gather."""
+        super().reset()
+        self.rows.append(torch.zeros(0, self.num_generations, len(self.columns), device=self.device))
+
+    def update(self, evaluation: Evaluation) -> None:
+        """Add the rows [N, G, columns] of an evaluation."""
+        groups, scores = evaluation.groups, evaluation.scores
+        completions = [group.completions for group in groups]
+        numbers = {name: place for place, name in enumerate(self.sources)}
+        source = [[numbers.get(group.prompt.source, -1)] * self.num_generations for group in groups]
+        deciding = scores.by_reward[self.success]
+        solved = (deciding >= self.validation.success_value).float().masked_fill(deciding.isnan(), torch.nan)
+        values = [
+            torch.tensor(source, dtype=torch.float32),
+            solved,
+            scores.total,
+            *scores.by_reward.values(),
+            torch.tensor([[len(c.token_ids) for c in row] for row in completions], dtype=torch.float32),
+            torch.tensor([[c.is_truncated for c in row] for row in completions], dtype=torch.float32),
+        ]
+        self.rows.append(torch.stack([value.cpu() for value in values], dim=2).to(self.device))
+
+    def compute(self) -> dict[str, float]:
+        """The numbers by name."""
+        rows = dim_zero_cat(self.rows).cpu()  # [N, G, columns]
+        numbers = self.summary(rows)
+        of_sources: dict[str, float] = {}
+        for place in rows[:, 0, 0].unique().tolist():
+            chosen = rows[rows[:, 0, 0] == place]
+            if place >= 0 and len(chosen) < len(rows):
+                name = self.sources[int(place)]
+                of_sources |= {f"source/{name}/{key}": value for key, value in self.summary(chosen).items()}
+        return numbers | of_sources
+
+    def summary(self, rows: Tensor) -> dict[str, float]:
+        """The numbers of some prompts' rows [N, G, columns]."""
+        means = dict(zip(self.columns[2:], rows[..., 2:].flatten(0, 1).nanmean(dim=0).tolist(), strict=True))
+        solved = rows[..., 1]
+        counts = solved.nansum(dim=1), (~solved.isnan()).sum(dim=1)
+        attempts = {f"avg@{self.num_generations}": 1}
+        attempts |= {f"pass@{k}": k for k in self.validation.pass_at or [self.num_generations] if k > 1}
+        for name, k in attempts.items():
+            chances = pass_at_k(*counts, k)
+            low, high = interval(chances, self.validation.confidence, self.num_generations if k == 1 else 1)
+            means |= {name: chances.nanmean().item(), f"{name}/low": low, f"{name}/high": high}
+        return {name: value for name, value in means.items() if value == value}
+
+
+def evaluation_tables(
+    rewards: Sequence[str], validation: Validation, sources: Sequence[str], device: torch.device
+) -> dict[str, EvaluationTable]:
+    """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for."""
+    draws = {"sampled": validation.num_generations} | ({"greedy": 1} if validation.greedy else {})
+    return {kind: EvaluationTable(rewards, size, validation, sources).to(device) for kind, size in draws.items()}
+
+
+def means(evaluations: Sequence[Evaluation], validation: Validation | None = None) -> dict[str, float]:
+    """The numbers of several evaluations together, of this rank (see `EvaluationTable`)."""
+    if not evaluations:
+        return {}
+    num_generations = len(evaluations[0].groups[0].completions)
+    table = EvaluationTable(list(evaluations[0].scores.by_reward), num_generations, validation or Validation())
     for evaluation in evaluations:
-        for name, (total, count) in evaluation.totals.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + total, before[1] + count)
-    return {name: total / count for name, (total, count) in sums.items() if count}
+        table.update(evaluation)
+    return table.compute()
+
+
+def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """One record per completion; None where it is not scorable."""
+    scores = evaluation.scores
+    for n, group in enumerate(evaluation.groups):
+        prompt = group.prompt
+        content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+        for g, completion in enumerate(group.completions):
+            yield {
+                "source": prompt.source,
+                "prompt_index": prompt.index,
+                "prompt": content,
+                "completion": completion.text,
+                "length": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "reward": number(scores.total[n, g]),
+                "rewards": {name: number(values[n, g]) for name, values in scores.by_reward.items()},
+                "columns": dict(prompt.columns),
+            }
+
+
+def number(value: Tensor) -> float | None:
+    """The value, None for nan."""
+    return None if value.isnan() else value.item()

@@ -32,11 +32,23 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     asked = limit = trainer.limit_train_batches
     if isinstance(asked, float) and asked < 1:
         # A share becomes a number now: once the loader is set up, neither it nor the validation interval can be moved.
-        limit = int(len(trainer.fit_loop._data_source.dataloader()) * asked)
+        limit = int(num_batches(trainer) * asked)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
         log.warning("limit_train_batches %s ends inside a cycle of %d micro-steps: running %d.", asked, cycle, rounded)
         trainer.limit_train_batches = rounded
+
+
+def num_batches(trainer: L.Trainer) -> int:
+    """Batches of the training loader. Raises: ValueError if it does not know how many."""
+    loader = trainer.fit_loop._data_source.dataloader()
+    try:
+        return len(loader)
+    except TypeError as error:  # a stream
+        raise ValueError(
+            f"limit_train_batches {trainer.limit_train_batches} is a share of a loader without length. Give a number "
+            "of micro-steps, or set max_steps."
+        ) from error
 
 
 def keep_overfit_batches(trainer: L.Trainer) -> None:

@@ -1,8 +1,32 @@
-"""What the package says once (scoring path, attention kernel, rounded limits) must be seen without any set-up."""
+"""What is said and what is not: the package's own messages without any set-up, other packages' advice left out."""
 
 from __future__ import annotations
 
 import logging
+import warnings
+
+# Advertisements for packages that nobody here needs; printed by Lightning on every run.
+TIPS = ("litlogger", "litmodels")
+
+HARMLESS_WARNINGS = (
+    # Lightning's own use of torch's pytrees.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+)
+
+NO_VALIDATION_WARNINGS = (
+    # Both are about a validation loader that is empty because the recipe asks for no validation.
+    r"You defined a `validation_step` but have no `val_dataloader`",
+    r"Total length of `list` across ranks is zero",
+)
+
+
+class NoTips(logging.Filter):
+    """Drops records that only advertise a package."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True for what is to be shown."""
+        message = record.getMessage()
+        return not ("Tip" in message and any(name in message for name in TIPS))
 
 
 def show_messages() -> None:
@@ -14,3 +38,25 @@ def show_messages() -> None:
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+    # Lightning's advice for other models: ours is loaded and sampled from in eval mode, and the loss sets train mode.
+    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+
+
+def quiet_libraries(*, has_validation: bool) -> None:
+    """Leave out advice that helps nobody who runs a recipe; every other warning stays.
+
+    Only the command line calls it: in other people's programs it is theirs to say what is shown.
+
+    Args:
+        has_validation: False if the recipe names no validation data, so that its absence needs no warning.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    # Child loggers do not pass the filters of their parents: this is the one that the tips come from.
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    if not any(isinstance(known, NoTips) for known in logger.filters):
+        logger.addFilter(NoTips())
+    for message in HARMLESS_WARNINGS if has_validation else HARMLESS_WARNINGS + NO_VALIDATION_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    # The bars of single tensors ("Loading weights: 27/27") tear the lines of the run's own bar.
+    transformers_logging.disable_progress_bar()

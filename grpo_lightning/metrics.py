@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self.sums: dict[str, float | Tensor] = {}
         self.counts: dict[str, float | Tensor] = {}
+        self.extremes: dict[str, float] = {}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
         """Add to a mean: `total` is a sum over `count` items."""
@@ -31,6 +32,12 @@ class StepMetrics:
         """Add to a quantity that is reported as its sum over the step."""
         self.sums[name] = self.sums.get(name, 0.0) + value
         self.counts[name] = 1.0
+
+    def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
+        """Add to a least or largest value (`extreme` is `min` or `max`); nothing is added by no values."""
+        known = [self.extremes[name]] if name in self.extremes else []
+        if candidates := [*known, *values]:
+            self.extremes[name] = extreme(candidates)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -47,37 +54,59 @@ class StepMetrics:
             name: float(total) / float(self.counts[name])
             for name, total in self.sums.items()
             if float(self.counts[name]) > 0
-        }
-        self.sums, self.counts = {}, {}
+        } | {name: float(value) for name, value in self.extremes.items()}
+        self.sums, self.counts, self.extremes = {}, {}, {}
         return values
 
 
 def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
-    """Length (tokens), truncated share and speed of a rollout's completions, drawn in `time/rollout`."""
+    """Length (tokens), truncated share and speed of a rollout's completions, drawn in `time/rollout`.
+
+    `rollout/length_stopped` is the mean over those that ended by themselves: `rollout/length` says the less of what the
+    policy wants, the more of them the limit cuts.
+    """
     completions = [completion for group in groups for completion in group.completions]
-    tokens = sum(len(completion.token_ids) for completion in completions)
-    metrics.add("rollout/length", tokens, len(completions))
+    lengths = [len(completion.token_ids) for completion in completions]
+    stopped = [len(completion.token_ids) for completion in completions if not completion.is_truncated]
+    metrics.add("rollout/length", sum(lengths), len(lengths))
+    metrics.add("rollout/length_stopped", sum(stopped), len(stopped))
+    metrics.add_extreme("rollout/length_min", lengths, min)
+    metrics.add_extreme("rollout/length_max", lengths, max)
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
-    metrics.add("rollout/tokens_per_second", tokens, metrics.sums["time/rollout"])
+    metrics.add("rollout/tokens_per_second", sum(lengths), metrics.sums["time/rollout"])
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Mean of every reward, spread within groups, groups that teach nothing, and what went wrong."""
+    """Mean and spread within groups of every reward, groups that teach nothing, and what went wrong."""
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())
+    metrics.add("reward/std", *group_stds(total))
     metrics.add("reward/not_scorable", (~scorable).sum(), scorable.numel())
     metrics.add("reward/equal_groups", equal_groups(total).sum(), len(total))
-    for row in total:
-        if (values := row[~row.isnan()]).numel() > 1:
-            metrics.add("reward/std", values.std())
     for name, values in scores.by_reward.items():
         metrics.add(f"reward/{name}", values.nansum(), (~values.isnan()).sum())
+        metrics.add(f"reward/std/{name}", *group_stds(values))
     for name, count in scores.failures.items():
         if count:
             metrics.add_sum(f"reward/failures/{name}", count)
     for name, value in scores.metrics.items():
         metrics.add(f"reward/{name}", value)
+
+
+def group_stds(values: Tensor) -> tuple[float, int]:
+    """The unbiased standard deviations of the groups [N, G] with two values or more: their sum and their number."""
+    rows = [row[~row.isnan()] for row in values]
+    stds = [row.std().item() for row in rows if row.numel() > 1]
+    return sum(stds), len(stds)
+
+
+def add_sources(metrics: StepMetrics, groups: Sequence[Group], scores: Scores) -> None:
+    """Mean of the total and of every reward over the completions of each named source, `source/<source>/<reward>`."""
+    for name, values in {"reward": scores.total, **scores.by_reward}.items():
+        for group, row in zip(groups, values, strict=True):
+            if group.prompt.source:
+                metrics.add(f"source/{group.prompt.source}/{name}", row.nansum(), (~row.isnan()).sum())
 
 
 def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> None:

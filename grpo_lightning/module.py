@@ -8,10 +8,8 @@ automatic: accumulation, clipping, schedules, `max_steps` and callbacks work as 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,25 +17,19 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.checkpoints import (
-    StepEnds,
-    check_keys,
-    restore_data_position,
-    restore_rollout,
-    rollout_state,
-)
-from grpo_lightning.checks import check_columns, check_cycle, check_settings
+from grpo_lightning import checkpoints, checks
 from grpo_lightning.data.source import as_prompt_batch
-from grpo_lightning.evaluation import Evaluation
+from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, records
 from grpo_lightning.hooks import notify
 from grpo_lightning.limits import keep_overfit_batches, round_up_limits
+from grpo_lightning.logged import StepLog
 from grpo_lightning.messages import show_messages
-from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
+from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
 from grpo_lightning.objective import Objective
 from grpo_lightning.planner import Rollout, Turn, plan_micro_batches
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
-from grpo_lightning.policy.tokenize import check_length, tokenize
+from grpo_lightning.policy.tokenize import num_positions, tokenize_fitting
 from grpo_lightning.rewards import RewardLike, RewardSet, Scores
 from grpo_lightning.rollout.base import RolloutEngine
 from grpo_lightning.rollout.local import LocalEngine
@@ -66,6 +58,7 @@ class GRPOLightningModule(L.LightningModule):
         engine: What draws the completions; the policy itself by default.
         sampling: The distribution completions are drawn from, and their longest length.
         objective: The loss.
+        validation: How `validate`, `test` and `predict` draw completions, and when one counts as solved.
         optimizer: Parameters to optimizer.
         scheduler: Optimizer to learning-rate schedule; null keeps the rate.
         num_generations: G, completions per prompt.
@@ -87,6 +80,7 @@ class GRPOLightningModule(L.LightningModule):
         engine: RolloutEngine | None = None,
         sampling: SamplingParams | None = None,
         objective: Objective | None = None,
+        validation: Validation | None = None,
         optimizer: OptimizerFactory = AdamW,
         scheduler: SchedulerFactory | None = None,
         num_generations: int = 8,
@@ -95,13 +89,15 @@ class GRPOLightningModule(L.LightningModule):
         old_logprobs: Literal["recompute", "rollout"] = "recompute",
         seed: int | None = None,
     ) -> None:
+        arguments = dict(locals())
         super().__init__()
         show_messages()
         self.loader = PolicyLoader.of(policy, tokenizer)
         self.reward_set = RewardSet(rewards, reward_weights)
         self.engine: RolloutEngine = engine or LocalEngine()
-        self.sampling = sampling or SamplingParams()
-        self.objective = objective or Objective()
+        self.sampling = checks.settings_of(SamplingParams, sampling, "model.sampling")
+        self.objective = checks.settings_of(Objective, objective, "model.objective")
+        self.validation = checks.settings_of(Validation, validation, "model.validation")
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.num_generations = num_generations
@@ -109,12 +105,15 @@ class GRPOLightningModule(L.LightningModule):
         self.updates_per_rollout = updates_per_rollout
         self.old_logprobs = old_logprobs
         self.seed = seed
-        check_settings(self)
+        checks.check_settings(self)
+        self.save_hyperparameters(checkpoints.plain_settings(arguments, self.loader))
 
         self.rollout: Rollout | None = None
         self.rollout_index = 0
+        self.is_broken_off = False
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
+        self.sources: list[str] = []
         self.update_started = self.update_seconds = 0.0
         # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
         self.strict_loading = False
@@ -146,37 +145,40 @@ class GRPOLightningModule(L.LightningModule):
     def score_rewards(self, groups: list[Group]) -> Tensor:
         """[N, G] the weighted reward of every completion; nan where it is not scorable."""
         with self.phase("reward"):
-            scores = self.reward_set.score(groups, trainer_state=self.trainer)
+            scores = self.value(groups, self.sampling)
         add_scores(self.metrics, scores)
+        if len(self.sources) > 1:
+            add_sources(self.metrics, groups, scores)
         self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
         return scores.total
 
     def compare(self, rewards: Tensor) -> Tensor:
         """[N, G] the advantage of every completion over its group."""
-        advantages = self.objective.compare(rewards)
-        if self.samples is not None:
-            self.samples = (*self.samples[:2], advantages)
-        return advantages
+        return self.objective.compare(rewards)
 
     def plan_updates(self, groups: list[Group], advantages: Tensor) -> Rollout:
         """Cut the rollout into micro-batches and score them with the weights they were drawn with."""
+        if self.samples is not None:
+            self.samples = (*self.samples[:2], advantages)
         micro_batches, counts = plan_micro_batches(
             groups,
             advantages,
             updates=self.updates_per_rollout,
             accumulate=self.trainer.accumulate_grad_batches,
-            pad_id=self.pad_id,
+            pad_id=self.tokenizer.pad_token_id,
             skip_zero_advantages=not self.objective.trains_on_zero_advantages,
         )
         add_padding(self.metrics, micro_batches)
         micro_batches = [batch.to(self.device) for batch in micro_batches]
-        with torch.no_grad(), self.phase("old_logprobs"):
-            self.policy.train()
-            for index, batch in enumerate(micro_batches):
-                if self.old_logprobs == "rollout":
-                    batch.old_logprobs = batch.rollout_logprobs
-                # The first update's own forward passes see the weights as they still are: they need no pass before.
-                elif index >= self.trainer.accumulate_grad_batches:
+        # The first update's own forward passes see the weights as they still are: they need no pass before.
+        later = micro_batches[self.trainer.accumulate_grad_batches :]
+        if self.old_logprobs == "rollout":
+            for batch in micro_batches:
+                batch.old_logprobs = batch.rollout_logprobs
+        elif later:
+            with torch.no_grad(), self.phase("old_logprobs"):
+                self.policy.train()
+                for batch in later:
                     batch.old_logprobs = self.logprobs(self.policy, batch)
         if self.reference is not None:
             with torch.no_grad(), self.phase("ref_logprobs"):
@@ -208,7 +210,7 @@ class GRPOLightningModule(L.LightningModule):
     def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
         """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
         position = batch_idx % self.cycle_length(self.trainer.accumulate_grad_batches)
-        check_cycle(self, as_prompt_batch(batch), position)
+        checks.check_cycle(self, as_prompt_batch(batch), position)
         return position == 0
 
     @contextlib.contextmanager
@@ -222,9 +224,8 @@ class GRPOLightningModule(L.LightningModule):
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> list[Group]:
         """Tokenize, draw and group."""
-        prompt_ids = [tokenize(prompt, self.tokenizer) for prompt in prompts]
-        for prompt, ids in zip(prompts, prompt_ids, strict=True):
-            check_length(prompt, ids, self.policy, sampling.max_completion_length)
+        room = num_positions(self.policy.config), sampling.max_completion_length
+        prompt_ids = tokenize_fitting(prompts, self.tokenizer, *room)
         progress = functools.partial(notify, self.trainer, "on_decode")
         drawn = self.engine.generate(prompt_ids, num_generations, sampling, seed, progress)
         return [
@@ -232,40 +233,58 @@ class GRPOLightningModule(L.LightningModule):
             for prompt, ids, completions in zip(prompts, prompt_ids, drawn, strict=True)
         ]
 
+    def value(self, groups: list[Group], sampling: SamplingParams) -> Scores:
+        """What the rewards say about completions drawn under `sampling`."""
+        limit = sampling.max_completion_length
+        return self.reward_set.score(groups, trainer_state=self.trainer, max_completion_length=limit)
+
     def logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """[B, T] log-probs under a model, at the sampling temperature."""
         return self.scorer(model, batch, temperature=self.sampling.temperature).logprobs
-
-    @property
-    def pad_id(self) -> int:
-        """Any token id: padding is masked everywhere."""
-        return int(self.tokenizer.pad_token_id or 0)
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
     @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
-        """One completion per prompt, greedy or as in training, with its rewards. No loss is computed."""
-        sampling = dataclasses.replace(self.sampling, temperature=0.0) if is_greedy else self.sampling
+        """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed."""
+        num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
         seed = derived_seed(run_seed(self.seed), "evaluation", *(prompt.index for prompt in prompts))
-        groups = self.generate(prompts, 1, sampling, seed)
-        return Evaluation.of(groups, self.reward_set.score(groups, trainer_state=self.trainer))
+        groups = self.generate(prompts, num_generations, sampling, seed)
+        return Evaluation(groups, self.value(groups, sampling))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log `val/...` of sampled and `val/greedy/...` of greedy completions."""
-        prompts = as_prompt_batch(batch).prompts
-        for prefix, is_greedy in {"val": False, "val/greedy": True}.items():
-            evaluation = self.evaluate(prompts, is_greedy=is_greedy)
-            for name, (total, count) in evaluation.totals.items():
-                if count:
-                    self.log(f"{prefix}/{name}", total / count, batch_size=int(count), on_epoch=True, on_step=False)
+    def on_validation_epoch_start(self) -> None:
+        """Begin a table of every kind of completions."""
+        sources = checks.known_sources(self.trainer)
+        self.tables = evaluation_tables(self.reward_set.names, self.validation, sources, self.device)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Evaluate a batch of prompts."""
+        for kind, table in self.tables.items():
+            table.update(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=kind == "greedy"))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val/...` of sampled and `val/greedy/...` of greedy completions, over all prompts of all ranks."""
+        stage = "test" if self.trainer.testing else "val"
+        for kind, table in self.tables.items():
+            prefix = f"{stage}/greedy" if kind == "greedy" else stage
+            self.log_dict({f"{prefix}/{name}": value for name, value in table.compute().items()})
+
+    # `test` is validation under another name.
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
+        """One record per sampled completion: prompt, text, rewards, and the row's columns."""
+        return list(records(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=False)))
 
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check the data against the rewards, before any weights are loaded."""
-        check_columns(self, self.trainer)
+        """Check the data against rewards, tokenizer and model, before any weights are loaded."""
+        checks.check_rewards(self, self.trainer)
+        checks.check_prompts(self, self.trainer)
         if stage == "fit":
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
@@ -281,31 +300,24 @@ class GRPOLightningModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
-        optimizer = self.optimizer_factory(
-            [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        )
+        optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
         if self.scheduler_factory is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.scheduler_factory(optimizer), "interval": "step"},
-        }
+        schedule = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Let no checkpoint be taken inside an optimizer step."""
-        return [StepEnds()]
-
-    def on_fit_start(self) -> None:
-        """Keep Lightning's advice for other models out of the logs."""
-        # Modes are set where they matter (eval to sample, train for the loss); the frozen reference stays in eval.
-        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+        """Let no checkpoint be taken inside an optimizer step, and nothing be logged twice."""
+        checks.check_trainer(self.trainer)
+        return [checkpoints.StepEnds(), StepLog()]
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
-        restore_data_position(self.trainer)
+        checkpoints.restore_data_position(self, self.trainer)
         if self.rollout is not None:
             self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
         keep_overfit_batches(self.trainer)
+        self.sources = checks.training_sources(self.trainer)
         if isinstance(scheduler := self.lr_schedulers(), Schedule):
             scheduler.set_length(self.trainer.estimated_stepping_batches)
 
@@ -324,9 +336,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
-        checkpoint["grpo"] = rollout_state(self)
+        checkpoint["grpo"] = checkpoints.rollout_state(self, self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the pending rollout and check that the weights are complete."""
-        check_keys(self, checkpoint["state_dict"])
-        restore_rollout(self, checkpoint.get("grpo"))
+        checkpoints.check_keys(self, checkpoint["state_dict"])
+        checkpoints.restore_rollout(self, checkpoint.get("grpo"))

@@ -27,14 +27,18 @@ LEVELS = {
     "checkpoints": 5,
     "checks": 5,
     "demo": 5,
+    "export": 5,
     "hooks": 5,
     "limits": 5,
+    "logged": 5,
     "module": 5,
+    "planning": 5,
     "strategies": 5,
     "cli": 6,
 }
-SIDEWAYS = {("callbacks", "module")}  # a callback reads the module that it is called with
-FOLDERS = {"callbacks", "cli", "data", "functional", "policy", "rewards", "rollout"}
+# A callback reads the module that it is called with, and what it logged.
+SIDEWAYS = {("callbacks", "module"), ("callbacks", "logged")}
+FOLDERS = {"callbacks", "cli", "data", "functional", "planning", "policy", "rewards", "rollout"}
 LIGHTNING_LEVEL = 5
 LIGHTNING_BELOW = {"data/datamodule.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

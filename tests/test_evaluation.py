@@ -1,49 +1,137 @@
-"""Evaluations are sums and counts, so that batches of different size average right."""
+"""Evaluations are summed up completion by completion, so that batches and sources of different size average right."""
 
 import math
 
 import pytest
 import torch
 
-from grpo_lightning.evaluation import Evaluation, means
+from grpo_lightning.evaluation import Evaluation, EvaluationTable, Validation, means, records
 from grpo_lightning.rewards import Scores
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.types import Completion, Group, Prompt, SamplingParams
 
 NAN = math.nan
 
 
-def evaluation(rewards, lengths, **by_reward):
-    groups = [Group(Prompt(""), [5], [Completion([7] * n, [0.0] * n, "length" if n > 4 else "stop")]) for n in lengths]
-    total = torch.tensor(rewards)[:, None]
-    columns = {name: torch.tensor(values)[:, None] for name, values in by_reward.items()}
-    return Evaluation.of(groups, Scores(total, columns, {}, {}, {}))
+def completion(length):
+    return Completion([7] * length, [0.0] * length, "length" if length > 4 else "stop", text="x" * length)
 
 
-def test_totals_by_hand():
-    result = evaluation([1.0, NAN, 0.5], [2, 9, 4], right=[1.0, NAN, 0.0], silent=[NAN, NAN, NAN])
-    assert result.totals == {
-        "reward": (1.5, 2.0),
-        "right": (1.0, 2.0),
-        "silent": (0.0, 0.0),
-        "length": (15.0, 3.0),
-        "truncated": (1.0, 3.0),
+def evaluation(rewards, lengths, *, sources=None, **by_reward):
+    """[N][G] rewards and lengths; the total counts as a reward too."""
+    groups = [
+        Group(Prompt("p", {"answer": n}, index=n, source=source), [5], [completion(length) for length in row])
+        for n, (row, source) in enumerate(zip(lengths, sources or [""] * len(lengths), strict=True))
+    ]
+    columns = {name: torch.tensor(values) for name, values in by_reward.items()}
+    return Evaluation(groups, Scores(torch.tensor(rewards), columns, {}, {}, {}))
+
+
+def test_numbers_by_hand():
+    result = evaluation(
+        [[1.0, NAN], [0.5, 0.0]], [[2, 9], [4, 1]], right=[[1.0, NAN], [0.0, 1.0]], silent=[[NAN, NAN], [NAN, NAN]]
+    )
+    numbers = means([result])
+    assert {name: value for name, value in numbers.items() if "@" not in name} == {
+        "reward": pytest.approx(0.5),
+        "right": pytest.approx(2 / 3),
+        "length": 4.0,
+        "truncated": 0.25,
     }
+    assert numbers["avg@2"] == pytest.approx((1 / 1 + 1 / 2) / 2)  # the mean over prompts, of what is scorable
+    assert numbers["pass@2"] == 1.0  # the first prompt has one scorable completion only
+    assert numbers["avg@2/low"] < numbers["avg@2"] < numbers["avg@2/high"]
 
 
-def test_means_weigh_every_completion_alike():
-    first = evaluation([1.0, 1.0, 1.0], [1, 2, 3], right=[1.0, 1.0, 1.0], silent=[NAN] * 3)
-    second = evaluation([0.0], [6], right=[NAN], silent=[NAN])
-    assert means([first, second]) == {
-        "reward": pytest.approx(3 / 4),
-        "right": 1.0,
-        "length": 3.0,
-        "truncated": pytest.approx(1 / 4),
-    }
+def test_batches_of_different_size_weigh_every_completion_alike():
+    first = evaluation([[1.0]] * 3, [[1], [2], [3]], right=[[1.0]] * 3)
+    second = evaluation([[0.0]], [[6]], right=[[NAN]])
+    numbers = means([first, second])
+    assert numbers["reward"] == pytest.approx(3 / 4)
+    assert (numbers["right"], numbers["avg@1"]) == (1.0, 1.0)
+    assert (numbers["length"], numbers["truncated"]) == (3.0, pytest.approx(1 / 4))
+    assert "pass@1" not in numbers  # avg@1 under another name
 
 
-def test_means_of_nothing_are_none():
+def test_nothing_has_no_numbers():
     assert means([]) == {}
+    assert EvaluationTable(["right"], 2, Validation()).compute() == {}
 
 
-def test_a_metric_that_only_one_batch_has_is_kept():
-    assert means([evaluation([1.0], [1]), evaluation([1.0], [1], extra=[0.25])])["extra"] == 0.25
+@pytest.mark.parametrize(
+    ("settings", "average"),
+    [
+        ({}, 0.25),  # the first reward, at least 1
+        ({"success_value": 0.5}, 0.75),
+        ({"success": "kind"}, 1.0),
+    ],
+)
+def test_what_counts_as_solved(settings, average):
+    result = evaluation([[0.0] * 4], [[1] * 4], right=[[1.0, 0.5, 0.5, 0.0]], kind=[[1.0] * 4])
+    assert means([result], Validation(num_generations=4, **settings))["avg@4"] == average
+
+
+def test_pass_at_several_k():
+    result = evaluation([[0.0] * 4], [[1] * 4], right=[[1.0, 0.0, 0.0, 0.0]])
+    numbers = means([result], Validation(num_generations=4, pass_at=[1, 2, 4]))
+    assert (numbers["avg@4"], numbers["pass@2"], numbers["pass@4"]) == (0.25, 0.5, 1.0)
+
+
+def test_confidence_widens_the_interval():
+    result = evaluation([[0.0]] * 4, [[1]] * 4, right=[[1.0], [0.0], [1.0], [1.0]])
+    narrow, wide = (means([result], Validation(confidence=c)) for c in (0.5, 0.99))
+    assert wide["avg@1/low"] < narrow["avg@1/low"] < narrow["avg@1/high"] < wide["avg@1/high"]
+
+
+def test_every_source_has_its_numbers():
+    table = EvaluationTable(["right"], 1, Validation(), sources=["easy", "hard"])
+    table.update(evaluation([[1.0], [0.0]], [[1], [3]], sources=["easy", "hard"], right=[[1.0], [0.0]]))
+    table.update(evaluation([[1.0]], [[5]], sources=["hard"], right=[[1.0]]))
+    numbers = table.compute()
+    assert (numbers["source/easy/right"], numbers["source/hard/right"]) == (1.0, 0.5)
+    assert (numbers["source/easy/length"], numbers["source/hard/length"]) == (1.0, 4.0)
+    assert numbers["source/hard/avg@1"] == 0.5
+    assert numbers["right"] == pytest.approx(2 / 3)
+    table.reset()
+    assert table.compute() == {}
+
+
+def test_records_have_what_a_reader_needs():
+    result = evaluation([[1.0, NAN]], [[2, 9]], sources=["easy"], right=[[1.0, NAN]])
+    first, second = records(result)
+    assert first == {
+        "source": "easy",
+        "prompt_index": 0,
+        "prompt": "p",
+        "completion": "xx",
+        "length": 2,
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "rewards": {"right": 1.0},
+        "columns": {"answer": 0},
+    }
+    assert (second["reward"], second["rewards"], second["finish_reason"]) == (None, {"right": None}, "length")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 0}, "validation.num_generations must be at least 1, got 0"),
+        ({"num_generations": 2, "sampling": SamplingParams(temperature=0)}, "1 at temperature 0: all would be equal"),
+        ({"num_generations": 4, "pass_at": [8]}, r"validation.pass_at must be from 1 to num_generations, got \[8\]"),
+        ({"confidence": 1.0}, "validation.confidence must be between 0 and 1, got 1.0"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Validation(**settings)
+
+
+def test_how_completions_are_drawn():
+    training = SamplingParams(temperature=0.7, max_completion_length=9)
+    assert Validation(num_generations=3).draw(training, is_greedy=False) == (3, training)
+    assert Validation(num_generations=3).draw(training, is_greedy=True) == (
+        1,
+        SamplingParams(temperature=0.0, max_completion_length=9),
+    )
+    own = SamplingParams(temperature=0.2)
+    assert Validation(sampling=own).draw(training, is_greedy=False) == (1, own)

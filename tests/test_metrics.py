@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_update
+from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.policy.scoring import TokenScores
 from grpo_lightning.rewards import Scores
@@ -68,8 +70,55 @@ def test_rollout_by_hand():
     assert metrics.pop() == {
         "time/rollout": 2.0,
         "rollout/length": 3.0,
+        "rollout/length_stopped": 2.0,  # 3, 1 and 2; the 6 was cut
+        "rollout/length_min": 1.0,
+        "rollout/length_max": 6.0,
         "rollout/truncated": 0.25,
         "rollout/tokens_per_second": 6.0,
+    }
+
+
+def test_completions_that_are_all_cut_have_no_length_of_their_own():
+    metrics = StepMetrics()
+    metrics.add_sum("time/rollout", 1.0)
+    add_rollout(metrics, [Group(Prompt(""), [5], [Completion([7, 7], [0.0] * 2, "length")])])
+    assert "rollout/length_stopped" not in metrics.pop()
+
+
+def test_extremes_go_over_everything_added():
+    metrics = StepMetrics()
+    for values in ([3, 5], [], [4, 9]):
+        metrics.add_extreme("least", values, min)
+        metrics.add_extreme("largest", values, max)
+    metrics.add_extreme("nothing", [], max)
+    assert metrics.pop() == {"least": 3.0, "largest": 9.0}
+    assert metrics.pop() == {}
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_lengths_do_not_depend_on_how_a_rollout_is_divided(parts):
+    def added(groups_of_parts):
+        metrics = StepMetrics()
+        metrics.add_sum("time/rollout", 1.0)
+        for lengths in groups_of_parts:
+            add_rollout(metrics, [Group(Prompt(""), [5], [Completion([7] * n, [], "stop") for n in lengths])])
+        values = metrics.pop()
+        return {name: values[f"rollout/{name}"] for name in ("length", "length_stopped", "length_min", "length_max")}
+
+    assert added(parts) == pytest.approx(added([[n for lengths in parts for n in lengths]]))
+
+
+def test_sources_by_hand():
+    total = torch.tensor([[1.0, 3.0], [5.0, NAN], [NAN, NAN], [7.0, 9.0]])
+    groups = [Group(Prompt("", source=source), [5], []) for source in ("maths", "code", "maths", "")]
+    scores = Scores(total, {"right": total / 2}, metrics={}, extras={}, failures={})
+    metrics = StepMetrics()
+    add_sources(metrics, groups, scores)
+    assert metrics.pop() == {
+        "source/maths/reward": 2.0,
+        "source/maths/right": 1.0,
+        "source/code/reward": 5.0,
+        "source/code/right": 2.5,
     }
 
 
@@ -90,6 +139,7 @@ def test_scores_by_hand():
         "reward/equal_groups": 3 / 4,  # all but the first
         "reward/std": pytest.approx((math.sqrt(2) + 0.0) / 2),  # of the groups with two values or more
         "reward/right": pytest.approx(15 / 6),
+        "reward/std/right": pytest.approx((math.sqrt(2) + 0.0) / 2),
         "reward/chars": 4.5,
         "reward/failures/right/nan": 3.0,
     }

@@ -55,7 +55,7 @@ def policy_entropy():
 def test_every_metric_of_the_first_step():
     (metrics,) = run()
     seconds = {name: metrics.pop(name) for name in list(metrics) if name.startswith("time/")}
-    assert set(seconds) == {f"time/{phase}" for phase in ("rollout", "reward", "old_logprobs", "ref_logprobs")}
+    assert set(seconds) == {f"time/{phase}" for phase in ("rollout", "reward", "ref_logprobs")}
     assert all(value > 0 for value in seconds.values())
     # Rewards 2 x (2, 1, 0, 1) = 4, 2, 0, 2: mean 2, unbiased variance s^2 = (4 + 0 + 4 + 0) / 3. Advantages
     # 2 / (s + 1e-4), 0, -2 / (s + 1e-4), 0 for completions of 3, 4, 2 and 4 tokens (13), the ratio 1 and the KL 0.
@@ -64,6 +64,9 @@ def test_every_metric_of_the_first_step():
     assert metrics.pop("policy/grad_norm") > 0
     assert metrics == {
         "rollout/length": pytest.approx(13 / 4),
+        "rollout/length_stopped": pytest.approx((3 + 2 + 4) / 3),
+        "rollout/length_min": 2,
+        "rollout/length_max": 4,
         "rollout/truncated": pytest.approx(1 / 4),
         "rollout/tokens_per_second": pytest.approx(26 / seconds["time/rollout"], rel=1e-4),
         # Prompts of 3 and 12 tokens in 2 x 12 slots, 26 completion tokens in 8 x 4.
@@ -71,7 +74,9 @@ def test_every_metric_of_the_first_step():
         "reward/mean": pytest.approx(2),
         "reward/std": pytest.approx(std),
         "reward/num_vowels": pytest.approx(1),
+        "reward/std/num_vowels": pytest.approx(std / 2),
         "reward/num_letters": pytest.approx((2 + 4 + 1 + 3) / 4),
+        "reward/std/num_letters": pytest.approx(math.sqrt((0.25 + 2.25 + 2.25 + 0.25) / 3)),
         "reward/equal_groups": 0,
         "reward/not_scorable": 0,
         "policy/loss": pytest.approx(-(3 - 2) * advantage / 13, rel=1e-5),

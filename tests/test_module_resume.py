@@ -280,7 +280,7 @@ def test_a_checkpoint_holds_what_is_trained_and_the_pending_rollout(killed_mid_c
 def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     train(tmp_path, max_epochs=1)
     checkpoint = torch.load(newest(tmp_path), weights_only=True)
-    assert checkpoint["grpo"] == {"rollout_index": 2, "rollout": None}
+    assert checkpoint["grpo"] == {"rollout_index": 2, "rollout": None, "is_broken_off": False}
 
 
 def test_a_lost_rollout_is_explained(killed_mid_cycle):

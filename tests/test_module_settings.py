@@ -2,14 +2,17 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from grpo_lightning.checks import check_trainer
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
+from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
@@ -33,7 +36,11 @@ def matches_answer(completions, answer):
         ({"updates_per_rollout": 0}, "model.updates_per_rollout must be at least 1, got 0"),
         ({"sampling": SamplingParams(temperature=0)}, r"model.sampling.temperature is 0 \(greedy\).* Set it above 0"),
         ({"old_logprobs": "engine"}, "model.old_logprobs must be 'recompute' or 'rollout', got 'engine'"),
-        ({"objective": {"beta": 0.0}}, r"model.objective must be of Objective, got \{'beta': 0.0\}: write Objective"),
+        ({"objective": 0.1}, r"model.objective must be of Objective, got 0.1: write Objective"),
+        ({"objective": {"beta_": 0.0}}, r"model.objective has no field 'beta_': did you mean beta\?"),
+        ({"optimizer": 1e-4}, r"model.optimizer must be something to call with the parameters.*, got 0.0001: write"),
+        ({"policy": 3}, "model.policy must be a name, a folder, a PolicyLoader, or a Transformers model .*, got 3"),
+        ({"validation": Validation(success="speed")}, "validation.success names .*got 'speed'; there are: vowel_share"),
         ({"rewards": []}, "rewards must be a list of at least one reward"),
         ({"rewards": [vowel_share, vowel_share]}, "2 rewards are named 'vowel_share'"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries and rewards has 1"),
@@ -138,3 +145,9 @@ def test_a_source_of_another_cycle_is_refused():
 def test_a_batch_that_is_no_prompts_is_refused():
     with pytest.raises(TypeError, match=r"must be prompts .* got Tensor"):
         make_trainer(max_epochs=1).fit(make_module(), DataLoader(torch.zeros(4, 2), batch_size=2))
+
+
+def test_several_processes_are_refused():
+    trainer = SimpleNamespace(callbacks=[], world_size=2, accumulate_grad_batches=1)
+    with pytest.raises(ValueError, match=r"The run has 2 processes.*set trainer\.devices and trainer\.num_nodes to 1"):
+        check_trainer(trainer)

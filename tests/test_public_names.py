@@ -15,7 +15,7 @@ def test_every_public_name_loads(name: str):
 
 
 def test_a_name_that_is_not_public_says_which_are():
-    with pytest.raises(AttributeError, match=r"no attribute 'GRPOTrainer'. Public names: GRPOLightningModule, "):
+    with pytest.raises(AttributeError, match=r"no attribute 'GRPOTrainer'. Public names: DatasetEntry, "):
         _ = grpo_lightning.GRPOTrainer
 
 

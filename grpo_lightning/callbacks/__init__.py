@@ -3,6 +3,7 @@
 from grpo_lightning.callbacks.before_after import BeforeAfter
 from grpo_lightning.callbacks.completions import CompletionLog
 from grpo_lightning.callbacks.curves import LearningCurves
+from grpo_lightning.callbacks.predictions import WritePredictions
 from grpo_lightning.callbacks.progress import ProgressBar
 
-__all__ = ["BeforeAfter", "CompletionLog", "LearningCurves", "ProgressBar"]
+__all__ = ["BeforeAfter", "CompletionLog", "LearningCurves", "ProgressBar", "WritePredictions"]

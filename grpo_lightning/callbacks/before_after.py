@@ -2,111 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import psutil
+import torch
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from grpo_lightning.data.source import PromptBatch, as_prompt_batch
-from grpo_lightning.evaluation import Evaluation, means
+from grpo_lightning.callbacks.run_files import run_folder
+from grpo_lightning.data.source import as_prompt_batch, known_prompts
+from grpo_lightning.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.seeding import run_seed
 
+Numbers = dict[str, dict[str, float]]
+"""What was measured, by kind of completions ("sampled", "greedy") and name."""
+
 
 class BeforeAfter(L.Callback):
-    """Evaluates on the validation prompts when training starts and ends, sampled and greedy.
+    """Evaluates on the validation prompts when training starts and ends, as `model.validation` says.
 
-    Prints a table and sample completions, and writes `summary.json`: seed, `<metric>_before`, `<metric>_after`
-    (sampled), greedy_before, greedy_after, problems, steps, seconds (since the process started), and every number of
-    the table.
+    Prints a table and sample completions, and writes `summary.json`:
+
+    - `seed`; `metric`, the name of the headline;
+    - `<metric>_before`, `<metric>_after`: of sampled completions; `greedy_before`, `greedy_after`: the same metric of
+      greedy ones; null where it has no value;
+    - `num_prompts` it was measured on; `steps` of the optimizer; `seconds` since the process started;
+    - `before`, `after`: every number of the table, by kind of completions (`sampled`, `greedy`) and name.
 
     Args:
-        metric: The reward that is the headline; "reward" is the weighted total.
+        metric: The number that is the headline: a reward by name, "reward" (the weighted total), "pass@8", ...
         num_samples: Completions shown of each.
-        dirpath: Folder of `summary.json`; null is the logger's.
+        dirpath: Folder of `summary.json`; null is the run's.
     """
 
     def __init__(self, metric: str = "reward", num_samples: int = 3, dirpath: str | None = None) -> None:
+        if num_samples < 0:
+            raise ValueError(f"num_samples must be 0 (none) or positive, got {num_samples}.")
         self.metric = metric
         self.num_samples = num_samples
         self.dirpath = dirpath
-        self.before: dict[str, dict[str, float]] | None = None
+        self.before: Numbers | None = None
         self.samples: dict[str, list[tuple[str, str]]] = {}
-        self.num_problems = 0
+        self.num_prompts = 0
+        self.bar: Tqdm | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate before training; a resumed run keeps what was measured then, a `fast_dev_run` measures nothing."""
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
-                raise ValueError(
-                    f"BeforeAfter: there is no metric {self.metric!r}; "
-                    f"choose among {', '.join(self.before['sampled'])}."
-                )
+                choices = [name for name in self.before["sampled"] if not is_bound(name)]
+                raise ValueError(f"BeforeAfter: there is no metric {self.metric!r}; choose among {', '.join(choices)}.")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate again, show both, and write the summary."""
         if self.before is None:
             return
         assert isinstance(pl_module, GRPOLightningModule)
+        folder = run_folder(trainer, self.dirpath)
         after = self.measure(trainer, pl_module, "after")
         self.show(self.before, after)
         when = {"before": self.before, "after": after}
         summary = {
             "seed": run_seed(pl_module.seed),
-            **{f"{self.metric}_{name}": values["sampled"].get(self.metric) for name, values in when.items()},
-            **{f"greedy_{name}": values["greedy"].get(self.metric) for name, values in when.items()},
-            "problems": self.num_problems,
+            "metric": self.metric,
+            **{f"{self.metric}_{name}": numbers["sampled"].get(self.metric) for name, numbers in when.items()},
+            **{f"greedy_{name}": numbers.get("greedy", {}).get(self.metric) for name, numbers in when.items()},
+            "num_prompts": self.num_prompts,
             "steps": trainer.global_step,
             "seconds": round(time.time() - psutil.Process().create_time(), 1),
             **when,
         }
-        self.write(Path(self.dirpath or trainer.log_dir or trainer.default_root_dir) / "summary.json", summary)
+        self.write(folder / "summary.json", summary)
 
-    def batches(self, trainer: L.Trainer) -> list[PromptBatch]:
-        """The validation prompts: all of the data module's, whatever limits validation has; or of the loader given.
+    def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
+        """Show how far the completions of the batch are: one batch may be all there is."""
+        if self.bar is not None and (done % 8 == 0 or done == total):
+            self.bar.set_postfix_str(f"token {done}/{total}")
+
+    def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
+        """Every number of the evaluation, over all prompts of all ranks, of sampled and of greedy completions.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If there are no validation prompts.
         """
-        datamodule = getattr(trainer, "datamodule", None)
-        loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
-        batches = [as_prompt_batch(batch) for batch in loader or []]
+        assert isinstance(pl_module, GRPOLightningModule)
+        loader = validation_loader(trainer)
+        batches = [as_prompt_batch(batch) for batch in loader]
         if not batches:
             raise ValueError("BeforeAfter needs validation prompts: set data.val_datasets, or remove the callback.")
-        return batches
+        num_prompts = torch.tensor(sum(map(len, batches)), device=pl_module.device)
+        self.num_prompts = int(trainer.strategy.reduce(num_prompts, reduce_op="sum"))
+        sources = sorted({prompt.source for prompt in known_prompts(getattr(loader, "prompts", ()))})
+        tables = evaluation_tables(pl_module.reward_set.names, pl_module.validation, sources, pl_module.device)
+        with self.progress(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as bar:
+            for kind, table in tables.items():
+                for number, batch in enumerate(batches):
+                    evaluation = pl_module.evaluate(batch.prompts, is_greedy=kind == "greedy")
+                    table.update(evaluation)
+                    if number == 0:
+                        self.samples[when] = samples(evaluation, self.num_samples)
+                    bar.update()
+        return {kind: table.compute() for kind, table in tables.items()}
 
-    def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> dict[str, dict[str, float]]:
-        """Means of every reward, the length and the truncated share, of sampled and of greedy completions."""
-        assert isinstance(pl_module, GRPOLightningModule)
-        batches = self.batches(trainer)
-        evaluations = {
-            name: [pl_module.evaluate(batch.prompts, is_greedy=name == "greedy") for batch in batches]
-            for name in ("sampled", "greedy")
-        }
-        self.num_problems = sum(map(len, batches))
-        self.samples[when] = samples(evaluations["greedy"][0], self.num_samples)
-        return {name: means(of_batches) for name, of_batches in evaluations.items()}
+    @contextlib.contextmanager
+    def progress(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Tqdm]:
+        """A bar of its own on rank 0, unless the trainer's is off: the training bar is for training."""
+        trainer_bar = trainer.progress_bar_callback
+        is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
+        self.bar = Tqdm(
+            desc=title,
+            total=num_batches,
+            unit=" batches",
+            disable=is_off or not trainer.is_global_zero,
+            leave=False,
+            mininterval=0.0,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format="{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| [{elapsed}<{remaining}{postfix}]",
+        )
+        try:
+            yield self.bar
+        finally:
+            self.bar.close()
+            self.bar = None
 
     @rank_zero_only
-    def show(self, before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> None:
+    def show(self, before: Numbers, after: Numbers) -> None:
         """Print the table and the samples."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="Held-out prompts before and after training")
+        table = Table(title=f"{self.num_prompts} held-out prompts before and after training")
         table.add_column("")
-        for name in ("sampled", "greedy"):
+        for kind in before:
             for when in ("before", "after"):
-                table.add_column(f"{name} {when}", justify="right")
-        for key in before["sampled"]:
-            cells = [values[name].get(key) for name in ("sampled", "greedy") for values in (before, after)]
-            table.add_row(key, *("-" if cell is None else f"{cell:.3f}" for cell in cells))
+                table.add_column(f"{kind} {when}", justify="right")
+        names = dict.fromkeys(name for numbers in (before, after) for kind in numbers.values() for name in kind)
+        for name in names:
+            if not is_bound(name):
+                table.add_row(name, *(cell(numbers[kind], name) for kind in before for numbers in (before, after)))
         console = Console()
         console.print(table)
         for when, pairs in self.samples.items():
@@ -129,7 +173,29 @@ class BeforeAfter(L.Callback):
         self.before, self.samples = state_dict["before"], state_dict["samples"]
 
 
+def validation_loader(trainer: L.Trainer) -> Any:
+    """The validation prompts: all of the data module's, whatever limits validation has; or of the loader given."""
+    datamodule = getattr(trainer, "datamodule", None)
+    loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
+    return [] if loader is None else loader
+
+
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
-    """(prompt, completion) of the first prompts."""
-    groups = evaluation.groups[:count]
-    return [(str(group.prompt.content), group.completions[0].text) for group in groups]
+    """(prompt, completion) of the first prompts; of a chat, its last message."""
+    contents = [group.prompt.content for group in evaluation.groups[:count]]
+    texts = [content if isinstance(content, str) else str(content[-1]["content"]) for content in contents]
+    return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
+
+
+def cell(numbers: dict[str, float], name: str) -> str:
+    """A number with its interval, where there is one; "-" where there is no value."""
+    if name not in numbers:
+        return "-"
+    bounds = [numbers.get(f"{name}/{end}") for end in ("low", "high")]
+    interval = "" if None in bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+    return f"{numbers[name]:.3f}{interval}"
+
+
+def is_bound(name: str) -> bool:
+    """True for the end of an interval, which is shown with the number it belongs to."""
+    return name.endswith(("/low", "/high"))

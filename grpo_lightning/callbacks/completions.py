@@ -1,15 +1,16 @@
-"""Every completion of every rollout, as one JSON line."""
+"""Every completion of every rollout: one JSON line each, and tables in the loggers that have them."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from grpo_lightning.callbacks.completion_tables import CompletionTables
+from grpo_lightning.callbacks.run_files import append_lines, keep_rollouts_before, plain, rank_file
+from grpo_lightning.evaluation import Evaluation, records
 from grpo_lightning.module import GRPOLightningModule
 
 
@@ -17,29 +18,48 @@ class CompletionLog(L.Callback):
     """Writes `completions.jsonl` (rank r > 0: `completions.rank<r>.jsonl`) into the run's folder.
 
     A line holds step, epoch, rollout, source, prompt_index, prompt, completion, length (tokens), finish_reason, reward,
-    rewards (by name), advantage, and what rewards gave to `log_extra`. null stands for "not scorable".
+    rewards (by name), advantage, and what rewards gave to `log_extra`. null stands for "not scorable". `step` is the
+    number of optimizer steps that were done when the rollout was drawn: the `step` under which the loggers have the
+    rollout's metrics.
+
+    Weights & Biases also gets a table of every rollout, and TensorBoard the best, the worst and a few others, with
+    their images where prompts have an `images` column; both of rank 0.
 
     Args:
         every_n_rollouts: Write only every so many rollouts.
-        dirpath: Folder; null is the logger's.
+        max_rows: Completions in a table of Weights & Biases; the file always has all of them.
+        num_samples: Best, worst and other completions in TensorBoard, of each; 0 shows none.
+        dirpath: Folder; null is the run's.
     """
 
-    def __init__(self, every_n_rollouts: int = 1, dirpath: str | None = None) -> None:
+    def __init__(
+        self, every_n_rollouts: int = 1, max_rows: int = 100, num_samples: int = 3, dirpath: str | None = None
+    ) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"every_n_rollouts must be at least 1, got {every_n_rollouts}.")
         self.every_n_rollouts = every_n_rollouts
+        self.tables = CompletionTables(max_rows, num_samples)
         self.dirpath = dirpath
         self.path: Path | None = None
         self.written = 0
+        self.when: dict[str, int] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the file; a run from the start replaces an old one, a resumed run appends."""
-        folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        rank = f".rank{trainer.global_rank}" if trainer.global_rank else ""
-        self.path = Path(folder) / f"completions{rank}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Open the file; a run from the start replaces an old one, a resumed run goes on where its checkpoint was."""
+        assert isinstance(pl_module, GRPOLightningModule)
+        self.path = rank_file(trainer, self.dirpath, "completions")
+        self.written = pl_module.rollout_index
         if trainer.global_step == 0:
             self.path.unlink(missing_ok=True)
+        else:
+            keep_rollouts_before(self.path, pl_module.rollout_index)
+        self.tables.check(trainer.loggers, self.path)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note when a rollout begins: once it is trained on, the count of steps may have moved."""
+        self.when = {"step": trainer.global_step, "epoch": trainer.current_epoch}
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -52,43 +72,24 @@ class CompletionLog(L.Callback):
         self.written = rollout
         if (rollout - 1) % self.every_n_rollouts == 0:
             assert self.path is not None
-            when = {"step": trainer.global_step, "epoch": trainer.current_epoch}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(
-                    json.dumps(plain({**when, **line}), ensure_ascii=False, default=str) + "\n"
-                    for line in lines(pl_module)
-                )
+            written = [plain(self.when | line) for line in lines(pl_module)]
+            append_lines(self.path, written)
+            if trainer.is_global_zero:
+                prompts = [group.prompt for group in pl_module.samples[0] for _ in group.completions]
+                self.tables.show(trainer.loggers, written, prompts)
 
 
 def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
-    """The last rollout, completion by completion."""
+    """The last rollout, completion by completion.
+
+    A column from `log_extra` with the name of a field of ours is written as `extra/<name>`.
+    """
     assert module.samples is not None
     groups, scores, advantages = module.samples
-    row = 0
-    for n, group in enumerate(groups):
-        for g, completion in enumerate(group.completions):
-            yield {
-                "rollout": module.rollout_index - 1,
-                "source": group.prompt.source,
-                "prompt_index": group.prompt.index,
-                "prompt": group.prompt.content if isinstance(group.prompt.content, str) else list(group.prompt.content),
-                "completion": completion.text,
-                "length": len(completion.token_ids),
-                "finish_reason": completion.finish_reason,
-                "reward": scores.total[n, g].item(),
-                "rewards": {name: values[n, g].item() for name, values in scores.by_reward.items()},
-                "advantage": advantages[n, g].item(),
-                **{column: values[row] for column, values in scores.extras.items()},
-            }
-            row += 1
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON can say it: tensors and arrays as lists, null for nan and infinity."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
+    for row, (record, advantage) in enumerate(completions):
+        del record["columns"]  # of the data, which prompt_index finds
+        line = {"rollout": module.rollout_index - 1, **record, "advantage": advantage}
+        taken = {"step", "epoch", *line}
+        extras = {column: values[row] for column, values in scores.extras.items()}
+        yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}

@@ -1,9 +1,17 @@
-"""The progress bar: phase, rate and ETA, reward, length, speed."""
+"""The progress bar: phase, steps of the run with rate and ETA, reward, length, speed."""
 
 from __future__ import annotations
 
+import math
+import sys
+from typing import Any
+
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from torch import Tensor
+
+from grpo_lightning.logged import logged_this_step
 
 SHOWN = {
     "reward": "reward/mean",
@@ -15,44 +23,108 @@ SHOWN = {
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar with the phase of the step in front and GRPO's numbers behind.
+    """One bar for the whole run, in optimizer steps: what the step is doing in front, GRPO's numbers behind.
+
+    What the module logs with `prog_bar=True` is shown too. Validation, test and prediction have bars of their own, with
+    the tokens drawn so far.
 
     Args:
-        refresh_rate: Micro-steps between refreshes; 0 shows nothing.
-        leave: Keep the bars of finished epochs.
+        refresh_rate: Optimizer steps (or batches of an evaluation) between refreshes; 0 shows nothing.
+        leave: Keep the bar when the training is over.
     """
 
-    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:  # noqa: FBT001, FBT002 - a YAML key
+    RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = True) -> None:  # noqa: FBT001, FBT002 - a YAML key
         super().__init__(refresh_rate, leave=leave)
-        self.is_training = False
+        self.phase = ""
+        self.values: dict[str, Tensor] = {}
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start Lightning's bar."""
-        super().on_train_start(trainer, pl_module)
-        self.is_training = True
+    def on_train_start(self, *_: Any) -> None:
+        """Begin without a bar: other callbacks may evaluate first, and that is no training time."""
+        self._train_progress_bar = None
+        self.phase, self.values = "", {}
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close it."""
-        self.is_training = False
-        super().on_train_end(trainer, pl_module)
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start the bar with the first epoch; a resumed run goes on at its step."""
+        if self._train_progress_bar is None:
+            steps = trainer.estimated_stepping_batches
+            self.train_progress_bar = Tqdm(
+                desc=self.train_description,
+                total=int(steps) if 0 <= steps < math.inf else None,
+                initial=trainer.global_step,
+                unit="step",
+                disable=self.is_disabled,
+                leave=self._leave,
+                dynamic_ncols=True,
+                file=sys.stdout,
+                smoothing=0,
+                bar_format=self.RUN_FORMAT,
+            )
+        self.describe(trainer, "")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count a finished optimizer step and show its numbers."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        values = logged_this_step(trainer)
+        if "rollout/length" in values:
+            self.values = {}  # a new rollout: what it has no value for (a reward) is not that of the one before
+        self.values |= values
+        bar = self.train_progress_bar
+        if self._should_update(trainer.global_step, bar.total or 0):
+            bar.n = trainer.global_step
+            bar.set_postfix(self.get_metrics(trainer, pl_module))
+        if trainer.global_step == bar.total:
+            bar.close()  # what others print when the run ends begins on a line of its own
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the bar: it is that of the run."""
+
+    def on_train_end(self, *_: Any) -> None:
+        """Close the bar."""
+        if self._train_progress_bar is not None:
+            self.train_progress_bar.close()
 
     def on_phase(self, trainer: L.Trainer, phase: str) -> None:
         """Show what the step is doing."""
+        self.phase = phase
         self.describe(trainer, phase)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how far a rollout is: tokens drawn per completion, of at most `total`."""
-        if done % 8 == 0 or done == total:
+        """Show how far completions are: tokens drawn, of at most `total`."""
+        if done % 8 and done != total:
+            return
+        kind, bar = self.evaluation_bar(trainer)
+        if bar is not None:
+            bar.set_description(f"{kind} {done}/{total} tokens")
+        elif self.phase == "rollout":  # others draw too, outside of a step
             self.describe(trainer, f"rollout {done}/{total}")
+
+    def evaluation_bar(self, trainer: L.Trainer) -> tuple[str, Any]:
+        """Name and bar of the evaluation that is going on; no bar while training."""
+        if trainer.sanity_checking:
+            return self.sanity_check_description, self._val_progress_bar
+        if trainer.validating:
+            return self.validation_description, self._val_progress_bar
+        if trainer.testing:
+            return self.test_description, self._test_progress_bar
+        if trainer.predicting:
+            return self.predict_description, self._predict_progress_bar
+        return "", None
 
     def describe(self, trainer: L.Trainer, text: str) -> None:
         """Put a text in front of the bar."""
-        if self.is_enabled and self.is_training and not trainer.evaluating:
+        if self.is_enabled and self._train_progress_bar is not None and trainer.training:
             self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch} {text:14}")
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """The numbers behind the bar: the last ones of every kind."""
-        values = trainer.callback_metrics
-        return {label: f"{float(values[name]):.3g}" for label, name in SHOWN.items() if name in values}
+        """The numbers behind the bar: of the last rollout, of the last step, and what is logged for the bar."""
+        shown: dict[str, int | str | float | dict[str, float]] = {
+            label: f"{float(self.values[name]):.3g}" for label, name in SHOWN.items() if name in self.values
+        }
+        return shown | trainer.progress_bar_metrics

@@ -1,68 +1,113 @@
-"""The command line: `grpo-lightning fit --config recipes/quickstart.yaml`, with everything LightningCLI can do."""
+"""The command line: `grpo-lightning fit --config recipes/quickstart.yaml`, and the commands beside it.
+
+Nothing here imports torch or Lightning before a command needs them.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from grpo_lightning.cli.errors import ConfigurationError, short_errors
 
-from grpo_lightning.callbacks import CompletionLog, ProgressBar
-from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.module import GRPOLightningModule
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
 
+    from grpo_lightning.cli.grpo_cli import GRPOCLI
+    from grpo_lightning.module import GRPOLightningModule
 
-class GRPOCLI(LightningCLI):
-    """LightningCLI with GRPO's module, data and defaults."""
-
-    def before_instantiate_classes(self) -> None:
-        """Leave the progress bar out where it is switched off: Lightning refuses one that is there all the same."""
-        if self.config[self.subcommand].trainer.get("enable_progress_bar") is False:
-            self.trainer_defaults = {"callbacks": [CompletionLog()]}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Defaults that suit short RL runs; a recipe or flag overrides every one."""
-        parser.set_defaults(
-            {
-                "trainer.logger": [
-                    logger("TensorBoardLogger", save_dir=".", name="runs"),
-                    logger("CSVLogger", save_dir="runs", name="csv"),
-                ],
-                # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
-                "trainer.log_every_n_steps": 1,
-                # Sampling from an untrained policy before training starts proves nothing and takes long.
-                "trainer.num_sanity_val_steps": 0,
-            }
-        )
+TRAINER_COMMANDS = {
+    "fit": "train a policy:  grpo-lightning fit --config quickstart",
+    "validate": "rewards on the validation prompts, sampled and greedy",
+    "test": "the same on the test prompts, once all is decided",
+    "predict": "write completions to prompts",
+}
+OWN_COMMANDS = {
+    "plan": "batch arithmetic and memory of a recipe, without loading weights",
+    "recipes": "list, show and copy the recipes that come with the package",
+    "export": "turn a checkpoint into a folder that transformers loads",
+}
+COMMANDS = TRAINER_COMMANDS | OWN_COMMANDS
 
 
-def logger(class_name: str, **arguments: str) -> dict[str, Any]:
-    """One of Lightning's loggers, as a recipe names it."""
-    return {"class_path": f"lightning.pytorch.loggers.{class_name}", "init_args": arguments}
-
-
-def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] = GRPOLightningModule) -> GRPOCLI:
+def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] | None = None) -> GRPOCLI | None:
     """Run a command line.
+
+    Errors of configuration and data are printed in a few lines and end in SystemExit(2), as argparse does; with
+    GRPO_LIGHTNING_TRACEBACK=1 they are raised.
 
     Args:
         args: As on the command line; None takes the command line's.
-        module_class: A subclass, to drive your own module by the same recipes.
+        module_class: A subclass of GRPOLightningModule, to drive your own module by the same recipes.
+
+    Returns:
+        What ran a `fit`, `validate`, `test` or `predict`, with its trainer, model and data module.
     """
-    # Unlike `python train.py`, a console script does not find modules in the current folder; own rewards live there.
+    find_own_modules()
+    given = list(sys.argv[1:] if args is None else args)
+    with short_errors():
+        if not given or given[0] in ("-h", "--help"):
+            print(help_text())
+        elif given[0] == "--version":
+            print(f"grpo-lightning {version('grpo-lightning')}")
+        elif given[0] in OWN_COMMANDS:
+            import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])
+        elif given[0] in TRAINER_COMMANDS:
+            from grpo_lightning.cli.grpo_cli import GRPOCLI
+
+            return GRPOCLI.of(given, module_class)
+        else:
+            raise ConfigurationError(unknown_command(given[0]))
+    return None
+
+
+def help_text() -> str:
+    """All commands, a line each."""
+    commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
+    return (
+        "GRPO training of language models on PyTorch Lightning.\n\n"
+        f"usage: grpo-lightning COMMAND ...\n\n{commands}\n\n"
+        "grpo-lightning COMMAND --help says more; --version says which release this is.\n"
+        "Every setting of a recipe is also a flag: --model.objective.beta=0 --trainer.max_steps=10"
+    )
+
+
+def unknown_command(name: str) -> str:
+    """There is no such command, but these."""
+    if name.startswith("-"):
+        return f"The command comes first, got {name!r}. For example: grpo-lightning fit {name} ..."
+    near = difflib.get_close_matches(name, COMMANDS)
+    hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+    return f"There is no command {name!r}. {hint}"
+
+
+def parse(args: Sequence[str]) -> Namespace:
+    """The checked configuration of a `fit` command line (`--config r.yaml --model.num_generations=4`).
+
+    Keys are trainer, model, data, seed_everything and so on. Nothing is instantiated and no Trainer is made.
+    """
+    find_own_modules()
+    from grpo_lightning.cli.grpo_cli import ParsedCLI
+
+    return ParsedCLI.of(args).config["fit"]
+
+
+def instantiate(config: Namespace, *names: str) -> tuple[Any, ...]:
+    """The objects of some parts of what `parse` returned, by their keys ("model", "data")."""
+    from grpo_lightning.cli import grpo_cli
+
+    return grpo_cli.instantiate(config, names)
+
+
+def find_own_modules() -> None:
+    """Let rewards be imported from the current folder, where a console script does not look by itself."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    options: dict[str, Any] = {} if args is None else {"args": list(args)}
-    return GRPOCLI(
-        module_class,
-        PromptDataModule,
-        seed_everything_default=0,
-        auto_configure_optimizers=False,
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [ProgressBar(), CompletionLog()]},
-        **options,
-    )
 
 
 def entry_point() -> None:

@@ -2,72 +2,167 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
-from grpo_lightning.data.mixture import DatasetEntry, load_mixture
+from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
+from grpo_lightning.data.mixture import as_entries, download, is_streaming, load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.seeding import run_seed
+from grpo_lightning.data.stream import PromptStream
+from grpo_lightning.data.templates import PromptAs, PromptTemplate
+from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.types import Prompt
+
+# Mappings first: overriding a list of dataclasses, the command line would keep the old entry's other fields.
+Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
+
+Prompts = list[Prompt] | PromptStream
+"""What a mixture gives: all its prompts, or a stream of them."""
 
 
 class PromptDataModule(L.LightningDataModule):
-    """Prompts from a mixture of JSON and JSONL files.
+    """Prompts from a mixture of files and data sets.
 
     Args:
         datasets: The mixture to train on: entries, or the path of a YAML file with the key `datasets`.
         val_datasets: The mixture to validate on; null for no validation.
+        test_datasets: The mixture for `test` and `predict`; null takes the validation prompts.
+        val_split: Validate on so many of the training prompts instead: a count (200) or a share (0.05). They are drawn
+            by the seed and not trained on.
         batch_size: Prompts per rank and rollout. It alone sets how much an update trains on.
         val_batch_size: Prompts per rank and validation step; null takes `batch_size`.
         shuffle: A new order every epoch.
-        seed: Of the order and of `random:N`; null takes `seed_everything`.
+        seed: Of the order, of `random:N` and of `val_split`; null takes `seed_everything`.
+        system_prompt: Put in front of every chat that has none: a text, a file, or `r1` or `gsm8k_xml`.
+        question_template: Put around every question: a text with `{question}`, a file, or `think_answer`.
+        prompt_as: What texts become: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is text
+            unless there is a system prompt, every other one a user turn.
+        chat_template_kwargs: Handed to the chat template (`enable_thinking: false`).
+        max_prompt_length: Tokens of the longest prompt allowed, chat template included; null for no limit.
+        overlong_prompts: What is done with longer ones: "error", "drop", or "truncate" to the last tokens.
+        num_proc: Processes that parse rows and count tokens. The prompts are the same for any number.
+        num_workers: Threads that read the rows of a stream ahead of their use. The prompts are the same for any number.
+        shuffle_buffer: Rows of a stream kept to draw the next one from.
         prepare: Called once per machine before the files are read: to download or build them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the constructor is the config
         self,
-        datasets: list[DatasetEntry] | str,
-        val_datasets: list[DatasetEntry] | str | None = None,
+        datasets: Mixture,
+        val_datasets: Mixture | None = None,
         batch_size: int = 8,
         val_batch_size: int | None = None,
         shuffle: bool = True,  # noqa: FBT001, FBT002 - a YAML key
         seed: int | None = None,
         prepare: Callable[[], None] | None = None,
+        val_split: int | float | None = None,
+        system_prompt: str | None = None,
+        question_template: str | None = None,
+        prompt_as: PromptAs = "auto",
+        chat_template_kwargs: dict[str, Any] | None = None,
+        max_prompt_length: int | None = None,
+        overlong_prompts: Overlong = "error",
+        num_proc: int = 1,
+        num_workers: int = 0,
+        shuffle_buffer: int = 1000,
+        test_datasets: Mixture | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"batch_size": batch_size, "val_batch_size": val_batch_size}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name} must be at least 1, got {value}.")
-        self.datasets = datasets
-        self.val_datasets = val_datasets
+        least = {"batch_size": 1, "val_batch_size": 1, "num_proc": 1, "num_workers": 0, "shuffle_buffer": 1}
+        given = locals()
+        for name, limit in least.items():
+            if given[name] is not None and given[name] < limit:
+                raise ValueError(f"data.{name} must be at least {limit}, got {given[name]}.")
+        check_limit_settings(max_prompt_length, overlong_prompts)
+        _check_val_split(val_split, has_val_datasets=val_datasets is not None)
+        # Entries are checked now; what a YAML file names may still have to be made by `prepare`.
+        self.datasets, self.val_datasets, self.test_datasets = (
+            mixture if mixture is None or isinstance(mixture, str) else as_entries(mixture)
+            for mixture in (datasets, val_datasets, test_datasets)
+        )
+        self.val_split = val_split
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size
         self.shuffle = shuffle
         self.seed = seed
         self.prepare = prepare
-        self.train_prompts: list[Prompt] | None = None
-        self.val_prompts: list[Prompt] | None = None
+        self.template = PromptTemplate(system_prompt, question_template, prompt_as, chat_template_kwargs or {})
+        self.max_prompt_length = max_prompt_length
+        self.overlong_prompts: Overlong = overlong_prompts
+        self.num_proc = num_proc
+        self.num_workers = num_workers
+        self.shuffle_buffer = shuffle_buffer
+        self.train_prompts: Prompts | None = None
+        self.val_prompts: Prompts | None = None
+        self.test_prompts: Prompts | None = None
 
     def prepare_data(self) -> None:
         """Download or build the files."""
         if self.prepare is not None:
             self.prepare()
+        for entries in (self.datasets, self.val_datasets, self.test_datasets):
+            if entries is not None:
+                download(entries)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files; a bad row stops the run here, before any weights are loaded."""
-        if self.train_prompts is None and stage in (None, "fit"):
-            self.train_prompts = load_mixture(self.datasets, seed=run_seed(self.seed))
-        if self.val_prompts is None and self.val_datasets is not None:
-            self.val_prompts = load_mixture(self.val_datasets, seed=run_seed(self.seed))
+        needs_training_data = stage in (None, "fit") or self.val_split is not None
+        if needs_training_data and self.train_prompts is None:
+            assert self.datasets is not None
+            self.train_prompts = self.load(self.datasets)
+            if self.val_split is not None:
+                self.train_prompts, self.val_prompts = split(self.train_prompts, self.val_split, run_seed(self.seed))
+        if self.val_datasets is not None and self.val_prompts is None:
+            self.val_prompts = self.load(self.val_datasets)
+        if self.test_datasets is not None and self.test_prompts is None and stage in (None, "test", "predict"):
+            self.test_prompts = self.load(self.test_datasets)
+
+    def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
+        """The prompts of a mixture, or a stream of them."""
+        seed, limit = run_seed(self.seed), self.length_limit()
+        if not is_streaming(datasets):
+            return load_mixture(datasets, seed=seed, template=self.template, limit=limit, num_proc=self.num_proc)
+        stream = stream_mixture(
+            datasets,
+            seed=seed,
+            template=self.template,
+            limit=limit,
+            shuffle_buffer=self.shuffle_buffer,
+            num_workers=self.num_workers,
+        )
+        stream.head()  # a bad first row stops the run before any weights are loaded
+        return stream
+
+    def length_limit(self) -> LengthLimit | None:
+        """The longest prompt allowed, counted by the policy's tokenizer."""
+        if self.max_prompt_length is None:
+            return None
+        assert self.trainer is not None
+        tokenizer = self.trainer.lightning_module.loader.load_tokenizer()  # type: ignore[union-attr, operator]
+        return LengthLimit(tokenizer, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
-        """The training prompts, each cycle's as often as the module's cycle has micro-steps."""
-        trainer = self.trainer
-        assert self.train_prompts is not None
+        """The training prompts, each cycle's as often as the module's cycle has micro-steps.
+
+        Raises:
+            ValueError: If they are a stream and nothing says when the run ends.
+        """
+        trainer, prompts = self.trainer, self.train_prompts
+        assert prompts is not None
         assert trainer is not None
+        if isinstance(prompts, PromptStream) and trainer.max_steps < 0:
+            raise ValueError(
+                "data.datasets is streaming: nothing says how long an epoch is. Set trainer.max_steps to the optimizer "
+                "steps of the run, or streaming to false."
+            )
         return PromptSource(
-            self.train_prompts,
+            prompts,
             self.batch_size,
             cycle=trainer.lightning_module.cycle_length(trainer.accumulate_grad_batches),  # type: ignore[operator]
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
@@ -77,14 +172,76 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """The validation prompts, once, in the order of the files."""
-        if self.val_prompts is None:
-            return []
+        """The validation prompts, once, in the order of the files; none if a training run has none.
+
+        Raises:
+            ValueError: If `validate` was asked for and there are none.
+        """
+        if self.val_prompts is not None:
+            return self.once(self.val_prompts)
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            raise ValueError("There are no prompts to validate on: set data.val_datasets or data.val_split.")
+        return []
+
+    def test_dataloader(self) -> PromptSource:
+        """The test prompts, or else those of validation.
+
+        Raises:
+            ValueError: If there are neither.
+        """
+        prompts = self.val_prompts if self.test_prompts is None else self.test_prompts
+        if prompts is None:
+            raise ValueError("There are no prompts for this: set data.test_datasets or data.val_datasets.")
+        return self.once(prompts)
+
+    predict_dataloader = test_dataloader
+
+    def once(self, prompts: Prompts) -> PromptSource:
+        """This rank's share of some prompts, once, in their order."""
         assert self.trainer is not None
         return PromptSource(
-            self.val_prompts,
+            prompts,
             self.val_batch_size,
             shuffle=False,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
         )
+
+
+def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Take prompts to validate on out of those to train on; both keep their order.
+
+    Args:
+        prompts: All.
+        size: How many: a count, or a share below 1, rounded up.
+        seed: Draws them; the same on every rank and in a resumed run.
+
+    Returns:
+        (to train on, to validate on), disjoint.
+
+    Raises:
+        ValueError: If they are a stream, or nothing would be left to train on.
+    """
+    if isinstance(prompts, PromptStream):
+        raise ValueError("data.val_split needs all prompts at once, and data.datasets is streaming: give val_datasets.")
+    num_val = math.ceil(size * len(prompts)) if isinstance(size, float) else size
+    if num_val >= len(prompts):
+        raise ValueError(f"data.val_split {size} leaves none of the {len(prompts)} prompts to train on: lower it.")
+    generator = torch.Generator().manual_seed(derived_seed(seed, "val_split"))
+    drawn = set(torch.randperm(len(prompts), generator=generator)[:num_val].tolist())
+    return (
+        [prompt for number, prompt in enumerate(prompts) if number not in drawn],
+        [prompt for number, prompt in enumerate(prompts) if number in drawn],
+    )
+
+
+def _check_val_split(val_split: float | None, *, has_val_datasets: bool) -> None:
+    """Raises: ValueError if the split is no count and no share, or there is validation data besides."""
+    if val_split is None:
+        return
+    is_share = isinstance(val_split, float) and 0 < val_split < 1
+    is_count = isinstance(val_split, int) and not isinstance(val_split, bool) and val_split >= 1
+    if not (is_share or is_count):
+        raise ValueError(f"data.val_split must be a count (200) or a share between 0 and 1 (0.05), got {val_split!r}.")
+    if has_val_datasets:
+        raise ValueError(f"data.val_split ({val_split}) and data.val_datasets are both given: remove one of them.")

@@ -5,17 +5,34 @@ One line of `PROMPT_COLUMNS` per format: a new format is a new line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.types import Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak in a chat. Others ("human", "gpt") are skipped without a word by many chat templates."""
 
+SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+"""The roles of a `conversations` column by its own words."""
 
-def to_prompt(row: Mapping[str, Any], *, where: str, index: int = -1, source: str = "") -> Prompt:
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that hold what only a policy that sees or hears can take."""
+
+IMAGE = "<image>"
+
+
+def to_prompt(
+    row: Mapping[str, Any],
+    *,
+    where: str,
+    index: int = -1,
+    source: str = "",
+    template: PromptTemplate | None = None,
+) -> Prompt:
     """Turn one row of data into a prompt; the columns that are not the prompt go to the rewards.
 
     Args:
@@ -23,6 +40,7 @@ def to_prompt(row: Mapping[str, Any], *, where: str, index: int = -1, source: st
         where: File and line, for error messages.
         index: The prompt's position in the data set.
         source: The mixture entry the row came from.
+        template: What is put around the text.
 
     Raises:
         ValueError: If not exactly one of `PROMPT_COLUMNS` is there, or its content is not a prompt.
@@ -34,10 +52,40 @@ def to_prompt(row: Mapping[str, Any], *, where: str, index: int = -1, source: st
             f"{where}: the row has {problem}; its columns are: {', '.join(map(str, row)) or 'none'}. "
             f"Exactly one of {', '.join(PROMPT_COLUMNS)} must be there: rename or remove columns."
         )
+    template = template or PromptTemplate()
     column = PROMPT_COLUMNS[found[0]]
-    content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
     columns = {name: value for name, value in row.items() if column.is_kept or name != found[0]}
-    return Prompt(content=content, columns=columns, index=index, source=source)
+    if found[0] == "conversations":
+        content, answer = _conversation(row[found[0]], row, template, f"{where}: column {found[0]!r}")
+        if answer is not None and columns.get("solution") is None:
+            columns["solution"] = answer
+    else:
+        content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
+        content = template.render(content, is_question=column.is_question, where=where)
+    return Prompt(
+        content=content,
+        columns=columns,
+        index=index,
+        source=source,
+        chat_template_kwargs=dict(template.chat_template_kwargs),
+    )
+
+
+def refuse_media(prompt: Prompt, where: str) -> None:
+    """Check that a prompt is text alone.
+
+    Raises:
+        ValueError: If a column or a message has an image, video or sound: trained without it, the question would have
+            no answer and nothing would say so.
+    """
+    parts = [part for message in _messages(prompt) for part in _parts(message)]
+    found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
+    found += [f"a message part of type {part['type']!r}" for part in parts if part["type"] != "text"]
+    if found:
+        raise ValueError(
+            f"{where}: the row has {found[0]}, and the policy is given text only. Remove it from the rows that can be "
+            "answered without it, and leave the others out."
+        )
 
 
 @dataclass(frozen=True)
@@ -49,6 +97,9 @@ class PromptColumn:
 
     is_kept: bool
     """True if the rewards receive the column too."""
+
+    is_question: bool = False
+    """True for text that is asked of somebody, False for text to go on with."""
 
 
 def _text(value: Any, where: str) -> str:
@@ -73,7 +124,10 @@ def _text_or_chat(value: Any, where: str) -> str | list[Message]:
 
 
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
-    """The messages up to the final assistant turn: that is the answer of supervised data, which GRPO samples itself."""
+    """The messages up to the final assistant turn: that is the answer of supervised data, which GRPO samples itself.
+
+    It is no `solution` either: a worked answer in prose is nothing a completion can be compared with.
+    """
     messages = _chat(value, where)
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -82,13 +136,71 @@ def _chat_without_answer(value: Any, where: str) -> list[Message]:
     return messages
 
 
+def _turns(value: Any, where: str) -> list[Message]:
+    """`{"from": "human", "value": "..."}` turns as messages. Raises: ValueError naming the turn that is none."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{where} must be a list of turns that is not empty, got {value!r:.80}.")
+    messages: list[Message] = []
+    for number, turn in enumerate(value, start=1):
+        speaker = turn.get("from") if isinstance(turn, Mapping) else None
+        if not isinstance(speaker, str) or speaker not in SPEAKERS or "value" not in turn:
+            raise ValueError(
+                f'{where}, turn {number} must look like {{"from": "human", "value": "..."}} with one of '
+                f"{', '.join(SPEAKERS)}, got {turn!r:.80}."
+            )
+        said = turn["value"] if isinstance(turn["value"], str) else json.dumps(turn["value"])
+        messages.append({"role": SPEAKERS[speaker], "content": said})
+    return messages
+
+
 PROMPT_COLUMNS = {
     "prompt": PromptColumn(_text_or_chat, is_kept=False),  # TRL
-    "problem": PromptColumn(_text, is_kept=True),  # VLM-R1, MATH
-    "question": PromptColumn(_text, is_kept=True),  # GSM8K
+    "problem": PromptColumn(_text, is_kept=True, is_question=True),  # VLM-R1, MATH
+    "question": PromptColumn(_text, is_kept=True, is_question=True),  # GSM8K
+    "query": PromptColumn(_text, is_kept=True, is_question=True),  # ms-swift
     "messages": PromptColumn(_chat_without_answer, is_kept=False),  # ms-swift, OpenAI
+    "conversations": PromptColumn(_turns, is_kept=False, is_question=True),  # VLM-R1, LLaVA
 }
 """The columns a prompt may be in."""
+
+
+def _conversation(
+    value: Any, row: Mapping[str, Any], template: PromptTemplate, where: str
+) -> tuple[str | list[Message], str | None]:
+    """The prompt of a `conversations` column, and its final answer as VLM-R1's rewards read it.
+
+    Raises:
+        ValueError: If it does not end with a question and perhaps its answer, or asks about an image that is not there.
+    """
+    messages = _turns(value, where)
+    answer = None
+    if messages[-1]["role"] == "assistant":
+        bare = messages.pop()["content"].replace("<answer>", "").replace("</answer>", "").strip()
+        answer = f"<answer> {bare} </answer>"
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError(f"{where} must end with a question, or a question and its answer: got {value!r:.80}.")
+    question = _text(messages[-1]["content"], f"{where}, the last question")
+    if IMAGE in question and not any(row.get(name) for name in MEDIA_COLUMNS):
+        raise ValueError(
+            f"{where} has the placeholder {IMAGE}, but the row has no image (column 'image'). Add it, or remove the "
+            "placeholder if the question can be answered without."
+        )
+    if len(messages) == 1:
+        return template.render(question, is_question=True, where=where), answer
+    if template.prompt_as == "text":
+        raise ValueError(f"{where} has several turns, prompt_as 'text' asks for text. Set it to 'auto'.")
+    return template.with_system([*messages[:-1], {"role": "user", "content": template.question(question)}]), answer
+
+
+def _messages(prompt: Prompt) -> Sequence[Message]:
+    """The messages of a chat; none of a text."""
+    return () if isinstance(prompt.content, str) else prompt.content
+
+
+def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
+    """The parts of a message's content; none where it is text."""
+    content = message.get("content")
+    return () if content is None or isinstance(content, str) else content
 
 
 def _check_message(message: Any, where: str) -> None:

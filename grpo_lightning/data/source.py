@@ -7,56 +7,51 @@ purpose: Lightning would replace a DataLoader's sampler by a shuffling one and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
-import torch
+from torch.utils.data import DataLoader
 
-from grpo_lightning.data.formats import to_prompt
+from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
+from grpo_lightning.data.listed import LazyPrompts, ListedOrder
+from grpo_lightning.data.stream import PromptStream, StreamOrder, stream_of
+from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.seeding import derived_seed
 from grpo_lightning.types import Prompt
 
-
-class PromptBatch:
-    """One cycle's prompts on this rank, and which micro-step of the cycle this is."""
-
-    def __init__(self, prompts: list[Prompt], cycle: int = 1, position: int = 0) -> None:
-        self.prompts = prompts
-        self.cycle = cycle
-        self.position = position
-
-    def __len__(self) -> int:
-        """Prompts."""
-        return len(self.prompts)
-
-    def to(self, device: torch.device | str) -> PromptBatch:
-        """Itself: prompts become tensors only after tokenization."""
-        return self
+__all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch", "known_prompts"]
 
 
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    Every epoch is one pass: the last cycle may have fewer prompts, none is dropped.
+    Every epoch is one pass: the last cycle may have fewer prompts, none is dropped. A stream has no length: the run
+    needs `trainer.max_steps`, and an epoch ends where the stream does.
 
     Args:
-        prompts: The data set: prompts, or rows with a prompt column.
+        prompts: The data set: prompts, texts or rows with a prompt column, in a list or a `datasets.Dataset`; or a
+            stream of them, a `datasets.IterableDataset`.
         batch_size: Prompts per rank and rollout.
         cycle: Micro-steps per rollout, `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: A new order every epoch; False keeps that of the data.
         seed: Of the order.
         rank: This process, of `world_size`; each takes its share of every cycle's prompts.
         world_size: Processes.
+        template: What is put around the text of rows.
+        shuffle_buffer: Of a stream: rows kept to draw the next one from.
+        num_workers: Of a stream: threads that read rows ahead of their use.
 
     Raises:
-        ValueError: If there is no prompt or a size is below 1.
+        ValueError: If there is no prompt, a size is below 1, or a row has no prompt.
+        TypeError: If the data cannot be read more than once.
     """
 
     batch_sampler = None  # Lightning looks for it on everything that has a `sampler`
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the constructor is the config
         self,
-        prompts: Sequence[Prompt | Mapping[str, Any]],
+        prompts: Sequence[Prompt | Mapping[str, Any] | str] | Iterable[Mapping[str, Any]] | PromptStream,
         batch_size: int,
         *,
         cycle: int = 1,
@@ -64,24 +59,35 @@ class PromptSource:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        template: PromptTemplate | None = None,
+        shuffle_buffer: int = 1000,
+        num_workers: int = 0,
     ) -> None:
-        if not len(prompts):
-            raise ValueError("The prompt source has no prompts: the data set is empty.")
         for name, value in {"batch_size": batch_size, "cycle": cycle, "world_size": world_size}.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        self.prompts = [as_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+        convert = functools.partial(as_prompt, template=template)
+        self.prompts = _readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
         self.prompts_used = 0  # of this epoch, over all ranks; the running cycle's are used
         self.cycle_start = 0  # where in the order the running cycle's prompts begin
-        self.position = 0  # micro-steps of the running cycle that were yielded; 0 between cycles
+        self.position = 0  # micro-steps of the running cycle that were used; 0 between cycles
+        self.cycle_prompts: list[Prompt] = []
         self.resume_from: dict[str, int] | None = None
+        self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the data are read as they are used, and have no length."""
+        return isinstance(self.prompts, PromptStream)
 
     def __len__(self) -> int:
-        """Micro-steps of an epoch."""
+        """Micro-steps of an epoch. Raises: TypeError for a stream, as Python asks of what has no length."""
+        if isinstance(self.prompts, PromptStream):
+            raise TypeError("A stream of prompts has no length. Set trainer.max_steps to say when the run ends.")
         return -(-len(self.prompts) // (self.batch_size * self.world_size)) * self.cycle
 
     @property
@@ -91,68 +97,100 @@ class PromptSource:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch whose order comes next."""
-        self.epoch = epoch
+        if epoch != self.epoch:
+            # A checkpoint taken before the first batch must not take the old epoch's place for the new one's.
+            self.epoch, self.prompts_used, self.cycle_start, self.position = epoch, 0, 0, 0
 
-    def order(self, epoch: int) -> list[int]:
-        """Prompt numbers in the order of an epoch."""
-        if not self.shuffle:
-            return list(range(len(self.prompts)))
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", epoch))
-        return torch.randperm(len(self.prompts), generator=generator).tolist()
+    @property
+    def order(self) -> ListedOrder | StreamOrder:
+        """The prompts in the order of this epoch."""
+        key = (self.epoch, self.shuffle)
+        if self._order is None or self._order[0] != key:
+            seed = derived_seed(self.seed, "order", self.epoch) if self.shuffle else None
+            is_stream = isinstance(self.prompts, PromptStream)
+            order = self.prompts.order(seed) if is_stream else ListedOrder(self.prompts, seed)  # type: ignore[union-attr, arg-type]
+            self._order = key, order
+        return self._order[1]
 
     def __iter__(self) -> Iterator[PromptBatch]:
         """One epoch, or what is left of it after a resume."""
+        is_first = True
+        while is_first or not self.is_epoch_over():
+            batch = LaterBatch(self.cycle, functools.partial(self.step, is_first=is_first))
+            if not self.is_stream:
+                batch.use()  # with a length, no batch is asked for ahead of its use
+            yield batch
+            batch.use()
+            is_first = False
+
+    def step(self, *, is_first: bool) -> tuple[list[Prompt], int]:
+        """Go on by a micro-step. Returns: this rank's prompts of the cycle, and the position in it."""
+        if is_first:
+            self.begin()
+        if not self.position:
+            self.cycle_start = self.prompts_used
+            self.cycle_prompts = self.take(self.batch_size * self.world_size)
+        position = self.position
+        self.position = (position + 1) % self.cycle
+        return self.cycle_prompts, position
+
+    def begin(self) -> None:
+        """Start the epoch, or go on in it where a checkpoint was taken.
+
+        Raises:
+            ValueError: If a stream has no prompt at all.
+        """
         resume, self.resume_from = self.resume_from, None
         if resume is None or resume["epoch"] != self.epoch:
             resume = {"prompts_used": 0, "cycle_start": 0, "position": 0}
         self.prompts_used, self.cycle_start, self.position = (
             resume[name] for name in ("prompts_used", "cycle_start", "position")
         )
-        order = self.order(self.epoch)
-        while self.position or self.prompts_used < len(order):
-            if not self.position:
-                self.cycle_start = self.prompts_used
-                self.take(self.batch_size)
-            prompts = self.share(order, self.cycle_start, self.batch_size)
-            for position in range(self.position, self.cycle):
-                self.position = (position + 1) % self.cycle
-                yield PromptBatch(prompts, self.cycle, position)
+        if self.position:
+            self.cycle_prompts = self.share(self.cycle_start, self.batch_size)
+        elif self.is_epoch_over():
+            raise ValueError("The prompt source has no prompts: the stream is empty, or all of it is left out.")
 
-    def take(self, size: int) -> None:
-        """Mark the next `size` prompts per rank as used."""
-        self.prompts_used = min(self.prompts_used + size * self.world_size, len(self.prompts))
+    def is_epoch_over(self) -> bool:
+        """True if the last cycle is finished and no prompt is left."""
+        return self.position == 0 and not len(self.order.take(self.prompts_used, 1)[0])
 
-    def share(self, order: Sequence[int], start: int, size: int) -> list[Prompt]:
+    def share(self, start: int, size: int) -> list[Prompt]:
         """This rank's part of the `size` prompts per rank that begin at `start`."""
-        block = order[start : start + size * self.world_size]
-        return [self.prompts[i] for i in block[self.rank :: self.world_size]]
+        block, _ = self.order.take(start, size * self.world_size)
+        return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def upcoming(self, size: int) -> list[Prompt]:
         """The next `size` prompts of this rank in this epoch, fewer at its end; they stay unused."""
-        return self.share(self.order(self.epoch), self.prompts_used, size)
+        return self.share(self.prompts_used, size)
 
     def more(self, size: int) -> list[Prompt]:
         """Use up to `size` further prompts of this rank now: they do not come again in this epoch.
 
-        Every rank must call it with the same `size`, as all draw from one order.
+        Every rank must call it with the same `size`, as all draw from one order. Of a stream, one prompt is left to the
+        batch that Lightning has asked for already.
         """
-        prompts = self.upcoming(size)
-        self.take(size)
-        return prompts
+        if self.is_stream:
+            rest, _ = self.order.take(self.prompts_used, size * self.world_size + 1)
+            return self.take(min(size * self.world_size, max(0, len(rest) - 1)))
+        return self.take(size * self.world_size)
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Use the next `num_prompts` prompts of all ranks. Returns: this rank's."""
+        block, self.prompts_used = self.order.take(self.prompts_used, num_prompts)
+        return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, int]:
         """The position in the data: the same on every rank."""
         if self.resume_from is not None:
             return dict(self.resume_from)
-        is_epoch_over = self.position == 0 and self.prompts_used == len(self.prompts)
+        is_epoch_over = self.prompts_used > 0 and self.is_epoch_over()
         return {
             "epoch": self.epoch + is_epoch_over,
             "prompts_used": 0 if is_epoch_over else self.prompts_used,
             "cycle_start": 0 if is_epoch_over else self.cycle_start,
             "position": self.position,
-            "num_prompts": len(self.prompts),
-            "seed": self.seed,
-            "cycle": self.cycle,
+            **self._identity(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -161,12 +199,8 @@ class PromptSource:
         Raises:
             ValueError: If the data or the cycle are not those of the checkpoint.
         """
-        now = self.state_dict()
-        changed = [
-            f"{name} was {state[name]}, is {now[name]}"
-            for name in ("num_prompts", "seed", "cycle")
-            if state[name] != now[name]
-        ]
+        now = self._identity()
+        changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
         if changed:
             raise ValueError(
                 f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original "
@@ -174,33 +208,40 @@ class PromptSource:
             )
         self.resume_from = dict(state)
 
-
-def as_prompt(row: Prompt | Mapping[str, Any] | str, index: int = -1) -> Prompt:
-    """A prompt from whatever a data set yields: a Prompt, a text, or a row with a prompt column."""
-    if isinstance(row, Prompt):
-        return row
-    if isinstance(row, str):
-        return Prompt(row, index=index)
-    return to_prompt(row, where=f"row {index}", index=index)
+    def _identity(self) -> dict[str, int]:
+        """What must be as it was for a position to mean the same."""
+        if isinstance(self.prompts, PromptStream):
+            return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed, "cycle": self.cycle}
+        return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
 
 
-def as_prompt_batch(batch: Any) -> PromptBatch:
-    """What a loader yielded, as a prompt batch.
+def known_prompts(data: Sequence[Prompt] | PromptStream) -> list[Prompt]:
+    """The prompts that can be known without reading a data set: all of a list, the first of what is read when used."""
+    return data.head() if isinstance(data, LazyPrompts | PromptStream) else list(data)
 
-    Also takes lists of rows, and the columns torch's default collate makes of them.
 
-    Raises:
-        TypeError: If it is none of these.
-    """
-    if isinstance(batch, PromptBatch):
-        return batch
-    # A mapping with a text in it is one row: taken as columns, it would be cut into letters.
-    if isinstance(batch, Mapping) and not any(isinstance(value, str) for value in batch.values()):
-        columns = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return PromptBatch([as_prompt(row, index) for index, row in enumerate(batch)])
-    raise TypeError(
-        f"A training batch must be prompts (a list of texts or rows, or a PromptBatch), got {type(batch).__name__}. "
-        "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."
-    )
+def _readable(data: Any, convert: Any, **stream: int) -> Sequence[Prompt] | PromptStream:
+    """The prompts of whatever was given as data set: lists are converted now, others as they are used."""
+    if isinstance(data, DataLoader):
+        raise TypeError("PromptSource makes batches itself: give it the data set, not a DataLoader (loader.dataset).")
+    if isinstance(data, PromptStream):
+        return data
+    if isinstance(data, Mapping | str) or (not isinstance(data, Iterable) and not hasattr(data, "__getitem__")):
+        raise TypeError(
+            f"PromptSource needs a data set: a list of prompts, texts or rows, or a datasets.Dataset, got "
+            f"{type(data).__name__} ({data!r:.80}). Put a single row into a list."
+        )
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"PromptSource reads the data once per epoch, and a {type(data).__name__} can be read only once. Give a "
+            "list, or a datasets.IterableDataset (datasets.IterableDataset.from_generator)."
+        )
+    if not hasattr(data, "__len__"):
+        return stream_of(cast(Iterable[Any], data), convert, **stream)
+    if not len(data):
+        raise ValueError("The prompt source has no prompts: the data set is empty.")
+    if isinstance(data, list | tuple):
+        # Prompts stay the objects they are, and the list the one the caller has.
+        is_done = all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data)
+        return data if is_done else [convert(row, number) for number, row in enumerate(data)]
+    return data if isinstance(data, LazyPrompts) else LazyPrompts(data, convert)

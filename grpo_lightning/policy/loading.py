@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -113,11 +115,24 @@ class PolicyLoader:
             return policy
         if isinstance(policy, (str, Path)):
             return cls(str(policy), tokenizer=tokenizer)
+        if isinstance(policy, Mapping):  # as a checkpoint has it
+            return cls(**policy, **({} if tokenizer is None else {"tokenizer": tokenizer}))
+        if not hasattr(policy, "model_type") and not hasattr(policy, "config"):
+            raise ValueError(
+                f"model.policy must be a name, a folder, a PolicyLoader, or a Transformers model or config, got "
+                f"{policy!r:.80}."
+            )
         return cls(model=policy, tokenizer=tokenizer)
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The constructor's arguments as plain values; None if the policy or its tokenizer is an object in memory."""
+        if self.model is not None or not isinstance(self.tokenizer, str | Path | None):
+            return None
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
     def load(self) -> Policy:
         """Load everything and choose the scoring path, in that order of cost: tokenizer before weights."""
-        check_folder(self.name)
         tokenizer = self.load_tokenizer()
         model = self.load_model()
         refuse_non_causal(model)
@@ -136,22 +151,36 @@ class PolicyLoader:
 
         tokenizer: Any = self.tokenizer or self.name
         if isinstance(tokenizer, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(tokenizer),
-                revision="main" if self.tokenizer else self.revision,  # the revision is that of the policy
-                trust_remote_code=self.trust_remote_code,
-            )
+            with naming("model.policy.tokenizer" if self.tokenizer else "model.policy", str(tokenizer)):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    str(tokenizer),
+                    revision="main" if self.tokenizer else self.revision,  # the revision is that of the policy
+                    trust_remote_code=self.trust_remote_code,
+                )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise ValueError(
-                    "The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token."
+                    "The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token, or "
+                    "`pad_token` in the policy's tokenizer_config.json."
                 )
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer  # type: ignore[no-any-return]
 
+    def load_config(self) -> PretrainedConfig:
+        """The model's config, without its weights."""
+        from transformers import AutoConfig
+
+        if self.model is not None:
+            return getattr(self.model, "config", self.model)  # type: ignore[no-any-return]
+        assert self.name is not None
+        with naming("model.policy", self.name):
+            return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+
     def load_model(self) -> PreTrainedModel:
         """The model in eval mode, its weights in `dtype`."""
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+        from transformers import AutoModelForCausalLM, PreTrainedModel
 
         if isinstance(self.model, PreTrainedModel):
             return self.model.eval()
@@ -160,13 +189,11 @@ class PolicyLoader:
             "attn_implementation": self.choose_attention(),
             "trust_remote_code": self.trust_remote_code,
         }
-        config = self.model
-        if config is None and not self.from_scratch:
-            return AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options).eval()
-        if config is None:
-            config = AutoConfig.from_pretrained(
-                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-            )
+        if self.model is None and not self.from_scratch:
+            assert self.name is not None
+            with naming("model.policy", self.name):
+                return AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options).eval()
+        config = self.load_config()
         # Seeded: a resumed run must start from the same weights, which are its reference.
         with torch.random.fork_rng():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))
@@ -185,12 +212,25 @@ class PolicyLoader:
         return None
 
 
-def check_folder(name: str | None) -> None:
-    """Raise FileNotFoundError for what can only be a folder (hub names are `name` or `owner/name`) and is none."""
-    if name is not None and (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+@contextlib.contextmanager
+def naming(key: str, name: str) -> Iterator[None]:
+    """Say which setting named what cannot be loaded; Transformers' own message asks for a hub login."""
+    # What can only be a folder: hub names are `name` or `owner/name`.
+    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
         raise FileNotFoundError(
-            f"model.policy {name!r}: no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
+            f"{key} {name!r}: no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
         )
+    try:
+        yield
+    except OSError as error:
+        found = (
+            f"the folder {Path(name).resolve()}" if Path(name).is_dir() else "no such folder, nor a model on the hub"
+        )
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(
+            f"{key} {name!r} cannot be loaded ({found}): {reason} Check the name; without a network only folders and "
+            "models in the hub's cache can be loaded."
+        ) from error
 
 
 def refuse_non_causal(model: nn.Module) -> None:

@@ -22,11 +22,15 @@ def frozen_copy(policy: nn.Module) -> nn.Module:
 def keep_out_of_checkpoints(owner: nn.Module, name: str) -> None:
     """Drop the submodule `name` from `owner`'s state dict: the reference is rebuilt from the starting weights.
 
-    A state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
+    A state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies. Loading does not miss it.
     """
 
     def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
         for key in [key for key in state_dict if key.startswith(f"{prefix}{name}.")]:
             del state_dict[key]
 
+    def forgive(module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(f"{name}.")]
+
     owner.register_state_dict_post_hook(drop)
+    owner.register_load_state_dict_post_hook(forgive)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -37,16 +39,37 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(ids)
 
 
-def check_length(prompt: Prompt, prompt_ids: list[int], model: nn.Module, max_completion_length: int) -> None:
+def tokenize_fitting(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limit: int | None, max_completion_length: int
+) -> list[list[int]]:
+    """The token ids of prompts that leave room for their completions; see `tokenize` and `check_length`."""
+    all_ids = [tokenize(prompt, tokenizer) for prompt in prompts]
+    for prompt, ids in zip(prompts, all_ids, strict=True):
+        check_length(prompt, ids, limit, max_completion_length)
+    return all_ids
+
+
+def check_length(prompt: Prompt, prompt_ids: list[int], limit: int | None, max_completion_length: int) -> None:
     """Check that a prompt and its longest completion fit the model's positions.
+
+    Args:
+        prompt: To be named.
+        prompt_ids: [L] its tokens.
+        limit: Positions of the model, see `num_positions`; None is no limit.
+        max_completion_length: Tokens that may come after it.
 
     Raises:
         ValueError: If they do not, naming the prompt and the lengths.
     """
-    limit = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and len(prompt_ids) + max_completion_length > limit:
+        where = f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}"
         raise ValueError(
-            f"Prompt {prompt.index} has {len(prompt_ids)} tokens; with sampling.max_completion_length "
-            f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, or leave the "
-            "prompt out."
+            f"{where} has {len(prompt_ids)} tokens; with sampling.max_completion_length {max_completion_length} that "
+            f"is more than the policy's {limit} positions. Lower the length, set data.max_prompt_length (with "
+            "overlong_prompts: drop or truncate), or leave the prompt out."
         )
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Positions of the language model a config describes; None if it has no limit."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -2,13 +2,15 @@
 
 A reward is a function or a callable object, sync or async. It is called by keyword with
 
-    prompts, completions, completion_ids, trainer_state, log_extra, log_metric
+    prompts, completions, completion_ids, finish_reasons, max_completion_length, trainer_state, log_extra, log_metric
 
-and every data column; what its signature does not name is left out (`**kwargs` takes all). Each is a list with one
-element per completion, the G completions of a prompt side by side. A chat prompt is a list of messages and its
-completion `[{"role": "assistant", "content": text}]`; a text prompt and its completion are strings. It returns one
-number per completion. None for a whole group: the reward does not apply there. None for some of a group: those
-completions are not scorable. Reward functions written for TRL run unchanged.
+and every data column; what its signature does not name is left out (`**kwargs` takes all). Prompts, completions, ids,
+finish reasons ("stop" or "length") and columns are lists with one element per completion, the G completions of a
+prompt side by side; `max_completion_length` is the run's limit in tokens, None where there is none. A chat prompt is a
+list of messages and its completion `[{"role": "assistant", "content": text}]`; a text prompt and its completion are
+strings (`completions_as` says otherwise). It returns one number per completion. None for a whole group: the reward does
+not apply there. None for some of a group: those completions are not scorable. Reward functions written for TRL run
+unchanged, as do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
 
 With the attribute `per_group = True` a reward is called with whole groups: one prompt and one value of each column
 per group, and lists of completions; it returns a list per group.
@@ -26,13 +28,21 @@ from typing import Any, Literal, get_args
 
 from grpo_lightning.types import Message
 
-CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
+"""Arguments that are one thing for the whole call, not a list."""
+
+CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", *SHARED)
 """The arguments every reward can take; data columns come on top."""
 
 Content = str | Sequence[Message]
 """A prompt or completion as rewards receive it: text, or chat messages."""
 
 OnError = Literal["raise", "none", "value"]
+
+CompletionsAs = Literal["auto", "text", "messages"]
+
+_TEXT_CLASSES = {"ORM", "AsyncORM"}
+"""Base classes of ms-swift, whose rewards take text, by name: they are recognised without that package."""
 
 
 class Reward(ABC):
@@ -43,6 +53,9 @@ class Reward(ABC):
 
     required_columns: tuple[str, ...] = ()
     """Data columns it needs beyond those its signature names."""
+
+    completions_as: CompletionsAs = "auto"
+    """The form it takes completions in; "auto" is the form of the prompt."""
 
     @property
     def name(self) -> str:
@@ -70,6 +83,8 @@ class WeightedReward(Reward):
         on_error: "raise" stops the run; "none" makes the values None, "value" makes them `error_value`. A raise and a
             wrong length concern all completions of the call: with "none", only the other rewards count there.
         error_value: Only with `on_error="value"`.
+        completions_as: "text" hands it strings and "messages" message lists, whatever the prompt is. "auto": as the
+            prompt is, and text for a class derived from one named ORM or AsyncORM (ms-swift).
     """
 
     def __init__(
@@ -79,17 +94,20 @@ class WeightedReward(Reward):
         name: str | None = None,
         on_error: OnError = "raise",
         error_value: float | None = None,
+        completions_as: CompletionsAs = "auto",
     ) -> None:
         """Raises: ValueError if an argument is out of range, or `reward` cannot be called by keyword."""
-        if isinstance(reward, type) or not callable(reward):
-            hint = f"an instance, {reward.__name__}(...)" if isinstance(reward, type) else "a function"
-            raise ValueError(f"A reward must be a function or callable object, got {reward!r}: give {hint}.")
+        _check_callable(reward)
         if isinstance(reward, WeightedReward):
             raise ValueError(f"Reward {reward.name!r} is a WeightedReward already: put all settings into one.")
         if not math.isfinite(weight):
             raise ValueError(f"The weight of reward {name or _name(reward)!r} must be finite, got {weight}.")
         if on_error not in get_args(OnError):
             raise ValueError(f"on_error must be one of {', '.join(get_args(OnError))}, got {on_error!r}.")
+        if completions_as not in get_args(CompletionsAs):
+            raise ValueError(
+                f"completions_as must be one of {', '.join(get_args(CompletionsAs))}, got {completions_as!r}."
+            )
         if (on_error == "value") != (error_value is not None and math.isfinite(error_value)):
             raise ValueError(
                 f"error_value is the number that on_error='value' stands in with, and goes with nothing else; got "
@@ -99,6 +117,7 @@ class WeightedReward(Reward):
         self.weight = float(weight)
         self.on_error: OnError = on_error
         self.error_value = error_value
+        self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(_innermost(reward), "per_group", False))
         self._name = name or _name(reward)
         self._accepted, needed = _keywords(reward, self._name)
@@ -125,6 +144,58 @@ def completion_text(completion: Content) -> str:
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content or () if part.get("type") == "text")
+
+
+def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
+    """The completion as text or as messages; "auto" leaves it as it is."""
+    if form == "text":
+        return completion_text(completion)
+    if form == "messages" and isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return completion
+
+
+def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> WeightedReward:
+    """A reward inside another, which calls it and combines what it gives.
+
+    Args:
+        reward: The reward.
+        outer: The name of the class around it.
+        name: Its name in messages.
+
+    Raises:
+        ValueError: If it takes whole groups, or has a weight or failure policy: only the outer one's count.
+    """
+    inner = reward if isinstance(reward, WeightedReward) else WeightedReward(reward, name=name)
+    if inner.per_group:
+        raise ValueError(f"{outer} scores single completions, and its reward {inner.name!r} takes whole groups.")
+    if inner.weight != 1 or inner.on_error != "raise":
+        raise ValueError(
+            f"The reward {inner.name!r} inside {outer} has a weight or on_error of its own, which would not count: "
+            f"give them to a WeightedReward around {outer}."
+        )
+    return inner
+
+
+def _check_callable(reward: Any) -> None:
+    """Raises: ValueError if it is no function or callable object."""
+    if isinstance(reward, str):
+        raise ValueError(
+            f"A reward must be a function or callable object, got the text {reward!r}: give the function itself, or "
+            f"grpo_lightning.rewards.reward({reward!r}) for a shipped or installed reward of that name."
+        )
+    if isinstance(reward, type) or not callable(reward):
+        hint = f"an instance, {reward.__name__}(...)" if isinstance(reward, type) else "a function"
+        raise ValueError(f"A reward must be a function or callable object, got {reward!r}: give {hint}.")
+
+
+def _own_form(reward: RewardLike) -> CompletionsAs:
+    """The form a reward takes completions in by its class."""
+    inner = _innermost(reward)
+    if any(base.__name__ in _TEXT_CLASSES for base in type(inner).__mro__):
+        return "text"
+    form: CompletionsAs = getattr(inner, "completions_as", "auto")
+    return form
 
 
 def _name(reward: RewardLike) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_lightning.rewards.base import Content, WeightedReward
+from grpo_lightning.rewards.base import Content, WeightedReward, completion_in_form
 from grpo_lightning.types import Completion, Group
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class RewardCall:
     reward: WeightedReward
     groups: Sequence[Group]
     columns: Sequence[str]
-    trainer_state: Any
+    trainer_state: Any = None
+    max_completion_length: int | None = None
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
@@ -83,12 +84,20 @@ class RewardCall:
         columns = {name: per_prompt([prompt.columns.get(name) for prompt in prompts]) for name in self.columns}
         return columns | {
             "prompts": per_prompt([p.content if isinstance(p.content, str) else list(p.content) for p in prompts]),
-            "completions": per_completion(_as_completion),
+            "completions": per_completion(self._completion),
             "completion_ids": per_completion(lambda _, completion: list(completion.token_ids)),
+            "finish_reasons": per_completion(lambda _, completion: completion.finish_reason),
+            "max_completion_length": self.max_completion_length,
             "trainer_state": self.trainer_state,
             "log_extra": self._log_extra,
             "log_metric": self._log_metric,
         }
+
+    def _completion(self, group: Group, completion: Completion) -> Content:
+        """A completion in the form of its prompt, or in the one the reward asks for."""
+        is_text = isinstance(group.prompt.content, str)
+        as_prompt = completion_in_form(completion.text, "text" if is_text else "messages")
+        return completion_in_form(as_prompt, self.reward.completions_as)
 
     def _log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Put a column beside the completions in the logs: one value per completion."""
@@ -154,13 +163,6 @@ class RewardCall:
         if self.failures[kind] == count:  # the first of its kind in this call; the counts tell how many there were
             logger.warning("%s Going on with %r.", message, self.reward.error_value)
         return self.reward.error_value
-
-
-def _as_completion(group: Group, completion: Completion) -> Content:
-    """The completion in the form its prompt has."""
-    if isinstance(group.prompt.content, str):
-        return completion.text
-    return [{"role": "assistant", "content": completion.text}]
 
 
 def _as_rows(result: Any, num_groups: int, group_size: int, *, per_group: bool) -> list[list[Any]] | None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.rewards.base import CONTRACT, RewardLike, WeightedReward
+from grpo_lightning.rewards.base import RewardLike, WeightedReward
 from grpo_lightning.rewards.call import FAILURES, RewardCall
-from grpo_lightning.types import Group
+from grpo_lightning.rewards.sources import Source, check_sources, sources_of
+from grpo_lightning.types import Group, Prompt
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Scores:
     """The mean of the values each name was given by `log_metric`."""
 
     extras: dict[str, list[Any]]
-    """[N * G] values per column, from `log_extra`."""
+    """[N * G] values per column, from `log_extra`; None where the reward does not apply."""
 
     failures: dict[str, int]
     """Completions per `reward/failure` (see `FAILURES`); every key is always there."""
@@ -38,6 +39,11 @@ class Scores:
 
 RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
 """Log names of the total and of completions; a reward of the same name would be mixed up with them."""
+
+COMPLETION_FIELDS = frozenset({"step", "epoch", "rank", "rollout", "source", "prompt_index", "prompt"}) | {
+    *("completion", "length", "finish_reason", "reward", "rewards", "advantage")
+}
+"""What the logs hold about every completion; a `log_extra` column of the same name would overwrite it."""
 
 
 class RewardSet:
@@ -54,8 +60,9 @@ class RewardSet:
 
     def __init__(self, rewards: Sequence[RewardLike], weights: Sequence[float] | None = None) -> None:
         """Raises: ValueError if there is no reward, two have one name, or the weights do not fit."""
-        if not isinstance(rewards, Sequence) or not rewards:
-            raise ValueError(f"rewards must be a list of at least one reward, got {rewards!r}.")
+        if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
+            hint = "" if isinstance(rewards, Sequence) and not isinstance(rewards, str) else f": write [{rewards!r}]"
+            raise ValueError(f"rewards must be a list of at least one reward, got {rewards!r}{hint}.")
         self.rewards = [r if isinstance(r, WeightedReward) else WeightedReward(r) for r in rewards]
         if weights is None:
             self.weights = [reward.weight for reward in self.rewards]
@@ -77,68 +84,119 @@ class RewardSet:
                 )
         self._known_columns: tuple[str, ...] = ()
 
-    def validate(self, columns: Iterable[str]) -> None:
-        """Check that the data have what the rewards need, and remember which columns there are.
+    @property
+    def names(self) -> list[str]:
+        """The rewards' names, in their order."""
+        return [reward.name for reward in self.rewards]
 
-        In a mixture one source may lack a column that another has: its rows then give None.
+    def validate(self, columns: Iterable[str], names: Iterable[str] | None = None) -> None:
+        """Check that data have what the rewards need, and remember which columns there are.
 
         Args:
-            columns: The columns of all prompts together.
+            columns: The columns of all prompts together. One may lack a column that another has: it is None there.
+            names: The rewards that the prompts name; None if all apply.
 
         Raises:
-            ValueError: If a column is missing, or has the name of an argument that every reward gets.
+            ValueError: If a column is missing, or has the name of an argument that every reward gets; if a name is
+                unknown, or none of the rewards named has a weight.
         """
-        self._known_columns = tuple(dict.fromkeys(columns))
-        self._check(self._known_columns)
+        self._check([Source("", tuple(columns), None if names is None else tuple(names))])
 
-    def score(self, groups: Sequence[Group], *, trainer_state: Any = None) -> Scores:
-        """Run every reward on every completion.
+    def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Check that prompts have what the rewards need, source by source, and remember which columns there are.
+
+        A reward is checked against the sources it applies to (`Prompt.rewards`).
+
+        Raises:
+            ValueError: As `validate`, naming the sources.
+        """
+        self._check(sources_of(prompts))
+
+    def score(
+        self, groups: Sequence[Group], *, trainer_state: Any = None, max_completion_length: int | None = None
+    ) -> Scores:
+        """Run every reward on every completion of the prompts it applies to.
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if it gave one of its completions a value. If it did and gave another None, that
-        other is not scorable and its total NaN; so is a group to which no reward applies. Rewards of weight 0 do not
-        count in any of this.
+        A reward applies to a group if the prompt does not leave it out (`Prompt.rewards`) and it gave one of the
+        completions a value. If it did and gave another None, that other is not scorable and its total NaN; so is a
+        group to which no reward applies. Rewards of weight 0 do not count in any of this.
 
         Args:
             groups: N groups of G completions each.
             trainer_state: Handed to the rewards as it is.
+            max_completion_length: The limit the completions were drawn under, in tokens; handed to the rewards.
 
         Raises:
             RuntimeError: If a reward raised and its `on_error` is "raise"; the cause is chained.
-            ValueError: Likewise for what it returned; or if groups differ in size, or a column is missing.
+            ValueError: Likewise for what it returned; or if groups differ in size, a column is missing, prompts name
+                an unknown reward, or a reward logs under a name that is taken.
         """
         sizes = sorted({len(group.completions) for group in groups})
         if len(sizes) != 1 or sizes == [0]:
             raise ValueError(f"groups must all have the same number of completions, at least 1; got sizes {sizes}.")
-        columns = list(dict.fromkeys([*self._known_columns, *(name for g in groups for name in g.prompt.columns)]))
-        self._check(columns)
-        calls = [RewardCall(reward, groups, columns, trainer_state) for reward in self.rewards]
+        batch = sources_of(group.prompt for group in groups)
+        columns = list(dict.fromkeys([*self._known_columns, *(name for source in batch for name in source.columns)]))
+        check_sources(
+            [Source(source.name, tuple(columns), source.rewards) for source in batch], self.rewards, self._weights
+        )
+        rows = {
+            reward.name: [n for n, group in enumerate(groups) if _applies(group.prompt, reward.name)]
+            for reward in self.rewards
+        }
+        calls = [
+            RewardCall(reward, [groups[n] for n in chosen], columns, trainer_state, max_completion_length)
+            for reward in self.rewards
+            if (chosen := rows[reward.name])
+        ]
         for call in calls:
             call.start()
-        by_reward = {call.reward.name: call.finish() for call in calls}
+        by_reward = {
+            reward.name: torch.full((len(groups), sizes[0]), math.nan, dtype=torch.float32) for reward in self.rewards
+        }
+        failures = {f"{reward.name}/{kind}": 0 for reward in self.rewards for kind in FAILURES}
+        for call in calls:
+            by_reward[call.reward.name][rows[call.reward.name]] = call.finish()
+            failures.update({f"{call.reward.name}/{kind}": count for kind, count in call.failures.items()})
         return Scores(
             total=weighted_total(
                 torch.stack(list(by_reward.values())), torch.tensor(self.weights, dtype=torch.float32)
             ),
             by_reward=by_reward,
-            metrics=_merged_metrics(calls),
-            extras=_merged_extras(calls),
-            failures={f"{call.reward.name}/{kind}": call.failures[kind] for call in calls for kind in FAILURES},
+            metrics=self._merged_metrics(calls),
+            extras=_merged_extras(calls, rows, len(groups)),
+            failures=failures,
         )
 
-    def _check(self, columns: Sequence[str]) -> None:
-        """Raises: ValueError if the rewards cannot be called with these columns."""
-        taken = [name for name in columns if name in CONTRACT]
-        if taken:
-            raise ValueError(f"Data columns {taken} have the names of arguments that every reward gets: rename them.")
-        for reward in self.rewards:
-            for column in reward.required_columns:
-                if column not in columns:
+    @property
+    def _weights(self) -> dict[str, float]:
+        """The weights by name."""
+        return {reward.name: weight for reward, weight in zip(self.rewards, self.weights, strict=True)}
+
+    def _check(self, sources: Sequence[Source]) -> None:
+        """Check sources against the rewards and remember their columns."""
+        check_sources(sources, self.rewards, self._weights)
+        columns = [name for source in sources for name in source.columns]
+        self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
+
+    def _merged_metrics(self, calls: Sequence[RewardCall]) -> dict[str, float]:
+        """The mean of all values each metric was given. Raises: ValueError if a name has another meaning."""
+        merged: dict[str, list[float]] = {}
+        for call in calls:
+            for name, values in call.metrics.items():
+                if name in RESERVED_NAMES or name in self._weights:
                     raise ValueError(
-                        f"Reward {reward.name!r} needs the data column {column!r}, which the data do not have; they "
-                        f"have: {', '.join(columns) or 'none'}. Rename a column, or give the parameter a default."
+                        f"Reward {call.reward.name!r} calls log_metric({name!r}), which the logs have another meaning "
+                        f"for: rename it, for example {call.reward.name}_{name}."
                     )
+                merged.setdefault(name, []).extend(values)
+        return {name: statistics.fmean(values) for name, values in merged.items()}
+
+
+def _applies(prompt: Prompt, reward: str) -> bool:
+    """Whether a reward is called with a prompt."""
+    return prompt.rewards is None or reward in prompt.rewards
 
 
 def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
@@ -156,25 +214,29 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(~applies.any(dim=0), math.nan)
 
 
-def _merged_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
-    """The mean of all values each metric was given."""
-    merged: dict[str, list[float]] = {}
-    for call in calls:
-        for name, values in call.metrics.items():
-            merged.setdefault(name, []).extend(values)
-    return {name: statistics.fmean(values) for name, values in merged.items()}
+def _merged_extras(calls: Sequence[RewardCall], rows: Mapping[str, list[int]], num_groups: int) -> dict[str, list[Any]]:
+    """The columns of all rewards that did not fail, over all groups.
 
-
-def _merged_extras(calls: Sequence[RewardCall]) -> dict[str, list[Any]]:
-    """The columns of all rewards that did not fail. Raises: ValueError if two rewards log the same one."""
+    Raises:
+        ValueError: If two rewards log the same column, or one a field that the logs have anyway.
+    """
     merged: dict[str, list[Any]] = {}
     for call in calls:
         if call.failures["exception"] or call.failures["wrong_length"]:
             continue
+        group_size = call.size[1]
         for column, values in call.extras.items():
+            if column in COMPLETION_FIELDS:
+                raise ValueError(
+                    f"Reward {call.reward.name!r} calls log_extra({column!r}), which would overwrite what the logs "
+                    f"hold under that name; taken are: {', '.join(sorted(COMPLETION_FIELDS))}. Rename it."
+                )
             if column in merged:
                 raise ValueError(f"Two rewards log_extra the column {column!r}: rename it in {call.reward.name!r}.")
-            merged[column] = values
+            merged[column] = [None] * (num_groups * group_size)
+            for position, n in enumerate(rows[call.reward.name]):
+                of_group = values[position * group_size : (position + 1) * group_size]
+                merged[column][n * group_size : (n + 1) * group_size] = of_group
     return merged
 
 

@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 
-from grpo_lightning.callbacks import BeforeAfter
+from grpo_lightning.callbacks import BeforeAfter, ProgressBar
+from grpo_lightning.callbacks.before_after import cell, samples
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
+from grpo_lightning.evaluation import Evaluation, Validation
+from grpo_lightning.types import Completion, Group, Prompt
 from tests.module_runs import ScriptedEngine, make_module, make_trainer
 from tests.tiny_models import EOS, tiny_tokenizer
 
@@ -27,6 +30,8 @@ class Improving(ScriptedEngine):
             self.when, self.token_ids = "after", [[20, EOS], [21, EOS]]
             return super().generate(prompts, num_generations, sampling, seed, progress)
         right = self.right[self.when, "greedy" if sampling.is_greedy else "sampled"]
+        if progress is not None:
+            progress(3, 3)
         yes, no = tiny_tokenizer()("yno")["input_ids"][:1], tiny_tokenizer()("no")["input_ids"]
         groups = []
         for _ in prompts:
@@ -47,11 +52,22 @@ def entries(tmp_path):
     return [DatasetEntry(str(tmp_path / "rows.jsonl"))]
 
 
-def train(callback, entries, *, rewards=(accuracy,), right=RIGHT, val_datasets="the same", **options):
-    module = make_module(rewards=list(rewards), engine=Improving(right), num_generations=2, seed=7)
+def train(
+    callback,
+    entries,
+    *,
+    rewards=(accuracy,),
+    right=RIGHT,
+    val_datasets="the same",
+    validation=None,
+    extra=(),
+    **options,
+):
+    settings = {"engine": Improving(right), "num_generations": 2, "seed": 7, "validation": validation}
+    module = make_module(rewards=list(rewards), **settings)
     val_datasets = entries if val_datasets == "the same" else val_datasets
     data = PromptDataModule(entries, val_datasets, batch_size=2, val_batch_size=3)
-    trainer = make_trainer(max_steps=2, limit_val_batches=0, callbacks=[callback], **options)
+    trainer = make_trainer(max_steps=2, limit_val_batches=0, callbacks=[callback, *extra], **options)
     trainer.fit(module, datamodule=data)
 
 
@@ -63,17 +79,24 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     train(BeforeAfter("accuracy", num_samples=2, dirpath=str(tmp_path / "new")), entries)
     summary = summary_of(tmp_path / "new")
-    assert list(summary)[:8] == [
+    assert list(summary) == [
         "seed",
+        "metric",
         "accuracy_before",
         "accuracy_after",
         "greedy_before",
         "greedy_after",
-        "problems",
+        "num_prompts",
         "steps",
         "seconds",
+        "before",
+        "after",
     ]
     assert summary.pop("seconds") > 0
+    for when, name in RIGHT:
+        share = RIGHT[when, name] / 4
+        assert summary[when][name].pop("avg@1") == share
+        assert summary[when][name].pop("avg@1/low") <= share <= summary[when][name].pop("avg@1/high")
     numbers = {
         when: {
             name: {
@@ -88,11 +111,12 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
     }
     assert summary == {
         "seed": 7,
+        "metric": "accuracy",
         "accuracy_before": 0.25,
         "accuracy_after": 0.75,
         "greedy_before": 0.0,
         "greedy_after": 1.0,
-        "problems": 4,
+        "num_prompts": 4,
         "steps": 2,
         **numbers,
     }
@@ -101,6 +125,8 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
     # Columns: sampled before, sampled after, greedy before, greedy after.
     assert rows["accuracy"] == rows["reward"] == ["0.250", "0.750", "0.000", "1.000"]
     assert rows["length"] == ["2.750", "2.250", "3.000", "2.000"]
+    assert rows["avg@1"][:3] == ["0.250", "[0.05,", "0.70]"]
+    assert not any(name.endswith(("/low", "/high")) for name in rows)
     assert [line.strip() for line in output.splitlines() if "->" in line] == [
         "before  question 0  ->  no",
         "before  question 1  ->  no",
@@ -110,13 +136,54 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
     assert f"Summary: {tmp_path / 'new' / 'summary.json'}" in output
 
 
+def test_without_greedy_completions_there_are_none(entries, tmp_path):
+    train(BeforeAfter("accuracy", dirpath=str(tmp_path)), entries, validation=Validation(greedy=False))
+    summary = summary_of(tmp_path)
+    assert (summary["accuracy_after"], summary["greedy_before"], summary["greedy_after"]) == (0.75, None, None)
+    assert list(summary["after"]) == ["sampled"]
+
+
+def test_the_evaluation_has_a_bar_of_its_own(entries, tmp_path, capsys):
+    train(BeforeAfter(dirpath=str(tmp_path)), entries, enable_progress_bar=True, extra=[ProgressBar()])
+    output = capsys.readouterr().out
+    before, training = output.index("Evaluating before training: 4/4 batches"), output.index("Epoch 0 rollout")
+    assert before < training < output.index("Evaluating after training: 4/4 batches")  # 2 batches, sampled and greedy
+    assert "token 3/3" in output[:before]
+    assert "token 3/3" not in output[training : output.index("Evaluating after training")]
+
+
+def test_a_run_without_bars_has_none_here(entries, tmp_path, capsys):
+    train(BeforeAfter(dirpath=str(tmp_path)), entries)
+    train(BeforeAfter(dirpath=str(tmp_path)), entries, enable_progress_bar=True, extra=[ProgressBar(refresh_rate=0)])
+    assert "Evaluating" not in "".join(capsys.readouterr())
+
+
+def test_a_number_and_its_interval():
+    assert cell({"a": 0.5}, "a") == "0.500"
+    assert cell({"a": 0.5, "a/low": 0.25, "a/high": 0.751}, "a") == "0.500 [0.25, 0.75]"
+    assert cell({}, "a") == "-"
+
+
+def test_a_chat_is_shown_by_its_last_message():
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    groups = [Group(Prompt(content), [1], [Completion([1], [0.0], "stop", "so")]) for content in (chat, "text", "more")]
+    assert samples(Evaluation(groups, None), 2) == [("Why?", "so"), ("text", "so")]
+
+
+def test_a_negative_number_of_samples_is_refused():
+    with pytest.raises(ValueError, match=r"num_samples must be 0 \(none\) or positive, got -1"):
+        BeforeAfter(num_samples=-1)
+
+
 def test_the_weighted_total_is_the_default_headline(entries, tmp_path):
     train(BeforeAfter(dirpath=str(tmp_path)), entries)
     assert (summary_of(tmp_path)["reward_before"], summary_of(tmp_path)["reward_after"]) == (0.25, 0.75)
 
 
 def test_an_unknown_metric_lists_the_choices(entries, tmp_path):
-    with pytest.raises(ValueError, match="no metric 'accurracy'; choose among reward, accuracy, length, truncated"):
+    with pytest.raises(
+        ValueError, match=r"no metric 'accurracy'; choose among reward, accuracy, length, truncated, avg@1\."
+    ):
         train(BeforeAfter("accurracy", dirpath=str(tmp_path)), entries)
 
 
@@ -153,4 +220,4 @@ def test_a_resumed_run_keeps_what_was_measured_before(entries, tmp_path):
 
 def test_without_a_folder_it_goes_to_the_root(entries, tmp_path):
     train(BeforeAfter(), entries, default_root_dir=str(tmp_path / "root"))
-    assert summary_of(tmp_path / "root")["problems"] == 4
+    assert summary_of(tmp_path / "root")["num_prompts"] == 4

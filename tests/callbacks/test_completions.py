@@ -1,14 +1,17 @@
 """Every completion of every rollout becomes one JSON line."""
 
+import csv
 import json
 import math
-import os
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from grpo_lightning.callbacks import CompletionLog
+from grpo_lightning.callbacks.completions import lines as lines_of_rollout
 from grpo_lightning.types import Prompt
 from tests.module_runs import ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
@@ -38,7 +41,7 @@ def test_one_line_per_completion(tmp_path):
         10 + i // 4 for i in range(8)
     ]
     assert [line["epoch"] for line in lines] == [0] * 16 + [1] * 8
-    assert [line["step"] for line in lines] == [1] * 8 + [3] * 8 + [5] * 8  # the steps that the rollouts began
+    assert [line["step"] for line in lines] == [0] * 8 + [2] * 8 + [4] * 8  # two updates for each
     for line in lines:
         assert list(line) == FIELDS
         assert line["source"] == "train"
@@ -148,19 +151,69 @@ def test_a_new_run_replaces_and_a_resumed_one_appends(tmp_path):
     assert train(4, str(tmp_path / "last.ckpt")) == [rollout for rollout in range(4) for _ in range(one_rollout)]
 
 
-def test_every_rank_has_its_own_file(tmp_path):
-    class Rank:
-        log_dir, default_root_dir, global_step = str(tmp_path), "elsewhere", 0
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("cycle", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2}])
+def test_steps_are_those_of_the_metrics(tmp_path, accumulate, cycle):
+    logger = CSVLogger(tmp_path, name="log", version=0, flush_logs_every_n_steps=1)
+    module = make_module(length=3, **cycle)
+    flags = {"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": accumulate, "log_every_n_steps": 1}
+    fit(module, batch_size=4, logger=logger, callbacks=[CompletionLog()], **flags)
+    with (tmp_path / "log/version_0/metrics.csv").open() as file:
+        logged = {int(row["step"]): float(row["reward/mean"]) for row in csv.DictReader(file) if row["reward/mean"]}
+    rewards = {}
+    for line in lines_of(tmp_path / "log/version_0/completions.jsonl"):
+        rewards.setdefault(line["step"], []).append(line["reward"])
+    assert {step: sum(values) / len(values) for step, values in rewards.items()} == pytest.approx(logged)
 
-        def __init__(self, rank) -> None:
-            self.global_rank = rank
 
-    names = []
-    for rank in (0, 3):
-        log = CompletionLog()
-        log.on_train_start(Rank(rank), None)
-        names.append(os.fspath(log.path))
-    assert names == [str(tmp_path / "completions.jsonl"), str(tmp_path / "completions.rank3.jsonl")]
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """What was written after the checkpoint is drawn again: the file is that of a run that was never killed."""
+
+    class Kill(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "one.ckpt")
+            if trainer.global_step == 3:
+                raise RuntimeError("killed")
+
+    def train(folder, callbacks=(), ckpt_path=None):
+        module = make_module(length=2, num_iterations=cycle)
+        callbacks = [CompletionLog(dirpath=str(tmp_path / folder)), *callbacks]
+        fit(module, batch_size=4, ckpt_path=ckpt_path, callbacks=callbacks, max_steps=4, max_epochs=-1)
+
+    for cycle in (1, 2):  # with 2, the checkpoint is inside the first rollout's cycle
+        train(f"whole{cycle}")
+        with pytest.raises(RuntimeError, match="killed"):
+            train(f"killed{cycle}", [Kill()])
+        path = tmp_path / f"killed{cycle}" / "completions.jsonl"
+        path.write_text(path.read_text() + '{"rollout": 0, "source": "cut o')  # killed in the middle of a line
+        train(f"killed{cycle}", ckpt_path=str(tmp_path / "one.ckpt"))
+        whole = (tmp_path / f"whole{cycle}" / "completions.jsonl").read_text()
+        assert path.read_text() == whole
+        assert len(whole.splitlines()) == 4 // cycle * 16
+        assert [file.name for file in path.parent.iterdir()] == ["completions.jsonl"]
+
+
+def test_extras_do_not_replace_fields(tmp_path):
+    def explained(completions, log_extra):
+        log_extra("hint", ["h"] * len(completions))
+        log_extra("mine", list(range(len(completions))))
+        return [1.0] * len(completions)
+
+    module = scripted([explained], "a", "b")
+    fit_and_read(tmp_path, module)
+    scores = module.samples[1]
+    scores.extras |= {"reward": ["x", "y"], "step": [7, 8]}
+    first, second = lines_of_rollout(module)
+    assert (first["reward"], first["extra/reward"], first["extra/step"], first["mine"]) == (1.0, "x", 7, 0)
+    assert (second["reward"], second["extra/reward"], second["extra/step"], second["mine"]) == (1.0, "y", 8, 1)
+    assert "step" not in first  # the callback adds it in front
+
+
+@pytest.mark.parametrize(("setting", "value"), [("max_rows", 0), ("num_samples", -1)])
+def test_sizes_are_checked(setting, value):
+    with pytest.raises(ValueError, match=f"{setting} must be .* got {value}"):
+        CompletionLog(**{setting: value})
 
 
 def test_without_a_logger_it_goes_to_the_root(tmp_path):

@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.data.formats import PROMPT_COLUMNS, to_prompt
+from grpo_lightning.data.formats import PROMPT_COLUMNS, refuse_media, to_prompt
+from grpo_lightning.data.templates import PromptTemplate
 
 USER = {"role": "user", "content": "1 + 1?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASSISTANT = {"role": "assistant", "content": "2"}
+HI = [{"role": "user", "content": "Hi"}]
+HUMAN = {"from": "human", "value": "1 + 1?"}
+GPT = {"from": "gpt", "value": "<answer>2</answer>"}
 
 
 @pytest.mark.parametrize(
@@ -16,15 +20,31 @@ ASSISTANT = {"role": "assistant", "content": "2"}
     [
         ({"prompt": "Hi", "answer": "2"}, "Hi", {"answer": "2"}),
         ({"prompt": [SYSTEM, USER], "answer": "2"}, [SYSTEM, USER], {"answer": "2"}),
-        ({"problem": "Hi", "solution": "2"}, "Hi", {"problem": "Hi", "solution": "2"}),
-        ({"question": "Hi", "answer": "#### 2"}, "Hi", {"question": "Hi", "answer": "#### 2"}),
+        ({"problem": "Hi", "solution": "2"}, HI, {"problem": "Hi", "solution": "2"}),
+        ({"question": "Hi", "answer": "#### 2"}, HI, {"question": "Hi", "answer": "#### 2"}),
         ({"messages": [SYSTEM, USER, ASSISTANT], "solution": "2"}, [SYSTEM, USER], {"solution": "2"}),
         ({"messages": [USER], "solution": "2"}, [USER], {"solution": "2"}),
         ({"messages": [USER, ASSISTANT, USER]}, [USER, ASSISTANT, USER], {}),
         ({"messages": [USER, ASSISTANT, ASSISTANT]}, [USER, ASSISTANT], {}),  # the final turn only
         ({"prompt": [USER, ASSISTANT]}, [USER, ASSISTANT], {}),  # a prompt is taken as it is
-        ({"prompt": None, "question": "Hi"}, "Hi", {"prompt": None, "question": "Hi"}),
+        ({"prompt": None, "question": "Hi"}, HI, {"prompt": None, "question": "Hi"}),
         ({"prompt": "Hi", "question": None}, "Hi", {"question": None}),
+        ({"query": "Hi", "label": 2}, HI, {"query": "Hi", "label": 2}),
+        ({"conversations": [HUMAN]}, [USER], {}),
+        ({"conversations": [HUMAN, GPT], "id": 7}, [USER], {"id": 7, "solution": "<answer> 2 </answer>"}),
+        ({"conversations": [HUMAN, {"from": "gpt", "value": " 2\n"}]}, [USER], {"solution": "<answer> 2 </answer>"}),
+        (
+            {"conversations": [HUMAN, {"from": "gpt", "value": [1, 2]}]},
+            [USER],
+            {"solution": "<answer> [1, 2] </answer>"},
+        ),
+        ({"conversations": [HUMAN, GPT], "solution": "two"}, [USER], {"solution": "two"}),
+        ({"conversations": [HUMAN, GPT], "solution": None}, [USER], {"solution": "<answer> 2 </answer>"}),
+        (
+            {"conversations": [{"from": "system", "value": "Be brief."}, HUMAN, {"from": "gpt", "value": "2"}, HUMAN]},
+            [SYSTEM, USER, ASSISTANT, USER],
+            {},
+        ),
     ],
 )
 def test_the_prompt_and_the_columns(row: dict[str, Any], content: Any, columns: dict[str, Any]):
@@ -81,6 +101,15 @@ def test_exactly_one_prompt_column(row: dict[str, Any], parts: list[str]):
         ({"prompt": [{"role": "user", "content": ["Hi"]}]}, "the content must be"),
         ({"prompt": [{"role": "user", "content": []}]}, "the content must be"),
         ({"prompt": [{"role": "user", "content": {"type": "text"}}]}, "the content must be"),
+        ({"query": ""}, "column 'query' must be text that is not empty"),
+        ({"conversations": []}, "column 'conversations' must be a list of turns that is not empty"),
+        ({"conversations": [HUMAN, {"role": "user", "content": "Hi"}]}, "turn 2 must look like .* got {'role'"),
+        ({"conversations": [{"from": "bot", "value": "Hi"}]}, "turn 1 must look like .*human"),
+        ({"conversations": [{"from": "human"}]}, "turn 1 must look like"),
+        ({"conversations": [GPT]}, "must end with a question"),
+        ({"conversations": [HUMAN, GPT, GPT]}, "must end with a question"),
+        ({"conversations": [{"from": "human", "value": " "}]}, "the last question must be text that is not empty"),
+        ({"conversations": [{"from": "human", "value": "<image>What?"}]}, "placeholder <image>, but the row has no"),
     ],
 )
 def test_a_wrong_prompt_is_named(row: dict[str, Any], message: str):
@@ -92,3 +121,77 @@ def test_long_values_are_cut_in_messages():
     with pytest.raises(ValueError, match="must be") as caught:
         to_prompt({"question": ["x" * 10_000]}, where="f")
     assert len(str(caught.value)) < 300
+
+
+# --- text or chat, and what is put around it
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "content"),
+    [
+        ({"prompt": "Hi"}, {}, "Hi"),
+        ({"prompt": "Hi"}, {"prompt_as": "chat"}, HI),
+        ({"prompt": "Hi"}, {"system_prompt": "Be brief."}, [SYSTEM, *HI]),
+        ({"prompt": "Hi"}, {"question_template": "Q {question}"}, "Q Hi"),
+        ({"question": "Hi"}, {"prompt_as": "text"}, "Hi"),
+        ({"question": "Hi"}, {"system_prompt": "Be brief."}, [SYSTEM, *HI]),
+        ({"problem": "Hi"}, {"question_template": "Q {question}"}, [{"role": "user", "content": "Q Hi"}]),
+        ({"messages": [USER]}, {"system_prompt": "Be brief."}, [SYSTEM, USER]),
+        ({"messages": [SYSTEM, USER]}, {"system_prompt": "Be long."}, [SYSTEM, USER]),  # the row knows better
+        ({"conversations": [HUMAN, GPT]}, {"prompt_as": "text"}, "1 + 1?"),
+        (
+            {"conversations": [HUMAN, GPT]},
+            {"question_template": "Q {question}"},
+            [{"role": "user", "content": "Q 1 + 1?"}],
+        ),
+        (
+            {"conversations": [HUMAN, {"from": "gpt", "value": "2"}, HUMAN]},
+            {"question_template": "Q {question}", "system_prompt": "Be brief."},
+            [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "Q 1 + 1?"}],
+        ),
+    ],
+)
+def test_text_or_chat(row: dict[str, Any], settings: dict[str, Any], content: Any):
+    assert to_prompt(row, where="f", template=PromptTemplate(**settings)).content == content
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"messages": [USER]}, {"question_template": "Q {question}"}, "the row is a list of messages"),
+        ({"prompt": [USER]}, {"prompt_as": "text"}, "the row is a list of messages, prompt_as 'text'"),
+        ({"conversations": [HUMAN, GPT, HUMAN]}, {"prompt_as": "text"}, "has several turns"),
+    ],
+)
+def test_what_a_chat_cannot_be(row: dict[str, Any], settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: .*{message}"):
+        to_prompt(row, where="f.jsonl:3", template=PromptTemplate(**settings))
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"prompt": "Hi", "image": "cat.png"}, "column 'image'"),
+        ({"prompt": "Hi", "images": ["cat.png"]}, "column 'images'"),
+        ({"conversations": [{"from": "human", "value": "<image>What?"}], "image": "cat.png"}, "column 'image'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a message part of type 'image'"),
+    ],
+)
+def test_media_are_refused(row: dict[str, Any], found: str):
+    prompt = to_prompt(row, where="f")
+    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: the row has {found}, and the policy is given text only"):
+        refuse_media(prompt, "f.jsonl:3")
+
+
+@pytest.mark.parametrize("value", [None, "", [], ()])
+def test_an_empty_media_column_is_none(value: Any):
+    refuse_media(
+        to_prompt({"prompt": [{"role": "user", "content": [{"type": "text"}]}], "images": value}, where="f"), "f"
+    )
+
+
+def test_the_placeholder_of_an_image_stays():
+    row = {"conversations": [{"from": "human", "value": "<image>What?"}, GPT], "image": "cat.png"}
+    prompt = to_prompt(row, where="f")
+    assert prompt.content == [{"role": "user", "content": "<image>What?"}]
+    assert prompt.columns == {"image": "cat.png", "solution": "<answer> 2 </answer>"}

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import random
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.mixture import DatasetEntry, load_mixture, parse_strategy, read_mixture_yaml, select
+from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.lengths import LengthLimit
+from grpo_lightning.data.mixture import is_streaming, load_mixture, read_mixture_yaml, stream_mixture
+from grpo_lightning.data.templates import PromptTemplate
+from tests.tiny_models import tiny_tokenizer
 
 
 def rows(*names: str) -> list[dict[str, str]]:
@@ -35,144 +37,6 @@ def write(name: str, content: Any) -> str:
 
 def contents(*entries: DatasetEntry, seed: int = 0) -> list[Any]:
     return [prompt.content for prompt in load_mixture(entries, seed=seed)]
-
-
-# --- strategies
-
-
-@pytest.mark.parametrize(
-    ("strategy", "chosen"),
-    [
-        ("all", [0, 1, 2, 3, 4]),
-        ("first:2", [0, 1]),
-        ("first:0", []),
-        ("first:5", [0, 1, 2, 3, 4]),
-        ("end:2", [3, 4]),
-        ("end:0", []),  # rows[-0:] would be all of them
-        ("end:5", [0, 1, 2, 3, 4]),
-        ("random:0", []),
-        ("random:5", [0, 1, 2, 3, 4]),
-        ("first:40%", [0, 1]),
-        ("first:41%", [0, 1, 2]),  # 2.05 rows round up
-        ("end:0.001%", [4]),
-        ("end:0%", []),
-        ("random:100%", [0, 1, 2, 3, 4]),
-    ],
-)
-def test_select_by_hand(strategy: str, chosen: list[int]):
-    assert select(5, strategy, seed=0, name="f") == chosen
-
-
-def test_percentages_are_exact():
-    # In floats 0.07 * 100 is 7.000000000000001 and would round up to 8.
-    assert [len(select(100, f"first:{percent}%", seed=0, name="f")) for percent in range(101)] == list(range(101))
-    assert len(select(1000, "first:12.5%", seed=0, name="f")) == 125
-    assert len(select(1000, "first:12.51%", seed=0, name="f")) == 126
-
-
-@pytest.mark.parametrize("strategy", ["first:9", "end:9", "random:9"])
-def test_asking_for_too_many_rows_gives_all_and_says_so(strategy: str, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
-        assert select(5, strategy, seed=0, name="gsm8k") == [0, 1, 2, 3, 4]
-    assert f"gsm8k: {strategy} asks for more than the 5 rows there are" in caplog.text
-    caplog.clear()
-    select(5, strategy.replace("9", "5"), seed=0, name="gsm8k")
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "first",
-        "first:",
-        "first:-2",
-        "first:1.5",
-        "first:x",
-        "first:1:2",
-        "a:b:c",
-        "First:2",
-        "half:2",
-        ":2",
-        "2",
-        "first:101%",
-        "first:-1%",
-        "first:%",
-        "first:1/2",
-        "first:1e2",
-        "first:٣",
-        "all:2",
-        "first:2\n",
-        "",
-        " all",
-        "first: 2",
-        2,
-        None,
-        {"first": 2},
-    ],
-)
-def test_what_is_no_strategy_is_an_error(strategy: Any):
-    with pytest.raises(ValueError, match=r"sampling_strategy of 'train\.json' is") as caught:
-        parse_strategy(strategy, name="train.json")
-    assert f"is {strategy!r};" in str(caught.value)
-    assert "all, first:N, end:N or random:N" in str(caught.value)
-    with pytest.raises(ValueError, match="sampling_strategy of"):
-        DatasetEntry("train.json", strategy)
-
-
-strategies = st.builds(
-    lambda take, number, percent: f"{take}:{number}{percent}",
-    st.sampled_from(["first", "end", "random"]),
-    st.integers(0, 100),
-    st.sampled_from(["", "%"]),
-)
-
-
-@given(st.integers(0, 60), strategies, st.integers(0, 5), st.sampled_from(["a", "b"]))
-def test_select_takes_the_right_number_of_different_rows_in_order(count: int, strategy: str, seed: int, name: str):
-    chosen = select(count, strategy, seed=seed, name=name)
-    number = int(strategy.partition(":")[2].removesuffix("%"))
-    # ceil as the least whole number that is enough
-    wanted = next(n for n in range(count + 1) if n * 100 >= number * count) if strategy.endswith("%") else number
-    assert len(chosen) == min(wanted, count)
-    assert chosen == sorted(set(chosen))
-    assert set(chosen) <= set(range(count))
-
-
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 10**6))
-def test_random_depends_on_seed_and_name_only(count: int, number: int, seed: int):
-    first = select(count, f"random:{number}", seed=seed, name="f")
-    random.seed(seed + 1)
-    state = random.getstate()
-    assert select(count, f"random:{number}", seed=seed, name="f") == first
-    assert random.getstate() == state
-
-
-def test_random_is_pinned():
-    # Another machine, Python or release must draw the same rows: these numbers never change.
-    assert select(1000, "random:5", seed=0, name="gsm8k") == [266, 319, 554, 789, 812]
-
-
-@given(st.integers(1, 60), st.integers(0, 59), st.integers(0, 100))
-def test_a_larger_random_choice_holds_the_smaller_one(count: int, number: int, seed: int):
-    smaller = select(count, f"random:{number}", seed=seed, name="f")
-    assert set(smaller) <= set(select(count, f"random:{number + 1}", seed=seed, name="f"))
-
-
-def test_random_differs_by_seed_and_by_name_and_is_fair():
-    draws = {tuple(select(1000, "random:10", seed=seed, name=name)) for seed in range(5) for name in "ab"}
-    assert len(draws) == 10
-    counts = [0] * 10
-    for seed in range(2000):
-        for row in select(10, "random:3", seed=seed, name="f"):
-            counts[row] += 1
-    assert sum(counts) == 6000
-    assert all(500 < count < 700 for count in counts)  # 600 each, standard deviation 20
-
-
-@given(st.integers(0, 500), st.fractions(0, 100, max_denominator=8).filter(lambda p: p.denominator in (1, 2, 4, 8)))
-def test_percent_is_the_ceiling(count: int, percent: Fraction):
-    strategy = parse_strategy(f"first:{float(percent)}%", name="f")
-    assert strategy.num_rows(count) == -((-percent * count) // 100)
 
 
 # --- files
@@ -221,7 +85,7 @@ def test_rows_that_are_not_chosen_need_not_be_right():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("f.jsonl", '{"prompt": "a"}\n\n{"prompt": ', r"^f\.jsonl:3: not valid JSON"),
+        ("f.jsonl", '{"prompt": "a"}\n\n{"prompt": ', r"^f\.jsonl:3: not valid JSON: Expecting value at column 12\.$"),
         ("f.jsonl", '{"prompt": "a"}\n["b"]', r"^f\.jsonl:2: a row must be an object .* got \['b'\]"),
         ("f.jsonl", '{"prompt": "a"}\n{"text": "b"}', r"^f\.jsonl:2: the row has no prompt column"),
         ("f.jsonl", " \n\n", r"f\.jsonl is empty"),
@@ -229,10 +93,14 @@ def test_rows_that_are_not_chosen_need_not_be_right():
         ("f.json", "[]", r"f\.json is empty"),
         ("f.json", '[{"prompt": "a"}, "b"]', r"^f\.json, element 2: a row must be an object .* got 'b'"),
         ("f.json", '[{"prompt": "a"}, {"text": "b"}]', r"^f\.json, element 2: the row has no prompt column"),
-        ("f.json", '[{"prompt": "a"}', r"^f\.json: not valid JSON: .*line 1"),
-        ("f.json", '{"prompt": "a"}\n{"prompt": "b"}', r"^f\.json: not valid JSON: Extra data.*is \.jsonl"),
+        ("f.json", '[{"prompt": "a"}', r"^f\.json:1: not valid JSON: Expecting .* at column 17\.$"),
+        (
+            "f.json",
+            '{"prompt": "a"}\n{"prompt": "b"}',
+            r"^f\.json:2: not valid JSON: Extra data at column 1\. .*is \.jsonl",
+        ),
         ("f.json", '{"prompt": "a"}', r"f\.json must be a list of objects, got \{'prompt'"),
-        ("f.csv", "prompt\na", r"f\.csv must end in \.json or \.jsonl"),
+        ("f.txt", "prompt\na", r"f\.txt must end in \.json or \.jsonl or \.csv or \.parquet"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_place(name: str, text: str, message: str):
@@ -295,13 +163,13 @@ def test_paths_in_yaml_are_seen_from_the_current_folder_then_from_the_yaml(folde
         ("datasets: []\n", "must have the key 'datasets'"),
         ("datasets: a.json\n", "must have the key 'datasets' with a list"),
         ("- json_path: a.json\n", "must have the key 'datasets'"),
-        ("datasets:\n  - a.json\n", "entry 1 must have the key 'json_path'"),
-        ("datasets:\n  - json_path: 3\n", "entry 1 must have the key 'json_path'"),
+        ("datasets:\n  - a.json\n", "entry 1 must have keys like 'json_path'"),
+        ("datasets:\n  - json_path: 3\n", "entry 1: json_path must be text, got 3"),
         (
             "datasets:\n  - json_path: a.json\n    sampling: all\n",
-            "unknown keys sampling; allowed are json_path, sampling_strategy",
+            r"entry 1: unknown keys 'sampling' \(did you mean 'sampling_strategy'\?\); allowed are json_path",
         ),
-        ("datasets:\n  - json_path: a.json\nseed: 1\n", "unknown keys seed; allowed are datasets"),
+        ("datasets:\n  - json_path: a.json\nseed: 1\n", "unknown keys 'seed'.*; allowed are datasets"),
         ("datasets:\n  - json_path: a.json\n    sampling_strategy: first\n", "'a.json' is 'first'"),
         ("datasets:\n  - json_path: a.json\n    sampling_strategy: {first: 2}\n", "'a.json' is {'first': 2}"),
         ("datasets: [\n", "is not YAML"),
@@ -316,3 +184,161 @@ def test_a_wrong_yaml_is_an_error(text: str, message: str):
 def test_a_data_file_is_no_yaml():
     with pytest.raises(ValueError, match=r"must end in \.yaml or \.yml.*DatasetEntry\('a\.json'\)"):
         load_mixture(write("a.json", rows("a")), seed=0)
+
+
+# --- what an entry says about its rows
+
+
+def test_columns_are_renamed_and_said_where_they_are_missing():
+    write("a.jsonl", [{"q": "1+1?", "answer": "2", "keep": 0}])
+    (prompt,) = load_mixture([DatasetEntry("a.jsonl", columns={"q": "prompt", "answer": "solution"})], seed=0)
+    assert (prompt.content, prompt.columns) == ("1+1?", {"solution": "2", "keep": 0})
+    with pytest.raises(ValueError, match=r"^a\.jsonl:1: columns renames 'text', .*it has: q, answer, keep"):
+        load_mixture([DatasetEntry("a.jsonl", columns={"text": "prompt"})], seed=0)
+    with pytest.raises(ValueError, match=r"^a\.jsonl:1: .*two columns have one name"):
+        load_mixture([DatasetEntry("a.jsonl", columns={"q": "answer"})], seed=0)
+    (swapped,) = load_mixture([DatasetEntry("a.jsonl", columns={"q": "answer", "answer": "prompt"})], seed=0)
+    assert (swapped.content, swapped.columns["answer"]) == ("2", "1+1?")
+
+
+def test_names_rewards_and_the_reward_method():
+    write("a.jsonl", [{"prompt": "a"}, {"prompt": "b", "accu_reward_method": "math"}, {"prompt": "c"}])
+    entry = DatasetEntry("a.jsonl", name="counting", rewards=["exact"], accu_reward_method="iou")
+    prompts = load_mixture([entry, DatasetEntry("a.jsonl", "first:1")], seed=0)
+    assert [p.source for p in prompts] == ["counting"] * 3 + ["a"]
+    assert [p.rewards for p in prompts] == [["exact"]] * 3 + [None]
+    assert [p.columns.get("accu_reward_method") for p in prompts] == ["iou", "math", "iou", None]
+
+
+def test_entries_may_be_mappings():
+    write("a.jsonl", rows("a0", "a1"))
+    prompts = load_mixture([{"json_path": "a.jsonl", "sampling_strategy": "end:1"}], seed=0)
+    assert [p.content for p in prompts] == ["a1"]
+    with pytest.raises(ValueError, match=r"datasets, entry 1: unknown keys 'json_pth' \(did you mean 'json_path'\?\)"):
+        load_mixture([{"json_pth": "a.jsonl"}], seed=0)
+    with pytest.raises(ValueError, match="must be a list of entries or the path"):
+        load_mixture({"json_path": "a.jsonl"}, seed=0)  # type: ignore[arg-type]
+
+
+def test_an_image_is_not_left_out_without_a_word():
+    write("a.jsonl", [{"prompt": "a", "image": None}, {"prompt": "What is it?", "image": "cat.png"}])
+    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the row has column 'image', and the policy is given text only"):
+        load_mixture([DatasetEntry("a.jsonl")], seed=0)
+    assert contents(DatasetEntry("a.jsonl", "first:1")) == ["a"]
+
+
+def test_a_template_is_put_around_every_row():
+    write("a.jsonl", [{"question": "1+1?"}, {"prompt": "Hi"}])
+    template = PromptTemplate(question_template="Q: {question} {A}", chat_template_kwargs={"think": False})
+    question, text = load_mixture([DatasetEntry("a.jsonl")], seed=0, template=template)
+    assert question.content == [{"role": "user", "content": "Q: 1+1? {A}"}]
+    assert text.content == "Q: Hi {A}"
+    assert question.chat_template_kwargs == {"think": False}
+
+
+# --- lengths and processes
+
+
+def limit(overlong: str, length: int = 4) -> LengthLimit:
+    return LengthLimit(tiny_tokenizer(), length, overlong)  # type: ignore[arg-type]
+
+
+def test_long_prompts_are_dropped_and_counted(caplog: pytest.LogCaptureFixture):
+    write("a.jsonl", rows("a", "long one", "bcd", "longer one"))
+    prompts = load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop"))
+    assert [(p.content, p.index) for p in prompts] == [("a", 0), ("bcd", 2)]
+    assert "2 of 4 prompts of the mixture have more than 4 tokens and are left out; the longest has 10" in caplog.text
+    with pytest.raises(ValueError, match=r"All prompts of the mixture \(a\.jsonl \(all\)\) are too long"):
+        load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop", 0))
+
+
+def test_long_prompts_name_file_and_line():
+    write("a.jsonl", rows("a", "long one", "bcd", "longer one"))
+    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the prompt has 8 tokens\. 2 of 4 .* longest has 10\. Raise"):
+        load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("error"))
+
+
+def test_long_prompts_keep_their_last_tokens(caplog: pytest.LogCaptureFixture):
+    write("a.jsonl", rows("abc", "abcdefgh"))
+    short, long = load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("truncate"))
+    assert short.token_ids is None
+    assert long.content == "abcdefgh"
+    assert tiny_tokenizer().decode(long.token_ids) == "efgh"
+    assert "1 of 2 prompts" in caplog.text
+    assert "cut to their last tokens" in caplog.text
+
+
+@pytest.mark.parametrize("num_proc", [2, 3])
+def test_the_prompts_are_the_same_for_any_number_of_processes(num_proc: int):
+    write("a.jsonl", [{"question": "x" * (n % 7 + 1), "n": n} for n in range(50)])
+    write("b.json", rows("b0"))
+    options = {"seed": 1, "limit": limit("truncate"), "template": PromptTemplate(prompt_as="text")}
+    entries = [DatasetEntry("a.jsonl", "random:37"), DatasetEntry("b.json")]
+    one = load_mixture(entries, **options)
+    assert one == load_mixture(entries, **options, num_proc=num_proc)
+    assert len(one) == 38
+    assert any(p.token_ids for p in one)
+
+
+def test_the_first_bad_row_is_named_for_any_number_of_processes():
+    lines = [json.dumps({"prompt": "x"})] * 40
+    lines[11] = lines[30] = "{"
+    write("a.jsonl", "\n".join(lines))
+    for num_proc in (1, 2):
+        with pytest.raises(ValueError, match=r"^a\.jsonl:12: not valid JSON"):
+            load_mixture([DatasetEntry("a.jsonl")], seed=0, num_proc=num_proc)
+
+
+# --- streams
+
+
+def streamed(*entries: DatasetEntry, **options: Any) -> list[tuple[Any, int, str]]:
+    prompts, _ = stream_mixture(entries, seed=0, **options).order(None).take(0, 10**6)
+    return [(p.content, p.index, p.source) for p in prompts]
+
+
+def test_a_stream_reads_entry_after_entry():
+    write("a.jsonl", rows("a0", "a1", "a2"))
+    write("b.json", rows("b0", "b1", "b2"))
+    mixed = [DatasetEntry("a.jsonl", "first:2", streaming=True), DatasetEntry("b.json", "end:1")]
+    assert is_streaming(mixed)
+    assert not is_streaming(mixed[1:])
+    assert streamed(*mixed) == [("a0", 0, "a"), ("a1", 1, "a"), ("b2", 2, "b")]
+
+
+@given(st.data())
+def test_a_stream_has_the_prompts_of_the_mixture(data: st.DataObject):
+    names = ["a", "b"][: data.draw(st.integers(1, 2))]
+    entries = []
+    for name in names:
+        count = data.draw(st.integers(1, 20))
+        write(f"{name}.jsonl", rows(*(f"{name}{n}" for n in range(count))))
+        strategy = data.draw(st.sampled_from(["all", "first:3", "first:40"]))
+        entries.append(DatasetEntry(f"{name}.jsonl", strategy))
+    listed = load_mixture(entries, seed=0)
+    stream = stream_mixture([replace(entry, streaming=True) for entry in entries], seed=0)
+    assert stream.order(None).take(0, 100)[0] == listed
+    shuffled = stream.order(5).take(0, 100)[0]
+    assert sorted(p.index for p in shuffled) == list(range(len(listed)))
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_a_stream_counts_long_prompts_at_its_end(overlong: str, caplog: pytest.LogCaptureFixture):
+    write("a.jsonl", rows("a", "long one", "bcd"))
+    found = streamed(DatasetEntry("a.jsonl", streaming=True), limit=limit(overlong))
+    assert [content for content, _, _ in found] == (["a", "bcd"] if overlong == "drop" else ["a", "long one", "bcd"])
+    assert caplog.text.count("1 of 3 prompts of the stream have more than 4 tokens") == 1
+
+
+def test_a_long_prompt_of_a_stream_is_an_error_with_its_place():
+    write("a.jsonl", rows("a", "long one", "bcd"))
+    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the prompt has 8 tokens"):
+        streamed(DatasetEntry("a.jsonl", streaming=True), limit=limit("error"))
+    stream = stream_mixture([DatasetEntry("a.jsonl", streaming=True)], seed=0, limit=limit("error"))
+    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the prompt has 8 tokens"):
+        stream.head()
+
+
+def test_a_missing_file_of_a_stream_is_an_error_at_once():
+    with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
+        stream_mixture([DatasetEntry("a.jsonl", streaming=True)], seed=0)

@@ -2,13 +2,18 @@
 
 import itertools
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from grpo_lightning.data.source import PromptBatch, PromptSource, as_prompt, as_prompt_batch
+from grpo_lightning.data.lengths import Measured
+from grpo_lightning.data.listed import LazyPrompts
+from grpo_lightning.data.source import PromptSource, known_prompts
+from grpo_lightning.data.stream import PromptStream, stream_of
+from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.types import Prompt
 
 
@@ -181,6 +186,13 @@ def test_the_state_knows_what_more_has_used():
     assert [names(batch) for batch in resumed] == [names(batch) for batch in steps]
 
 
+def test_an_epoch_that_has_not_begun_is_not_taken_for_over():
+    source = source_of(4, 2)
+    list(source)
+    source.set_epoch(1)  # Lightning saves checkpoints between this and the first batch
+    assert {name: source.state_dict()[name] for name in ("epoch", "prompts_used")} == {"epoch": 1, "prompts_used": 0}
+
+
 def test_a_state_not_yet_used_is_kept():
     """Lightning saves before it iterates when a run is killed right after it was resumed."""
     source = source_of(9, 2, cycle=2)
@@ -218,7 +230,7 @@ def test_other_data_or_settings_are_refused(changes, said):
     assert len(list(other)) == len(other), "a refused state must leave nothing behind"
 
 
-# ---------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------------------------- data
 
 
 @pytest.mark.parametrize(
@@ -239,7 +251,11 @@ def test_rows_become_prompts():
     prompt = Prompt("given", index=7)
     source = PromptSource([prompt, "text", {"question": "row?", "answer": 3}], 3, shuffle=False)
     assert source.prompts[0] is prompt
-    assert [(p.content, p.index) for p in source.prompts] == [("given", 7), ("text", 1), ("row?", 2)]
+    assert [(p.content, p.index) for p in source.prompts] == [
+        ("given", 7),
+        ("text", 1),
+        ([{"role": "user", "content": "row?"}], 2),
+    ]
     assert source.prompts[2].columns == {"question": "row?", "answer": 3}
 
 
@@ -248,41 +264,231 @@ def test_a_bad_row_is_named():
         PromptSource([{"prompt": "a"}, {"text": "b"}], 1)
 
 
-def test_moving_a_batch_is_itself():
-    batch = PromptBatch([Prompt("a")], cycle=2, position=1)
-    assert batch.to("meta") is batch
-    assert len(batch) == 1
-    assert as_prompt_batch(batch) is batch
+def test_every_prompt_of_a_list_has_its_place():
+    source = PromptSource(["a", {"prompt": "b"}, Prompt("c"), Prompt("d", index=9)], 2)
+    assert [p.index for p in source.prompts] == [0, 1, 2, 9]
 
 
-def test_plain_lists_are_batches_of_cycle_one():
-    batch = as_prompt_batch(["a", {"prompt": "b", "x": 1}, Prompt("c")])
-    assert [(p.content, dict(p.columns)) for p in batch.prompts] == [("a", {}), ("b", {"x": 1}), ("c", {})]
-    assert (batch.cycle, batch.position) == (1, 0)
+def test_the_template_is_put_around_rows():
+    source = PromptSource([{"question": "a?"}], 1, template=PromptTemplate("Be brief.", "Q {question}"))
+    assert source.prompts[0].content == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q a?"},
+    ]
 
 
-def test_a_data_loaders_default_batches_are_rows_again():
-    rows = [{"prompt": f"p{i}", "answer": i, "score": i / 2, "name": str(i)} for i in range(5)]
-    batches = [as_prompt_batch(batch) for batch in DataLoader(rows, batch_size=2)]
-    got = [{"prompt": p.content, **p.columns} for batch in batches for p in batch.prompts]
-    assert got == rows
-    assert all(isinstance(row["answer"], int) for row in got)
-    texts = [as_prompt_batch(batch) for batch in DataLoader(["a", "b", "c"], batch_size=2)]
-    assert [names(batch) for batch in texts] == [["a", "b"], ["c"]]
+def test_an_image_is_refused():
+    with pytest.raises(ValueError, match="row 1: the row has column 'image'"):
+        PromptSource([{"prompt": "a"}, {"prompt": "b", "image": "x.png"}], 1)
 
 
-def test_columns_of_different_length_are_no_batch():
-    with pytest.raises(ValueError, match="shorter"):
-        as_prompt_batch({"prompt": ["a", "b"], "answer": ["1"]})
+class Counted:
+    """A data set of any length that counts what is read."""
+
+    def __init__(self, count):
+        self.count, self.reads = count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        return {"prompt": f"p{index}", "n": index}
 
 
-@pytest.mark.parametrize("batch", ["a text", 3, None, torch.zeros(2), {"prompt": "one row, not a batch"}])
-def test_what_is_no_batch_is_refused(batch):
-    with pytest.raises(TypeError, match=r"must be prompts .*PromptSource"):
-        as_prompt_batch(batch)
+def test_a_data_set_is_read_as_it_is_used():
+    data = Counted(10)
+    source = PromptSource(data, 2, shuffle=False, rank=1, world_size=2)
+    assert not data.reads
+    assert isinstance(source.prompts, LazyPrompts)
+    assert len(source) == 3
+    assert names(next(iter(source))) == ["p1", "p3"]
+    assert data.reads == [1, 3]
+    assert [p.index for p in source.prompts] == list(range(10))
+    assert [p.content for p in known_prompts(PromptSource(Counted(1000), 1).prompts)] == [f"p{i}" for i in range(64)]
 
 
-def test_as_prompt_numbers_only_what_has_no_number():
-    assert as_prompt("a", 4).index == 4
-    assert as_prompt({"prompt": "a"}, 4).index == 4
-    assert as_prompt(Prompt("a", index=1), 4).index == 1
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_hub_data_set_gives_what_its_rows_give(shuffle):
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(7)]
+    listed = PromptSource(rows, 3, shuffle=shuffle, cycle=2)
+    lazy = PromptSource(datasets.Dataset.from_list(rows), 3, shuffle=shuffle, cycle=2)
+    assert [batch.prompts for batch in lazy] == [batch.prompts for batch in listed]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(["a", "b"]), "give it the data set, not a DataLoader"),
+        ({"prompt": "a"}, "needs a data set.*got dict.*Put a single row into a list"),
+        ("a", "needs a data set"),
+        (3, "needs a data set"),
+        (iter(["a"]), "can be read only once"),
+        ((text for text in "ab"), "a generator can be read only once.*from_generator"),
+        ([["a", "b"], ["c"]], "row 0 must be a prompt.*got list.*not batches of it"),
+        ([torch.zeros(2)], "row 0 must be a prompt.*got Tensor"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(data, message):
+    with pytest.raises(TypeError, match=message):
+        PromptSource(data, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- streams
+
+
+class Stream:
+    """Rows that are read again and again, and counted."""
+
+    def __init__(self, count):
+        self.count, self.reads = count, 0
+
+    def __iter__(self):
+        for number in range(self.count):
+            self.reads += 1
+            yield {"prompt": f"p{number}"}
+
+
+def streaming(count=10, batch_size=3, **options):
+    return PromptSource(Stream(count), batch_size, **({"shuffle_buffer": 4} | options))
+
+
+def test_a_stream_has_no_length_and_is_not_read_ahead_of_use():
+    source = streaming(shuffle=False)
+    with pytest.raises(TypeError, match="no length"):
+        len(source)
+    assert source.is_stream
+    steps = iter(source)
+    batch = next(steps)
+    assert source.prompts.parts[0].args[0].reads == 0
+    assert names(batch) == ["p0", "p1", "p2"]
+    assert source.prompts.parts[0].args[0].reads == 3
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([0, 2])
+)
+@settings(max_examples=40)
+def test_a_stream_gives_every_prompt_once_per_epoch(count, batch_size, cycle, world_size, shuffle, num_workers):
+    options = {"cycle": cycle, "world_size": world_size, "shuffle": shuffle, "num_workers": num_workers}
+    ranks = [list(run(streaming(count, batch_size, rank=rank, **options), epochs=2)) for rank in range(world_size)]
+    assert len({len(steps) for steps in ranks}) == 1
+    for epoch in (0, 1):
+        used = [
+            name for steps in ranks for e, prompts, position in steps if e == epoch and not position for name in prompts
+        ]
+        assert sorted(used) == sorted(f"p{i}" for i in range(count))
+    assert all(len(steps) % cycle == 0 for steps in ranks)
+
+
+def test_a_stream_is_shuffled_by_seed_and_epoch():
+    orders = [
+        [name for batch, _ in epoch_of(streaming(20, 4, seed=s), e) for name in batch] for s in (1, 2) for e in (0, 1)
+    ]
+    assert len(set(map(tuple, orders))) == 4
+    assert orders[0] == [name for batch, _ in epoch_of(streaming(20, 4, seed=1), 0) for name in batch]
+
+
+def test_a_stream_is_a_list_where_it_is_not_shuffled():
+    for cycle in (1, 2):
+        assert list(run(streaming(shuffle=False, cycle=cycle))) == list(run(source_of(shuffle=False, cycle=cycle)))
+
+
+def ahead(source, *, epochs, start=0):
+    """As Lightning asks a loader without length: for one batch more than is used."""
+    for epoch in range(start, epochs):
+        waiting, steps = [], iter(source)
+        waiting.append(next(steps))
+        source.set_epoch(epoch)
+        while waiting:
+            batch = waiting.pop(0)
+            waiting.extend(itertools.islice(steps, 1))
+            yield epoch, names(batch), batch.position
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.data())
+@settings(max_examples=80)
+def test_a_stream_resumes_at_any_micro_step(count, batch_size, cycle, world_size, shuffle, data):
+    options = {"cycle": cycle, "world_size": world_size, "rank": world_size - 1, "shuffle": shuffle, "seed": 3}
+    whole = list(run(streaming(count, batch_size, **options)))
+    walk = data.draw(st.sampled_from([run, ahead]))
+    assert list(walk(streaming(count, batch_size, **options), epochs=3)) == whole
+    done, state, start = 0, None, 0
+    for _ in range(2):
+        source = streaming(count, batch_size, **options)
+        if state is not None:
+            source.load_state_dict(state)
+            start = state["epoch"]
+        taken = data.draw(st.integers(1, max(1, len(whole) - done)))
+        assert list(itertools.islice(walk(source, epochs=3, start=start), taken)) == whole[done : done + taken]
+        done, state = min(done + taken, len(whole)), source.state_dict()
+    source = streaming(count, batch_size, **options)
+    source.load_state_dict(state)
+    assert list(walk(source, epochs=3, start=state["epoch"])) == whole[done:]
+
+
+def test_more_of_a_stream_comes_before_a_batch_that_waits():
+    source = streaming(9, 2, shuffle=False)
+    steps = iter(source)
+    waiting = next(steps)
+    batch, waiting = waiting, next(steps)
+    assert names(batch) == ["p0", "p1"]
+    assert [p.content for p in source.upcoming(2)] == ["p2", "p3"]
+    assert [p.content for p in source.more(3)] == ["p2", "p3", "p4"]
+    resumed = streaming(9, 2, shuffle=False)
+    resumed.load_state_dict(source.state_dict())
+    assert [names(b) for b in resumed] == [["p5", "p6"], ["p7", "p8"]]
+    assert [names(b) for b in (waiting, *steps)] == [["p5", "p6"], ["p7", "p8"]]
+
+
+def test_more_leaves_a_prompt_to_a_batch_that_waits():
+    source = streaming(6, 2, shuffle=False)
+    steps = iter(source)
+    batch, waiting = next(steps), next(steps)
+    assert names(batch) == ["p0", "p1"]
+    assert [p.content for p in source.more(10)] == ["p2", "p3", "p4"]
+    assert names(waiting) == ["p5"]
+    assert source.more(1) == []
+    assert next(steps, None) is None
+
+
+def test_a_stream_goes_on_among_rows_that_are_left_out():
+    def odd(row, number):
+        return Measured(Prompt(row, index=number) if number % 2 else None)
+
+    def source():
+        stream = PromptStream([lambda: ((f"p{i}", odd) for i in range(16))], shuffle_buffer=3)
+        return PromptSource(stream, 3)
+
+    whole = list(run(source()))
+    assert sorted(name for epoch, prompts, _ in whole if epoch == 0 for name in prompts) == sorted(
+        f"p{i}" for i in range(1, 16, 2)
+    )
+    for done in range(1, len(whole)):
+        killed, resumed = source(), source()
+        assert list(itertools.islice(run(killed), done)) == whole[:done]
+        resumed.load_state_dict(killed.state_dict())
+        assert list(run(resumed, start=killed.state_dict()["epoch"])) == whole[done:]
+
+
+def test_an_empty_stream_is_an_error():
+    with pytest.raises(ValueError, match="the stream is empty"):
+        list(epoch_of(streaming(0)))
+
+
+def test_a_stream_of_another_buffer_is_refused():
+    source = streaming()
+    names(next(iter(source)))
+    with pytest.raises(ValueError, match="shuffle_buffer was 4, is 5"):
+        streaming(shuffle_buffer=5).load_state_dict(source.state_dict())
+    with pytest.raises(ValueError, match="num_prompts was None, is 10"):
+        source_of().load_state_dict(source.state_dict())
+
+
+def test_iterable_data_sets_are_streams():
+    rows = [{"prompt": f"p{i}"} for i in range(7)]
+    data = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    assert epoch_of(PromptSource(data, 3, shuffle=False)) == epoch_of(source_of(7, 3, shuffle=False))
+    stream = stream_of(rows, lambda row, number: Prompt(row["prompt"], index=number))
+    assert isinstance(stream, PromptStream)
+    assert PromptSource(stream, 2).prompts is stream

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.policy.tokenize import check_length, tokenize
+from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
 from grpo_lightning.types import Prompt
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -32,7 +32,8 @@ def test_an_empty_prompt_is_refused():
 
 
 def test_prompt_and_completion_must_fit_the_positions():
-    model = tiny_model("gpt2")  # 256 learned positions: the next one would be an index error in the middle of a run
-    check_length(Prompt("p"), [2] * 200, model, 56)
+    limit = num_positions(tiny_model("gpt2").config)  # learned: the next one would be an index error in a run
+    assert limit == 256
+    check_length(Prompt("p"), [2] * 200, limit, 56)
     with pytest.raises(ValueError, match=r"has 200 tokens; with sampling\.max_completion_length 57 .* 256 positions"):
-        check_length(Prompt("p"), [2] * 200, model, 57)
+        check_length(Prompt("p"), [2] * 200, limit, 57)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
 
-from grpo_lightning.rewards import ExactMatch, Format, Length, Reward, WeightedReward
+from grpo_lightning.rewards import ByMethod, Cosine, ExactMatch, Format, Length, Reward, WeightedReward
 
 
 def plain(completions: list[str]) -> list[float | None]:
@@ -92,7 +92,9 @@ def test_a_call_leaves_out_what_is_not_taken():
     ("arguments", "message"),
     [
         ({"reward": ExactMatch}, r"got <class .*ExactMatch'>: give an instance, ExactMatch\(\.\.\.\)"),
-        ({"reward": "accuracy"}, "must be a function or callable object, got 'accuracy'"),
+        ({"reward": "accuracy"}, r"got the text 'accuracy': give the function itself, or .*reward\('accuracy'\)"),
+        ({"reward": 3}, "must be a function or callable object, got 3: give a function"),
+        ({"reward": plain, "completions_as": "str"}, "completions_as must be one of auto, text, messages, got 'str'"),
         ({"reward": WeightedReward(plain)}, "'plain' is a WeightedReward already"),
         ({"reward": plain, "weight": float("nan")}, "weight of reward 'plain' must be finite, got nan"),
         ({"reward": plain, "on_error": "skip"}, "on_error must be one of raise, none, value, got 'skip'"),
@@ -132,6 +134,40 @@ def parsed(yaml: str) -> Module:
     module = instantiate(again).model
     assert isinstance(module, Module)
     return module
+
+
+def test_rewards_inside_others_in_yaml():
+    module = parsed(
+        f"""
+        model:
+          rewards:
+            - class_path: Cosine
+              init_args: {{max_len: 9, accuracy: {{class_path: ExactMatch, init_args: {{extract: boxed}}}}}}
+            - {{class_path: Cosine, init_args: {{accuracy: {__name__}.plain}}}}
+            - class_path: ByMethod
+              init_args:
+                default: judge
+                methods:
+                  judge: {{class_path: {__name__}.LLMJudge, init_args: {{model: large}}}}
+                  own: {__name__}.plain
+            - {{class_path: WeightedReward, init_args: {{reward: {__name__}.plain, completions_as: messages}}}}
+            - {{class_path: SoftOverlong, init_args: {{cache_length: 8}}}}
+            - {{class_path: Repetition, init_args: {{unit: tokens}}}}
+        """
+    )
+    cosine, around_function, by_method, as_messages, *_ = module.rewards
+    assert isinstance(cosine, Cosine)
+    assert isinstance(cosine.accuracy.reward, ExactMatch)
+    assert cosine.accuracy.reward.extract == "boxed"
+    assert isinstance(around_function, Cosine)
+    assert around_function.accuracy.reward is plain
+    assert isinstance(by_method, ByMethod)
+    assert by_method.default == "judge"
+    assert isinstance(by_method.methods["judge"].reward, LLMJudge)
+    assert by_method.methods["judge"].reward.model == "large"
+    assert by_method.methods["own"].reward is plain
+    assert isinstance(as_messages, WeightedReward)
+    assert as_messages.completions_as == "messages"
 
 
 def test_rewards_in_yaml():
@@ -177,7 +213,7 @@ def test_rewards_in_yaml():
     [
         (f"{__name__}.nowhere", "nowhere"),
         ("{class_path: grpo_lightning.rewards.ExactMatch, init_args: {column: a}}", "column"),
-        ("{class_path: grpo_lightning.rewards.ExactMatch, init_args: {extract: boxed}}", "boxed"),
+        ("{class_path: grpo_lightning.rewards.ExactMatch, init_args: {extract: box}}", "box"),
     ],
 )
 def test_wrong_yaml_is_an_error(reward: str, message: str):

@@ -55,10 +55,38 @@ def test_arguments_for_text_prompts():
         "prompts": ["question", "question", "other", "other"],
         "completions": ["a", "bb", "c", ""],
         "completion_ids": [[97], [98, 98], [99], []],
+        "finish_reasons": ["stop", "stop", "stop", "stop"],
+        "max_completion_length": None,
         "trainer_state": "state",
         "answer": ["1", "1", "2", "2"],
         "id": [7, 7, 8, 8],
     }
+
+
+def test_limit_and_finish_reasons_reach_a_reward():
+    seen: list[Any] = []
+
+    def cut(completions: Any, finish_reasons: list[str], max_completion_length: int) -> list[float]:
+        seen.append(max_completion_length)
+        return [-float(reason == "length") for reason in finish_reasons]
+
+    batch = [group("a", "b"), group("c", "d")]
+    batch[0].completions[1].finish_reason = "length"
+    close(RewardSet([cut]).score(batch, max_completion_length=64).total, [[0, -1], [0, 0]])
+    spy = Spy(per_group=True)
+    RewardSet([spy]).score(batch, max_completion_length=64)
+    assert spy.seen["finish_reasons"] == [["stop", "length"], ["stop", "stop"]]
+    assert seen == [spy.seen["max_completion_length"]] == [64]
+
+
+@pytest.mark.parametrize("per_group", [False, True])
+def test_the_form_of_completions_can_be_asked_for(per_group: bool):
+    message = [{"role": "assistant", "content": "a"}]
+    for form, in_chat, in_text in (("auto", message, "a"), ("text", "a", "a"), ("messages", message, message)):
+        spy = Spy(per_group=per_group)
+        score(spy, group("a", content=CHAT), group("a"), completions_as=form)
+        assert spy.seen["completions"] == ([[in_chat], [in_text]] if per_group else [in_chat, in_text])
+        assert spy.seen["prompts"] == [CHAT, "question"]
 
 
 def test_arguments_for_chat_prompts():

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from grpo_lightning.rewards import ExactMatch, Format, Length, RewardSet, WeightedReward
+from grpo_lightning.rewards import (
+    Cosine,
+    ExactMatch,
+    Format,
+    Length,
+    MultipleChoice,
+    Repetition,
+    RewardSet,
+    SoftOverlong,
+    WeightedReward,
+)
 from grpo_lightning.rewards.reward_set import weighted_total
 from grpo_lightning.types import Completion, Group, Prompt
 
@@ -115,7 +125,11 @@ def test_the_total_equals_a_plain_loop(data: st.DataObject):
     ("rewards", "weights", "message"),
     [
         ([], None, "at least one reward"),
-        (first, None, "must be a list of at least one reward"),
+        (first, None, r"must be a list of at least one reward, got <function first .*: write \[<function first"),
+        ("short", None, r"must be a list of at least one reward, got 'short': write \['short'\]"),
+        (None, None, "must be a list of at least one reward, got None"),
+        (["short"], None, r"got the text 'short': give the function itself, or .*reward\('short'\)"),
+        ([ExactMatch], None, r"give an instance, ExactMatch\(\.\.\.\)"),
         ([first, second], [1.0], "reward_weights has 1 entries and rewards has 2"),
         ([first], [1.0, 1.0], "reward_weights has 2 entries and rewards has 1"),
         ([first], [math.inf], "must be finite, got inf for 'first'"),
@@ -173,6 +187,152 @@ def test_a_column_that_only_one_source_has_is_none_for_the_other():
     close(rewards.score([group("b", box=[1])]).total, [[1]])
 
 
+def test_prompts_are_checked_source_by_source():
+    rewards = RewardSet([needs_answer, ExactMatch("solution")])
+    math = Prompt("p", {"answer": "1"}, 0, "math", rewards=["needs_answer"])
+    text = Prompt("p", {"solution": "1", "id": 3}, 0, "text", rewards=["exact_match"])
+    rewards.validate_prompts([math, text])
+    rewards.validate_prompts([])
+    with pytest.raises(ValueError, match="'exact_match' needs the data column 'solution', which the data of 'math' do"):
+        rewards.validate_prompts([Prompt("p", {"answer": "1"}, 0, "math"), Prompt("p", {"answer": "1"}, 1, "math")])
+    with pytest.raises(ValueError, match="of 'math' name the reward 'exact'"):
+        rewards.validate_prompts([text, Prompt("p", {"answer": "1"}, 0, "math", rewards=["exact"])])
+    with pytest.raises(ValueError, match="No reward of nonzero weight applies to the prompts of 'math'"):
+        RewardSet([needs_answer, second], [1, 0]).validate_prompts([Prompt("p", {}, 0, "math", rewards=["second"])])
+
+
+def test_names_can_be_checked_with_the_columns():
+    rewards = RewardSet([needs_answer, ExactMatch("solution"), second], [1, 1, 0])
+    rewards.validate(["solution"], names=["exact_match"])
+    rewards.validate(["solution"], names=["exact_match", "second"])
+    with pytest.raises(ValueError, match="'exact_match' needs the data column 'solution'"):
+        rewards.validate(["answer"], names=["exact_match"])
+    with pytest.raises(ValueError, match=r"name the reward 'exact'; there are: needs_answer, exact_match, second\."):
+        rewards.validate(["answer"], names=["exact"])
+    with pytest.raises(ValueError, match="No reward of nonzero weight"):
+        rewards.validate(["answer"], names=["second"])
+
+
+# --- rewards of some prompts only
+
+
+def only(names: Any, *texts: str, **columns: Any) -> Group:
+    made = group(*texts, **columns)
+    made.prompt.rewards = names
+    return made
+
+
+def test_a_reward_is_called_only_with_the_prompts_it_applies_to():
+    seen: list[Any] = []
+
+    def watched(completions: list[str], answer: list[str], log_extra: Any) -> list[float]:
+        seen.append((completions, answer))
+        log_extra("doubled", [2 * text for text in completions])
+        return [float(len(text)) for text in completions]
+
+    groups = [
+        only(["watched"], "a", "bb", answer="1"),
+        only(["second"], "c", "dd", answer="2"),
+        only(None, "eee", "", answer="3"),
+        only(["second", "watched"], "f", "g", answer="4"),
+    ]
+    scores = RewardSet([watched, second], [1, 10]).score(groups)
+    assert seen == [(["a", "bb", "eee", "", "f", "g"], ["1", "1", "3", "3", "4", "4"])]
+    close(scores.by_reward["watched"], [[1, 2], [NAN, NAN], [3, 0], [1, 1]])
+    close(scores.by_reward["second"], [[NAN, NAN], [1, 1], [1, 1], [1, 1]])
+    close(scores.total, [[1, 2], [10, 10], [13, 10], [11, 11]])
+    assert scores.extras == {"doubled": ["aa", "bbbb", None, None, "eeeeee", "", "ff", "gg"]}
+    assert set(scores.failures.values()) == {0}
+
+
+def test_a_reward_that_applies_to_no_prompt_is_not_called():
+    def never(completions: Any, column: Any) -> Any:
+        raise AssertionError
+
+    scores = RewardSet([never, second]).score([only(["second"], "a")])
+    close(scores.by_reward["never"], [[NAN]])
+    close(scores.total, [[1]])
+    assert scores.failures["never/exception"] == 0
+
+
+def test_whole_groups_of_some_prompts_only():
+    class Ranks:
+        per_group = True
+
+        def __call__(self, completions: list[list[str]], answer: list[str]) -> list[list[float]]:
+            assert answer == ["2"]
+            return [[float(sorted(row).index(text)) for text in row] for row in completions]
+
+    groups = [only(["second"], "b", "a", answer="1"), only(["ranks"], "b", "a", answer="2")]
+    close(RewardSet([Ranks(), second]).score(groups).total, [[1, 1], [1, 0]])
+
+
+def test_failures_of_a_reward_count_where_it_applies():
+    def bad(completions: Any) -> Any:
+        raise KeyError("x")
+
+    groups = [only(["second"], "a", "b", index=3), only(None, "a", "b", index=4)]
+    scores = RewardSet([WeightedReward(bad, on_error="value", error_value=-1), second]).score(groups)
+    close(scores.total, [[1, 1], [0, 0]])
+    assert scores.failures["bad/exception"] == 2
+    with pytest.raises(RuntimeError, match=r"\(prompt 4\)"):
+        RewardSet([bad, second]).score(groups)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["first"], "name the reward 'first'; there are: second, zero"),
+        (["zero"], "No reward of nonzero weight applies"),
+        ([], "No reward of nonzero weight applies"),
+        ("second", r"must be a list of names, got 'second'"),
+    ],
+)
+def test_names_that_do_not_fit_are_errors_without_a_check_before(names: Any, message: str):
+    rewards = RewardSet([second, WeightedReward(second, weight=0, name="zero")])
+    with pytest.raises(ValueError, match=message):
+        rewards.score([only(names, "a")])
+
+
+# --- names in the logs
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "step",
+        "epoch",
+        "rollout",
+        "source",
+        "prompt_index",
+        "prompt",
+        "completion",
+        "length",
+        "finish_reason",
+        "reward",
+        "rewards",
+        "advantage",
+    ],
+)
+def test_a_log_column_must_not_overwrite_a_field(column: str):
+    def logs(completions: Any, log_extra: Any) -> list[float]:
+        log_extra(column, [0] * len(completions))
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=rf"'logs' calls log_extra\('{column}'\), which would overwrite .* Rename it"):
+        RewardSet([WeightedReward(logs, on_error="none")]).score([group("a")])
+
+
+@pytest.mark.parametrize("metric", ["mean", "logs", "second"])
+def test_a_metric_must_not_have_the_name_of_another(metric: str):
+    def logs(completions: Any, log_metric: Any) -> list[float]:
+        log_metric(metric, 1)
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=rf"'logs' calls log_metric\('{metric}'\), .* for example logs_{metric}"):
+        RewardSet([logs, second]).score([group("a")])
+
+
 # --- a batch
 
 
@@ -205,7 +365,10 @@ def test_metrics_and_extras_of_all_rewards():
 
 def test_a_set_is_picklable_before_and_after_use():
     rewards = RewardSet(
-        [WeightedReward(first, weight=2, on_error="none"), ExactMatch(), Format(), Length(max_tokens=1)]
+        [
+            *(WeightedReward(first, weight=2, on_error="none"), ExactMatch(), Format(), Length(max_tokens=1)),
+            *(Cosine(max_len=9, accuracy=ExactMatch()), Repetition(), SoftOverlong(2, 9), MultipleChoice("answer")),
+        ]
     )
     groups = [group("<answer>1</answer>", "bb", answer="1")]
     for _ in range(2):

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import itertools
 import pickle
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.rewards import ExactMatch, Format, Length, completion_text
+from grpo_lightning.rewards import ExactMatch, Format, ReactFormat, completion_text
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -102,6 +100,14 @@ def test_exact_match_after_hashes(completion: str, reward: float):
     assert match(completion, "#### 72", extract="hashes") == reward
 
 
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [(r"so \boxed{72}", 1), (r"\boxed{71} no: $\boxed{ 72. }$", 1), (r"\boxed{72", 0), ("72", 0), ("", 0)],
+)
+def test_exact_match_in_a_box(completion: str, reward: float):
+    assert match(completion, r"so $x = \boxed{72}$", extract="boxed") == reward
+
+
 def test_exact_match_of_the_whole_text():
     assert match(" 72.\n", "72", extract="text") == 1
     assert match("It is 72", "72", extract="text") == 0
@@ -129,8 +135,8 @@ def test_an_answer_that_is_no_text_is_an_error(answer: Any):
 
 
 def test_exact_match_settings_are_checked():
-    with pytest.raises(ValueError, match="extract must be one of answer_tag, hashes, text, got 'boxed'"):
-        ExactMatch(extract="boxed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="extract must be one of answer_tag, boxed, hashes, text, got 'box'"):
+        ExactMatch(extract="box")  # type: ignore[arg-type]
 
 
 # --- Format
@@ -186,10 +192,66 @@ def test_format_with_other_tags():
     assert Format(["plan", "code"])(completions=texts) == [0, 0]
 
 
+def test_format_with_text_after_it():
+    texts = [
+        "<think>a</think> So it is 4.",
+        "<think>a</think>",
+        "So <think>a</think>",
+        "<think>a",
+        "<think></think></think>",
+    ]
+    assert Format(["think"], text_after=True)(completions=texts) == [1, 1, 0, 0, 0]
+    assert Format(["think"])(completions=texts) == [0, 1, 0, 0, 0]
+    opened = Format(["think"], prompt_opens_first=True, text_after=True)
+    assert opened(completions=["a</think> 4", "</think>", "a", "<think>a</think> 4"]) == [1, 1, 0, 0]
+
+
+def test_format_of_reasoning_and_answer_on_lines_of_their_own():
+    form = Format(["reasoning", "answer"])
+    text = "<reasoning>\n{}\n</reasoning>\n<answer>\n4\n</answer>"
+    texts = [text.format("2 + 2"), text.format("2\n+ 2") + "\n", text.format("naïve ∑ 🙂"), "so:" + text.format("2")]
+    assert form(completions=texts) == [1, 1, 1, 0]
+
+
+def test_tags_as_text_are_an_error():
+    with pytest.raises(ValueError, match=r"tags must be a list of names, got 'think': write \['think'\]"):
+        Format("think")
+
+
 @pytest.mark.parametrize("tags", [[], ["think", "think"], [""], ["<think>"], ["a b"]])
 def test_format_settings_are_checked(tags: list[str]):
     with pytest.raises(ValueError, match="tags must be different names like 'think', at least one, got"):
         Format(tags)
+
+
+# --- ReactFormat
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think>Action: search\nAction Input: {}", 1),
+        (" <think>\na\n</think>\n\nAction: search Action Input:", 1),
+        ("<think></think>Action:Action Input:", 1),
+        ("<think>a</think>Action Input: x", 0),
+        ("<think>a</think>Action: search", 0),
+        ("<think>a</think>Action Input: x Action: y", 0),
+        ("<think>a</think>so Action: search Action Input: {}", 0),
+        ("so <think>a</think>Action: search Action Input: {}", 0),
+        ("Action: search Action Input: {}", 0),
+        ("<think>a Action: search Action Input: {}", 0),
+        ("<think><think>a</think>Action: search Action Input: {}", 0),
+        ("", 0),
+    ],
+)
+def test_react_format_by_hand(text: str, reward: float):
+    assert ReactFormat()(completions=[text]) == ReactFormat()(completions=[chat(text)]) == [reward]
+
+
+def test_react_format_where_the_prompt_opens_the_thought():
+    texts = ["a</think> Action: b Action Input: c", "<think>a</think> Action: b Action Input: c", ""]
+    assert ReactFormat(prompt_opens_first=True)(completions=texts) == [1, 0, 0]
+    assert ReactFormat()(completions=texts) == [0, 1, 0]
 
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -230,103 +292,6 @@ def test_the_opened_tag_is_the_only_difference(soup: list[str]):
         assert Format(prompt_opens_first=True)(completions=[rest]) == Format()(completions=[text])
 
 
-ADVERSARIAL = [
-    "<think>" * 2 + "a",
-    "<think>a</think>",
-    "<think>a</think><answer>",
-    "<think></think> <answer>{[1, 2, 3",
-    "</think>",
-    " ",
-    "<",
-]
-
-
-def python_and_c_calls(text: str, reward: Any, **columns: Any) -> list[str]:
-    """The names of the functions that scoring one text enters, with those of `str` by their own name."""
-    calls: list[str] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            calls.append(frame.f_code.co_name if event == "call" else argument.__qualname__)
-
-    sys.setprofile(note)
-    try:
-        reward(completions=[text], **columns)
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-@pytest.mark.parametrize("piece", ADVERSARIAL)
-@pytest.mark.parametrize(
-    ("reward", "columns"),
-    [
-        (Format(), {}),
-        (Format(prompt_opens_first=True), {}),
-        (ExactMatch(), {"answer": ["1"]}),
-        (ExactMatch(extract="hashes"), {"answer": ["1"]}),
-    ],
-)
-def test_long_texts_take_linear_work(reward: Any, columns: dict[str, Any], piece: str):
-    # The same few calls whatever the length, each a pass over the text: no scan per character, no backtracking.
-    beginning, end = "<think>", "</answer>"
-    short = python_and_c_calls(beginning + piece * (100_000 // len(piece)) + end, reward, **columns)
-    long = python_and_c_calls(beginning + piece * (200_000 // len(piece)) + end, reward, **columns)
-    assert short == long
-    assert len(long) < 60
-    assert not [name for name in long if "Pattern" in name and name != "Pattern.fullmatch"]
-    assert any(name.startswith("str.") for name in long)  # the counter sees them
-
-
-# --- Length
-
-
-def lengths(reward: Length, *tokens: int) -> list[float | None]:
-    return reward(completion_ids=[[7] * count for count in tokens], completions=["not read"] * len(tokens))
-
-
-def test_length_by_hand():
-    assert lengths(Length(max_tokens=10, falloff_tokens=4), 0, 9, 10, 11, 13, 14, 99) == [1, 1, 1, 0.75, 0.25, 0, 0]
-    assert lengths(Length(min_tokens=4, falloff_tokens=4), 0, 1, 3, 4, 99) == [0, 0.25, 0.75, 1, 1]
-    assert lengths(Length(min_tokens=10, max_tokens=10, falloff_tokens=10), 0, 5, 10, 15, 20) == [0, 0.5, 1, 0.5, 0]
-
-
-@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 30))
-def test_length_is_a_flat_top_with_straight_sides(low: int, width: int, falloff: int):
-    rewards = [r for r in lengths(Length(low, low + width, falloff), *range(80)) if r is not None]
-    assert len(rewards) == 80
-    assert [count for count, reward in enumerate(rewards) if reward == 1] == list(range(low, low + width + 1))
-    assert all(0 <= reward <= 1 for reward in rewards)
-    steps = [abs(after - before) for before, after in itertools.pairwise(rewards)]
-    assert all(step == pytest.approx(1 / falloff) or step == 0 for step in steps)
-
-
-def test_length_is_the_soft_overlong_punishment_plus_one():
-    rewards = pytest.importorskip("trl.rewards")
-    punish = rewards.get_soft_overlong_punishment(max_completion_len=50, soft_punish_cache=20)
-    ours = lengths(Length(max_tokens=30, falloff_tokens=20), *range(80))
-    theirs = [value + 1 for value in punish(completion_ids=[[7] * count for count in range(80)])]
-    assert ours == pytest.approx(theirs)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "1 to every completion"),
-        ({"min_tokens": -1}, "0 <= min_tokens <= max_tokens; got -1 and None"),
-        ({"min_tokens": 5, "max_tokens": 4}, "got 5 and 4"),
-        ({"max_tokens": 4, "falloff_tokens": 0}, "falloff_tokens must be at least 1, got 0"),
-    ],
-)
-def test_length_settings_are_checked(settings: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        Length(**settings)
-
-
-@pytest.mark.parametrize("reward", [ExactMatch("solution", extract="hashes"), Format(["a"]), Length(1, 2, 3)])
+@pytest.mark.parametrize("reward", [ExactMatch("solution", extract="hashes"), Format(["a"]), ReactFormat()])
 def test_rewards_are_picklable(reward: Any):
     assert vars(pickle.loads(pickle.dumps(reward))) == vars(reward)
-
-
-def test_length_does_not_take_the_logs_word_for_tokens():
-    assert Length(max_tokens=4).name == "length_reward"

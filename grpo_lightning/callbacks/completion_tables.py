@@ -1,0 +1,179 @@
+"""Completions in the loggers that can show them: tables in Weights & Biases, text and images in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from grpo_lightning.types import Prompt
+
+log = logging.getLogger(__name__)
+
+Line = Mapping[str, Any]
+"""One completion, as `completions.jsonl` has it."""
+
+ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
+"""What would be taken for markup or for the end of a table's cell, and how it is written instead."""
+
+
+class CompletionTables:
+    """Shows the completions of a rollout in every logger that can.
+
+    Args:
+        max_rows: Rows of a table in Weights & Biases: the first of the rollout.
+        num_samples: Best, worst and other completions in TensorBoard, of each.
+    """
+
+    def __init__(self, max_rows: int, num_samples: int) -> None:
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
+        if num_samples < 0:
+            raise ValueError(f"num_samples must be 0 (none) or positive, got {num_samples}.")
+        self.max_rows, self.num_samples = max_rows, num_samples
+        self.said: set[str] = set()
+
+    def check(self, loggers: Sequence[Logger], path: Path) -> None:
+        """Say which loggers show no completions. A file beside `completions.jsonl` is not expected to."""
+        for logger in loggers:
+            if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
+                self.say(f"{type(logger).__name__} has no tables for completions; they are in {path}.")
+
+    def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt]) -> None:
+        """Show a rollout: its lines, and the prompt of each."""
+        chosen = choose(lines, self.num_samples)
+        images = [
+            (f"{label}/{number}", image)
+            for label, row in chosen
+            for number, image in enumerate(self.images(prompts[row]), start=1)
+        ]
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                self.show_table(logger, lines)
+                add_wandb_images(logger, images, lines[0]["step"])
+            elif isinstance(logger, TensorBoardLogger) and chosen:
+                text = markdown([(label, lines[row]) for label, row in chosen])
+                logger.experiment.add_text("rollout/completions", text, lines[0]["step"])
+                add_tensorboard_images(logger, images, lines[0]["step"])
+
+    def show_table(self, logger: WandbLogger, lines: Sequence[Line]) -> None:
+        """A table of the first completions of a rollout."""
+        if len(lines) > self.max_rows:
+            self.say(
+                f"The Weights & Biases tables have the first {self.max_rows} of {len(lines)} completions of a rollout "
+                "(max_rows); completions.jsonl has all."
+            )
+        rows = [cells(line) for line in lines[: self.max_rows]]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[row.get(name) for name in columns] for row in rows]
+        logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
+
+    def images(self, prompt: Prompt) -> Iterator[Any]:
+        """The images of a prompt, as PIL has them. One that cannot be shown is said once, and stops no run."""
+        column = prompt.columns.get("images")
+        for image in column if isinstance(column, Sequence) and not isinstance(column, str) else [column]:
+            if image is None:
+                continue
+            try:
+                yield load_image(image)
+            except (OSError, TypeError, ImportError) as error:
+                self.say(f"Some images of prompts are not shown: {error}")
+
+    def say(self, message: str) -> None:
+        """Log a message the first time."""
+        if message not in self.said:
+            self.said.add(message)
+            log.info("%s", message)
+
+
+def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
+    """Up to `count` of the best, of the worst and of the other completions: label and row, no row twice.
+
+    The others are drawn by the number of the rollout: the same run shows the same ones.
+    """
+    scorable = [row for row, line in enumerate(lines) if line["reward"] is not None]
+    ranked = sorted(scorable, key=lambda row: -lines[row]["reward"])
+    best = ranked[:count]
+    worst = [row for row in reversed(ranked) if row not in best][:count]
+    rest = [row for row in range(len(lines)) if row not in best and row not in worst]
+    others = random.Random(lines[0]["rollout"] if lines else 0).sample(rest, min(count, len(rest)))
+    kinds = {"best": best, "worst": worst, "other": sorted(others)}
+    return [(f"{kind} {place}", row) for kind, rows in kinds.items() for place, row in enumerate(rows, start=1)]
+
+
+def cells(line: Line) -> dict[str, Any]:
+    """A line as a flat row: rewards in columns of their own, numbers as numbers, everything else as text.
+
+    A table column has one type: a number in one rollout and a list in the next would be an error.
+    """
+    flat = {name: value for name, value in line.items() if name != "rewards"}
+    flat |= {f"rewards/{name}": value for name, value in line["rewards"].items()}
+    return {name: as_cell(value) for name, value in flat.items()}
+
+
+def as_cell(value: Any) -> float | str | None:
+    """A number, None, or a text."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
+    """A table of completions with their labels. Markup in them is shown, not followed: a `<think>` would vanish."""
+    rows: list[dict[str, Any]] = []
+    for label, line in chosen:
+        row = cells(line)
+        rewards = {name: row[name] for name in row if name == "reward" or name.startswith("rewards/")}
+        rows.append({"": label, **rewards, **{name: row[name] for name in ("length", "prompt", "completion")}})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = [[name, "---", *(as_markdown(row.get(name)) for row in rows)] for name in columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*table, strict=True))
+
+
+def as_markdown(value: Any) -> str:
+    """A cell's text: numbers short, line breaks kept, and no character that ends a cell or begins markup."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).translate(ESCAPES)
+
+
+def load_image(image: Any) -> Any:
+    """A PIL image in RGB, of one or of the path of one.
+
+    Raises:
+        TypeError: If it is neither.
+        OSError: If the file is not there or no image.
+        ImportError: If pillow is not installed.
+    """
+    if isinstance(image, str | PathLike):
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise ImportError("images need pillow: pip install 'grpo-lightning[vision]'.") from error
+        with Image.open(image) as opened:
+            return opened.convert("RGB")
+    if not hasattr(image, "convert"):
+        raise TypeError(f"the column 'images' must hold PIL images or paths, got {type(image).__name__}.")
+    return image.convert("RGB")
+
+
+def add_tensorboard_images(logger: TensorBoardLogger, images: Sequence[tuple[str, Any]], step: int) -> None:
+    """Show labelled images in TensorBoard."""
+    import numpy as np
+
+    for label, image in images:
+        logger.experiment.add_image(f"rollout/images/{label}", np.asarray(image), step, dataformats="HWC")
+
+
+def add_wandb_images(logger: WandbLogger, images: Sequence[tuple[str, Any]], step: int) -> None:
+    """Show labelled images in Weights & Biases."""
+    if images:
+        logger.log_image("rollout/images", [image for _, image in images], step, caption=[label for label, _ in images])

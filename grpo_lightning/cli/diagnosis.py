@@ -1,0 +1,265 @@
+"""What is wrong with settings that were refused: the one key, its value, and what is allowed there.
+
+The parser's own message about a value deep inside a recipe is that of the outermost key, with the errors of every type
+the value could have had. Here the settings are gone through as they were written, down to the first key that cannot be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import types
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any, Literal, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+
+from grpo_lightning.cli.sources import Source, load
+from grpo_lightning.cli.type_hints import (
+    arguments,
+    choices,
+    class_names,
+    default_path,
+    imported,
+    is_accepted,
+    kind_of,
+    named,
+    num_call_arguments,
+    takes_objects,
+)
+
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+MAX_LISTED = 60
+
+
+def explain(message: str, parser: ArgumentParser, sources: Iterable[Source]) -> str:
+    """The message for people; `message` itself, shortened, where nothing wrong can be pointed at."""
+    if missing := re.search(r"following arguments are required: (.+)", message):
+        return missing_keys(missing[1].split(", "), parser)
+    if required := re.search(r'Key "([^"]+)" is required', message):
+        return missing_keys([required[1]], parser)
+    for source in sources:
+        if problem := find_problem(source.tree, "", actions(parser)):
+            return f"{source.where}: {problem}".removeprefix("in ")
+    return shortened(message)
+
+
+def actions(parser: ArgumentParser) -> dict[str, Any]:
+    """The parser's arguments by their dotted keys."""
+    return {
+        action.dest: action for action in parser._actions if action.dest not in ("help", "print_config", "==SUPPRESS==")
+    }
+
+
+def defaults_of_null(parser: ArgumentParser) -> dict[str, dict[str, Any]]:
+    """What null means where settings of a dataclass are expected: its defaults, by dotted key."""
+    kinds = {
+        key: next(
+            (kind for kind in choices(getattr(action, "_typehint", None)) if dataclasses.is_dataclass(kind)), None
+        )
+        for key, action in actions(parser).items()
+    }
+    return {
+        key: {
+            field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
+        }
+        for key, kind in kinds.items()
+        if kind is not None
+    }
+
+
+def taken_as_text(parser: ArgumentParser, config: Any) -> str | None:
+    """A list or mapping that did not fit and passed for a path, because the key takes one: what is wrong inside it."""
+    for key, action in actions(parser).items():
+        value = config.get(key)
+        if not isinstance(value, str) or value[:1] not in ("[", "{"):
+            continue
+        # A text may begin with a bracket: only where a list could have been meant was one.
+        others = [
+            kind for kind in choices(getattr(action, "_typehint", str)) if kind_of(kind) in (list, Iterable, dict)
+        ]
+        meant = load(value, key)
+        if others and isinstance(meant, list | Mapping) and (problem := value_problem(meant, others, key)):
+            return problem
+    return None
+
+
+def missing_keys(keys: list[str], parser: ArgumentParser) -> str:
+    """Which required keys are not given, and what they are for."""
+    known = actions(parser)
+    said = []
+    for key in keys:
+        dotted = re.sub(r"^(fit|validate|test|predict)\.", "", key)
+        purpose = (getattr(known.get(dotted), "help", None) or "").split("\n")[0]
+        said.append(f"  {dotted}{': ' if purpose else ''}{purpose}")
+    hint = (
+        "Give them by a recipe (--config quickstart; `grpo-lightning recipes list`) or as flags (--model.policy=...)."
+    )
+    return "Required and not given:\n" + "\n".join(said) + f"\n{hint}"
+
+
+def shortened(message: str) -> str:
+    """The first lines of the parser's message without its boilerplate."""
+    text = re.sub(r'Parser key "([^"]+)":\s*', r"\1: ", message)
+    kept = [line.rstrip() for line in text.splitlines() if line.strip() and not line.strip().startswith("Subtypes:")]
+    return "\n".join(kept[:6])
+
+
+# ------------------------------------------------------------------------------------------------- keys of the parser
+
+
+def find_problem(tree: Mapping[str, Any], prefix: str, known: Mapping[str, Any]) -> str | None:
+    """The first thing wrong in a tree of settings below the key `prefix` ("" or "model.")."""
+    for name, value in tree.items():
+        key = f"{prefix}{str(name).removesuffix('+')}"
+        hint = getattr(known.get(key), "_typehint", None)
+        if hint is not None:
+            is_appended = str(name).endswith("+") and not isinstance(value, list)
+            problem = value_problem([value] if is_appended else value, hint, key, known[key].default)
+        elif any(other.startswith(f"{key}.") for other in known):
+            if isinstance(value, Mapping):
+                problem = find_problem(value, f"{key}.", known)
+            else:
+                problem = None if isinstance(value, str) else f"{key} is a group of settings, got {value!r}."
+        elif key in known:
+            problem = None
+        else:
+            siblings = {other[len(prefix) :].partition(".")[0] for other in known if other.startswith(prefix)}
+            problem = unknown_key(key, siblings, known)
+        if problem:
+            return problem
+    return None
+
+
+def unknown_key(key: str, allowed: Iterable[str], known: Iterable[str] = ()) -> str:
+    """There is no such key here, but these, and perhaps one elsewhere."""
+    group, _, name = key.rpartition(".")
+    allowed = sorted(allowed)
+    near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
+    # Written into the wrong group: the name is right, or nearly.
+    near += [other for other in known if other.rpartition(".")[2] == name and other not in near]
+    hint = f" Did you mean {' or '.join(near[:3])}?" if near else ""
+    listed = ", ".join(allowed[:MAX_LISTED]) + (", ..." if len(allowed) > MAX_LISTED else "")
+    where = f"Keys of {group}" if group else "Keys"
+    return f"there is no key {key}.{hint}\n{where}: {listed}."
+
+
+# ------------------------------------------------------------------------------------------------- values by their type
+
+
+def value_problem(value: Any, hint: Any, key: str, default: Any = None) -> str | None:
+    """The first thing wrong with a value of a type (or of one of a list of types), or inside it."""
+    members = hint if isinstance(hint, list) else choices(hint)
+    if isinstance(value, Mapping):
+        return mapping_problem(value, members, key, default)
+    if isinstance(value, list):
+        return list_problem(value, members, key)
+    if isinstance(value, str) and takes_objects(members) and str not in members:
+        return import_problem(value, members, key)
+    # A dataclass alone takes any scalar for a path of its settings, and fails later.
+    if any(is_accepted(value, member) for member in members if not dataclasses.is_dataclass(member)):
+        return None
+    return f"{key} must be {' or '.join(map(named, members))}, got {value!r}."
+
+
+def mapping_problem(value: Mapping[str, Any], members: list[Any], key: str, default: Any) -> str | None:
+    """What is wrong with settings of an object: `{class_path, init_args}`, or the fields of a dataclass."""
+    path = value.get("class_path")
+    if path is not None:
+        if problem := import_problem(str(path), members, f"{key}.class_path"):
+            return problem
+        if unknown := [name for name in value if name not in CLASS_KEYS]:
+            return unknown_key(f"{key}.{unknown[0]}", CLASS_KEYS)
+        kind = imported(str(path), members)
+        if kind is None:
+            return None
+        return fields_problem(value.get("init_args") or {}, kind, f"{key}.init_args", num_call_arguments(members))
+    if kind := next((member for member in members if dataclasses.is_dataclass(member)), None):
+        return fields_problem(value, kind, key)
+    kind = imported(default_path(default), members)
+    if kind is None:
+        return None
+    # Flags may leave out `init_args`: --model.optimizer.lr=1e-5.
+    given = {name: item for name, item in value.items() if name not in CLASS_KEYS}
+    num_passed = num_call_arguments(members)
+    return fields_problem(given, kind, key, num_passed) or fields_problem(
+        value.get("init_args") or {}, kind, f"{key}.init_args", num_passed
+    )
+
+
+def fields_problem(value: Any, kind: Any, key: str, num_passed: int = 0) -> str | None:
+    """What is wrong with the arguments of a class or function; the first ones may be passed by whoever calls it."""
+    if not isinstance(value, Mapping):
+        return f"{key} must be settings of {kind.__name__} (key: value), got {value!r}."
+    hints = arguments(kind)
+    if hints is None:
+        return None
+    hints = dict(list(hints.items())[num_passed:])
+    for name, item in value.items():
+        plain = str(name).removesuffix("+")
+        if plain not in hints:
+            return unknown_key(f"{key}.{plain}", hints)
+        if problem := value_problem(item, hints[plain], f"{key}.{plain}"):
+            return problem
+    return None
+
+
+def list_problem(value: list[Any], members: list[Any], key: str) -> str | None:
+    """What is wrong with an entry of a list; a list in a place that takes none."""
+    kinds = [member for member in members if get_origin(member) is not None and get_origin(member) is not Literal]
+    elements = [get_args(kind)[0] for kind in kinds if get_args(kind) and kind_of(kind) in (list, Iterable, tuple)]
+    if Any in members or any(kind_of(member) in (list, tuple, Iterable) for member in members if member not in kinds):
+        return None
+    if not elements:
+        return f"{key} must be {' or '.join(map(named, members))}, got the list {value!r}."
+    for i, item in enumerate(value):
+        if problem := value_problem(item, elements[0], f"{key}[{i}]"):
+            return problem
+    return None
+
+
+def import_problem(path: str, members: list[Any], key: str) -> str | None:
+    """What is wrong with an import path: no such module, an error inside it, or no such name in it."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        if imported(path, members) is not None:
+            return None
+        near = difflib.get_close_matches(path, class_names(members))
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
+        return f"{key}: {path!r} is no import path and none of the package's own names. {hint}"
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        return nested_class_problem(path, module_name, key, error)
+    except Exception as error:  # noqa: BLE001 - whatever the user's module raises is what is wrong with the setting
+        return f"{key}: importing {module_name} for {path} failed: {type(error).__name__}: {error}."
+    if hasattr(module, name):
+        return None
+    near = difflib.get_close_matches(name, public_names(module))
+    hint = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else ""
+    listed = "" if near else f"It has: {', '.join(public_names(module)[:MAX_LISTED])}."
+    return f"{key}: {module_name} has no {name!r}. {hint}{listed}"
+
+
+def nested_class_problem(path: str, module_name: str, key: str, error: ModuleNotFoundError) -> str | None:
+    """A module that is not there, or one that is and imports another that is not."""
+    missing = error.name or module_name
+    if not f"{module_name}.".startswith(f"{missing}."):
+        return f"{key}: {module_name} (for {path}) imports {missing}, which is not installed."
+    return (
+        f"{key}: there is no module {missing!r} for {path}. "
+        f"Looked for among the installed packages and in the current folder, {os.getcwd()}."
+    )
+
+
+def public_names(module: types.ModuleType) -> list[str]:
+    """What a module offers, its own definitions only where they can be told from what it imports."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith(module.__name__.partition(".")[0])
+    ]
+    return own or [name for name in dir(module) if not name.startswith("_")]

@@ -1,0 +1,97 @@
+"""Errors of configuration and data in a few lines; programming errors keep their traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+
+TRACEBACK = "GRPO_LIGHTNING_TRACEBACK"
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+EXPECTED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, TypeError, RuntimeError, ImportError)
+
+
+class ConfigurationError(ValueError):
+    """A command line or recipe that cannot be run as it is."""
+
+
+def rank() -> int:
+    """The rank of this process by what its launcher set; 0 without one."""
+    return next((int(os.environ[name]) for name in RANKS if os.environ.get(name, "").isdigit()), 0)
+
+
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Print errors of configuration and data as `error: ...` on stderr and exit with 2.
+
+    All ranks see the same configuration: only the first prints. An error inside a loop may be one rank's alone: every
+    rank prints its own.
+    """
+    try:
+        yield
+    except Exception as raised:
+        error = expected(raised)
+        if error is None or os.environ.get(TRACEBACK, "0") not in ("", "0"):
+            raise
+        if rank() == 0:
+            print("\n".join(lines(error)), file=sys.stderr)
+        elif is_inside_a_loop(error.__traceback__):
+            print("\n".join(f"rank {rank()}: {line}" for line in lines(error)), file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def expected(error: BaseException | None) -> BaseException | None:
+    """The error that a user can put right; None if this is another kind.
+
+    The parser wraps what constructors say about their settings in its own errors: then it is the one inside.
+    """
+    while error is not None and not is_expected(error):
+        if innermost_module(error) != "jsonargparse":
+            return None
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def is_expected(error: BaseException) -> bool:
+    """True if this package or Lightning refuses a setting, or transformers a model that is not there."""
+    if isinstance(error, ConfigurationError) or type(error).__name__ == "MisconfigurationException":
+        return True
+    module = innermost_module(error)
+    # `zip(strict=True)`, `int("x")` and other builtins raise in our frames too: those are mistakes of the program.
+    is_ours = module == "grpo_lightning" and isinstance(error, EXPECTED) and is_raise_statement(error.__traceback__)
+    return is_ours or (module == "transformers" and isinstance(error, OSError))
+
+
+def innermost_module(error: BaseException) -> str:
+    """The package whose code raised an error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
+
+
+def is_raise_statement(tb: TracebackType | None) -> bool:
+    """True if the innermost frame stopped at a `raise`."""
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is not None and tb.tb_frame.f_code.co_code[tb.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def is_inside_a_loop(tb: TracebackType | None) -> bool:
+    """True once Lightning runs its loops: what was to be set up is done."""
+    return any(frame.f_code.co_name == "_run_stage" for frame, _ in traceback.walk_tb(tb))
+
+
+def lines(error: BaseException) -> list[str]:
+    """What is printed: the error, what caused it and where, and how to see more."""
+    said = [f"error: {error}"]
+    cause = error.__cause__
+    if not isinstance(error, ConfigurationError) and cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        said.append(f"caused by {type(cause).__name__}: {cause}{where}")
+    if not isinstance(error, ConfigurationError):
+        said.append(f"({TRACEBACK}=1 shows the whole traceback.)")
+    return said

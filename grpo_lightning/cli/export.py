@@ -1,0 +1,43 @@
+"""`grpo-lightning export`: a checkpoint to a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def run(args: list[str]) -> None:
+    """Export a checkpoint; see `grpo_lightning.export.export` for what is raised."""
+    options = vars(parser().parse_args(args))
+    from grpo_lightning.export import export
+
+    written = export(**options)
+    folder, dtype = written.folder, str(written.dtype).removeprefix("torch.")
+    print(f"Exported {written.num_weights:,} weights ({dtype}) to {folder}:")
+    for path in written.files:
+        print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
+    taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
+    print(f"Config, tokenizer{taken} are those of {written.policy}. To load it:")
+    print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
+    print(f'  model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")')
+    print(f'  tokenizer = AutoTokenizer.from_pretrained("{folder}")')
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-lightning export",
+        allow_abbrev=False,
+        description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
+        "config and tokenizer.",
+    )
+    parser.add_argument("checkpoint", help="a .ckpt file of a run, or the folder of a sharded one")
+    parser.add_argument("folder", help="where the model goes")
+    parser.add_argument("--policy", help="the policy before training; by default as the checkpoint or its run names it")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; by default the checkpoint's")
+    parser.add_argument("--force", action="store_true", help="write into a folder that has files")
+    parser.add_argument(
+        "--fill_missing",
+        action="store_true",
+        help="take weights that the checkpoint lacks from the policy, though nothing says that they were frozen",
+    )
+    return parser

@@ -1,0 +1,272 @@
+"""LightningCLI with GRPO's module, data and defaults."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import Self
+
+from grpo_lightning.callbacks import CompletionLog, ProgressBar, WritePredictions
+from grpo_lightning.cli import diagnosis, resuming, run_folder, sources
+from grpo_lightning.cli.errors import ConfigurationError, rank
+from grpo_lightning.cli.loggers import ContinuedSteps, MetricsLogger
+from grpo_lightning.cli.summary import ParameterSummary
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.messages import quiet_libraries, show_messages
+from grpo_lightning.module import GRPOLightningModule
+
+log = logging.getLogger(__name__)
+
+PARTS = {"model": GRPOLightningModule, "data": PromptDataModule}
+LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
+DESCRIPTIONS = {
+    "fit": (
+        "Train. Outputs go to runs/<run_name>/version_<N>. Without trainer.max_epochs, max_steps or max_time a run has "
+        "one epoch. --ckpt_path auto goes on from the newest complete checkpoint of runs/<run_name>, in its folder, or "
+        "starts afresh; from --ckpt_path FILE a run goes on in a new folder. Settings are those of the command line, "
+        "never the checkpoint's."
+    ),
+    "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
+    "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
+    "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
+}
+
+
+class ConfigFile(SaveConfigCallback):
+    """config.yaml in the run's folder; a continued run keeps the one it started with beside it."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write it."""
+        folder = trainer.log_dir  # a broadcast: on every rank
+        if not self.already_saved and trainer.is_global_zero and folder:
+            run_folder.keep_old_config(Path(folder), self.parser.dump(self.config, skip_none=False))
+        super().setup(trainer, pl_module, stage)
+
+
+class GRPOCLI(LightningCLI):
+    """LightningCLI with GRPO's module, data and defaults."""
+
+    @classmethod
+    def of(cls, args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Self:
+        """The command line of these arguments, run."""
+        show_messages()
+        if rank():  # every rank says the same
+            logging.getLogger("grpo_lightning").setLevel(logging.WARNING)
+        # The fields of dataclasses (objective, sampling) are described below them, which is not read by default.
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        return cls(
+            module_class or GRPOLightningModule,
+            PromptDataModule,
+            save_config_callback=ConfigFile,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            # The parser's own way out is sixty lines of usage: `parse_arguments` says what is wrong.
+            parser_kwargs={"exit_on_error": False, "prog": "grpo-lightning"}
+            | {name: {"exit_on_error": False, "description": text} for name, text in DESCRIPTIONS.items()},
+            args=list(args),
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Defaults that suit short RL runs; a recipe or flag overrides every one."""
+        parser.add_argument(
+            "--run_name",
+            type=str | None,
+            default=None,
+            help="Outputs go to runs/<run_name>/version_<N>; null takes the name of the first --config.",
+        )
+        parser.set_defaults(
+            {
+                "trainer.logger": default_loggers(),
+                # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
+                "trainer.log_every_n_steps": 1,
+                # Sampling from an untrained policy before training starts proves nothing and takes long.
+                "trainer.num_sanity_val_steps": 0,
+            }
+        )
+        for action in parser._actions:
+            if action.dest == "trainer.max_epochs":
+                action.help = "Stop after this many epochs. One, if neither max_steps nor max_time is given either."
+
+    # --------------------------------------------------------------------------------------------------- configuration
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
+        args, notices = sources.find_configs(args)
+        given = sources.read(args)  # a syntax error is said with its file and line
+        try:
+            self.config = parser.parse_args(args)
+        except jsonargparse.ArgumentError as error:
+            subparser = self._subcommand_parsers.get(args[0] if args else "", parser)
+            raise ConfigurationError(diagnosis.explain(error.message, subparser, given)) from error
+        settings = self.config[self.config.subcommand]
+        if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.config.subcommand], settings):
+            raise ConfigurationError(problem)
+        settings.run_name = run_folder.run_name(settings.run_name, sources.config_files(args))
+        if settings.trainer.logger is True:
+            settings.trainer.logger = [Namespace(logger) for logger in default_loggers()]
+        if self.config.subcommand == "fit" and all(
+            settings.trainer.get(name) == unset for name, unset in LIMITS.items()
+        ):
+            # Lightning would train for 1000 epochs without a word.
+            settings.trainer.max_epochs = 1
+            notices.append("No trainer.max_epochs, max_steps or max_time: training for one epoch.")
+        if rank() == 0:
+            for notice in notices:
+                log.info(notice)
+
+    def _parse_ckpt_path(self) -> None:
+        """Find the checkpoint of `auto`; take no settings from it, but say which differ.
+
+        Lightning's own method overwrites flags by what stands in the checkpoint.
+        """
+        settings = self.config[self.config.subcommand]
+        self.continued: Path | None = None
+        if settings.get("ckpt_path") == "auto":
+            settings.ckpt_path = self.newest_checkpoint(settings)
+            if settings.ckpt_path and self.config.subcommand == "fit":
+                self.continued = Path(settings.ckpt_path).parent.parent
+        resuming.check_there(settings.get("ckpt_path"))
+        if settings.get("ckpt_path") and Path(settings.ckpt_path).exists() and rank() == 0:
+            self._dump_config()
+            if said := resuming.notice(
+                Path(settings.ckpt_path),
+                self.config_dump,
+                diagnosis.defaults_of_null(self._subcommand_parsers[self.config.subcommand]),
+            ):
+                log.info(said)
+
+    def newest_checkpoint(self, settings: Namespace) -> str | None:
+        """The newest complete checkpoint of the run; None if it has none yet.
+
+        Raises:
+            ConfigurationError: If there is none and nothing is trained, so that there is nothing to start afresh.
+        """
+        folder = run_folder.runs_folder(settings.trainer, settings.run_name)
+        path, skipped = resuming.newest(list(run_folder.versions(folder).values()))
+        said = [f"Skipped {other}: it was not written to its end." for other in skipped]
+        if path is not None:
+            said.append(f"Checkpoint: {path}, the newest of {folder}.")
+        elif self.config.subcommand == "fit":
+            said.append(f"No checkpoint in {folder}/version_*/checkpoints yet: starting afresh.")
+        else:
+            raise ConfigurationError(
+                f"--ckpt_path auto: there is no complete checkpoint in {folder}/version_*/checkpoints. Give a file, "
+                "name the run (--run_name), or leave --ckpt_path out for the policy as it is."
+            )
+        if rank() == 0:
+            for line in said:
+                log.info(line)
+        return None if path is None else str(path)
+
+    # --------------------------------------------------------------------------------------------------------- objects
+
+    def before_instantiate_classes(self) -> None:
+        """What is shown and written whatever the recipe's own callbacks are."""
+        settings = self.config[self.subcommand]
+        quiet_libraries(has_validation=settings.data.val_datasets is not None)
+        if self.subcommand != "fit":  # the callbacks of training have nothing to restore where nothing is trained
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
+        if self.continued is not None:  # its folder holds checkpoints on purpose
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+        elif settings.get("ckpt_path"):  # a folder of its own is what an explicit checkpoint gets
+            warnings.filterwarnings("ignore", message="The dirpath has changed from")
+        callbacks: list[L.Callback] = [WritePredictions()] if self.subcommand == "predict" else [CompletionLog()]
+        # Lightning refuses a progress bar that is there although it is switched off.
+        if settings.trainer.get("enable_progress_bar") is not False:
+            callbacks.append(ProgressBar())
+        if self.subcommand == "fit" and settings.get("ckpt_path"):
+            callbacks.append(ContinuedSteps())
+        self.trainer_defaults = {"callbacks": callbacks}
+
+    def instantiate_classes(self) -> None:
+        """Take a folder for the run and point the loggers at it."""
+        self.asked = self.config
+        settings = self.asked[self.subcommand]
+        if settings.trainer.get("fast_dev_run"):  # logs nothing and saves nothing
+            super().instantiate_classes()
+            return
+        runs = run_folder.runs_folder(settings.trainer, settings.run_name)
+        folder = self.continued or run_folder.take_next(runs)
+        self.config = self.asked.clone()
+        run_folder.place(self.config[self.subcommand].trainer, folder)
+        try:
+            super().instantiate_classes()
+        except BaseException:
+            if self.continued is None and rank() == 0:
+                with contextlib.suppress(OSError):  # it holds something: then it stays
+                    folder.rmdir()
+            raise
+        if rank() == 0:
+            log.info(f"Run folder: {folder}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """The Trainer, with a line for a model summary."""
+        # What is saved as config.yaml is what was asked for: with this run's folder in it, it could not be run again.
+        self.config = self.asked
+        own = self.config_init[self.subcommand].trainer.callbacks or []
+        # Asked before: the Trainer appends its callbacks to this very list.
+        has_summary = any(isinstance(callback, ModelSummary) for callback in (own if isinstance(own, list) else [own]))
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
+            raise ConfigurationError(f"trainer: {error}") from error
+        if not has_summary:
+            # Put in the place of Lightning's: handed to the Trainer, it would be reported as one that is already there.
+            trainer.callbacks = [  # type: ignore[attr-defined]
+                ParameterSummary() if isinstance(callback, ModelSummary) else callback
+                for callback in trainer.callbacks  # type: ignore[attr-defined]
+            ]
+        return trainer
+
+
+class ParsedCLI(GRPOCLI):
+    """Stops at the checked configuration."""
+
+    @classmethod
+    def of(cls, args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Self:
+        """The `fit` command line of these arguments, parsed."""
+        return super().of(["fit", *args], module_class)
+
+    def _parse_ckpt_path(self) -> None:
+        """A checkpoint changes nothing that is planned."""
+
+    def _set_seed(self) -> None:
+        """Leave the process's generators alone."""
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing is instantiated."""
+
+    def instantiate_classes(self) -> None:
+        """Instantiate nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing."""
+
+
+def instantiate(config: Namespace, names: Sequence[str]) -> tuple[Any, ...]:
+    """Parts of a parsed configuration as objects: "model", "data"."""
+    made = []
+    for name in names:
+        parser = LightningArgumentParser()
+        parser.add_lightning_class_args(PARTS[name], name)
+        made.append(parser.instantiate_classes(Namespace({name: config[name]}))[name])
+    return tuple(made)
+
+
+def default_loggers() -> list[dict[str, Any]]:
+    """TensorBoard and metrics.csv, which get the run's folder."""
+    return [
+        {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs"}},
+        {"class_path": f"{MetricsLogger.__module__}.MetricsLogger"},
+    ]

@@ -1,0 +1,92 @@
+"""Logs of a run that may be continued: Lightning's own logger deletes metrics.csv when it is opened again."""
+
+from __future__ import annotations
+
+import csv
+import os
+from typing import Any
+
+import lightning as L
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+
+class MetricsWriter(ExperimentWriter):
+    """Appends to what is there, from the step on that the run continues at."""
+
+    def __init__(self, log_dir: str) -> None:
+        self.is_continued = False
+        super().__init__(log_dir)
+
+    def _check_log_dir_exists(self) -> None:
+        """Other files are expected: the run's folder holds them all. An old metrics.csv is continued."""
+        if os.path.isfile(self.metrics_file_path):
+            self.is_continued = True
+            with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+                self.metrics_keys = list(csv.DictReader(file).fieldnames or [])
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        """Record metrics; the first ones replace what the interrupted run logged from this step on."""
+        if self.is_continued and step is not None:
+            self.is_continued = False
+            self.drop_from(step)
+        super().log_metrics(metrics_dict, step)
+
+    def drop_from(self, step: int) -> None:
+        """Remove the rows of steps that are trained again: they came after the checkpoint."""
+        with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+        with open(self.metrics_file_path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+class ContinuedSteps(L.Callback):
+    """Logs a resumed run from the optimizer step on that it continues at.
+
+    Lightning counts the steps of its loggers apart from `global_step`, and one too far after a checkpoint taken
+    at the end of an epoch: the curve would have a gap, and what was logged for that step before would stay.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Set the loggers' count right, once: the loop has restored its own by now."""
+        if not self.is_done:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+            self.is_done = True
+
+
+class MetricsLogger(CSVLogger):
+    """`metrics.csv`: a row per step and kind of metric, written at once, so that a killed run loses none.
+
+    Args:
+        save_dir: Folder of all runs.
+        name: Of the run; null lets the command line choose.
+        version: Of the run; null lets the command line choose.
+        prefix: Put before every metric's name.
+        flush_logs_every_n_steps: Write after every so many steps.
+    """
+
+    def __init__(
+        self,
+        save_dir: str = "runs",
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """What writes the file."""
+        if self._experiment is None:
+            self._experiment = MetricsWriter(self.log_dir)
+        return self._experiment

@@ -1,0 +1,206 @@
+"""`grpo-lightning plan`: what a run will do and need, before it starts. No weights are loaded."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from grpo_lightning.data.datamodule import PromptDataModule
+    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.planning.batches import BatchPlan
+    from grpo_lightning.types import Prompt
+
+MEASURED_PROMPTS = 256
+"""Of many prompts, the longest texts are tokenized: the longest in tokens is among them but for odd cases."""
+
+ASSUMED_PROMPT_TOKENS = 512
+"""Where neither data nor settings say how long a prompt is."""
+
+
+@dataclass
+class Known:
+    """What could be found out without loading weights."""
+
+    world_size: int
+    why_world_size: str
+    train_prompts: list[Prompt] | None
+    val_prompts: list[Prompt] | None
+    prompt_tokens: int
+    why_prompt_tokens: str
+    why_no_prompts: str = ""
+
+
+def run(args: list[str]) -> None:
+    """Print the plan of a `fit` command line, or the translation of another trainer's script.
+
+    Raises:
+        ValueError: If a setting cannot be trained or translated.
+        FileNotFoundError: If the data or the policy are not there, and nothing says that the run builds them.
+    """
+    from grpo_lightning.cli.plan_tables import print_plan, print_translation
+
+    if any(arg == "--from" or arg.startswith("--from=") for arg in args):
+        from grpo_lightning.planning.translate import translate
+
+        script = parse_script(args)
+        print_translation(script, translate(script))
+        return
+    own, fit_args = plan_parser().parse_known_args(args)
+    from grpo_lightning.cli.main import instantiate, parse
+
+    config = parse(fit_args)
+    logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order
+    seed(config)
+    module, data = instantiate(config, "model", "data")
+    known = find_out(config, module, data, own)
+    batches = batch_plan(config, module, data, known.world_size)
+    print_plan(config, module, data, known, batches)
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """The flags of `plan` itself; all others are those of `fit`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-lightning plan",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Say what a run will do and need, without loading weights: the arithmetic of its batches, its\n"
+        "length, and the memory of a device part by part.\n\n"
+        "  grpo-lightning plan --config recipe.yaml [any override of fit] [--devices 8] [--nodes 2]",
+        epilog="The settings of another trainer's script in this package's words:\n\n"
+        "  grpo-lightning plan --from trl --per_device_train_batch_size 8 --gradient_accumulation_steps 4 \\\n"
+        "      --num_generations 8 --world_size 2        (grpo-lightning plan --from trl --help lists the flags)",
+    )
+    parser.add_argument("--devices", type=int, help="devices per node, instead of the configuration's")
+    parser.add_argument("--nodes", type=int, help="nodes, instead of the configuration's")
+    parser.add_argument("--prompt_tokens", type=int, help="the longest prompt, instead of the data's")
+    parser.add_argument("--prepare", action="store_true", help="run data.prepare first, where the run would build data")
+    return parser
+
+
+def parse_script(args: Sequence[str]) -> Any:
+    """The flags of another trainer's script."""
+    from grpo_lightning.planning.translate import TRAINERS, OtherScript
+
+    parser = argparse.ArgumentParser(
+        prog="grpo-lightning plan --from",
+        allow_abbrev=False,
+        description="The batch settings of a TRL, ms-swift or VLM-R1 script in this package's words.",
+    )
+    parser.add_argument("--from", dest="trainer", required=True, choices=TRAINERS)
+    parser.add_argument("--version", help="of TRL or ms-swift: 0.16, 3.3.1; the newest rule without it")
+    parser.add_argument("--world_size", type=int, default=1, help="processes that train (devices x nodes)")
+    numbers = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 8,
+        "steps_per_generation": None,
+        "generation_batch_size": None,
+        "num_iterations": 1,
+    }
+    for name, default in numbers.items():
+        says = "as the script has it" + ("" if default is None else f" (default {default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=says)
+    return OtherScript(**vars(parser.parse_args(args)))
+
+
+def seed(config: Namespace) -> None:
+    """The run's seed: `random:N` and what `data.prepare` builds follow from it."""
+    import lightning as L
+
+    value = config.get("seed_everything")
+    if value is not None and value is not False:
+        L.seed_everything(0 if value is True else value, verbose=False)
+
+
+def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, own: argparse.Namespace) -> Known:
+    """Ranks, prompts and the longest prompt."""
+    world_size, why = ranks(config.trainer, own.devices, own.nodes)
+    if own.prepare:
+        data.prepare_data()
+    # The data module asks its trainer for ranks and for the policy's tokenizer.
+    data.trainer = SimpleNamespace(lightning_module=module, world_size=world_size, global_rank=0)  # type: ignore[assignment]
+    why_no_prompts = ""
+    try:
+        data.setup("fit")
+    except FileNotFoundError as error:
+        if data.prepare is None:
+            raise
+        why_no_prompts = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
+    train, val = (prompts if isinstance(prompts, list) else None for prompts in (data.train_prompts, data.val_prompts))
+    if train is None and not why_no_prompts:
+        why_no_prompts = "the data are streamed"
+    if own.prompt_tokens is not None:
+        tokens, why_tokens = own.prompt_tokens, "as --prompt_tokens says"
+    else:
+        tokens, why_tokens = longest_prompt(module, data, train)
+    if tokens < 1:
+        raise ValueError(f"--prompt_tokens must be at least 1, got {tokens}.")
+    return Known(world_size, why, train, val, tokens, why_tokens, why_no_prompts)
+
+
+def ranks(trainer: Namespace, devices: int | None, nodes: int | None) -> tuple[int, str]:
+    """(ranks, why so many) of a trainer's configuration; `devices` and `nodes` override it."""
+    import torch
+
+    why = ""
+    nodes = trainer.num_nodes if nodes is None else nodes
+    given: Any = trainer.devices if devices is None else devices
+    if isinstance(given, str):
+        given = given.strip()
+        with suppress(ValueError):
+            given = int(given)
+    if isinstance(given, str) and given != "auto":
+        given = [part for part in given.split(",") if part.strip()]
+    if isinstance(given, list | tuple):
+        given = len(given)
+    if given in ("auto", -1):
+        is_cpu = str(trainer.accelerator) in ("cpu", "auto") and not torch.cuda.is_available()
+        given = 1 if is_cpu or trainer.accelerator == "cpu" else max(1, torch.cuda.device_count())
+        why = f"trainer.devices is {trainer.devices}: {given} on this machine; --devices N plans for another"
+    if given < 1 or nodes < 1:
+        raise ValueError(f"A run needs at least one device and one node, got {given} and {nodes}.")
+    return int(given) * int(nodes), why or f"{given} per node x {nodes} node(s)"
+
+
+def longest_prompt(
+    module: GRPOLightningModule, data: PromptDataModule, prompts: list[Prompt] | None
+) -> tuple[int, str]:
+    """(tokens, where the number comes from) of the longest training prompt."""
+    from grpo_lightning.policy.tokenize import tokenize
+
+    why_not = "the prompts are not known yet"
+    if prompts:
+        measured = sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:MEASURED_PROMPTS]
+        try:
+            tokenizer = module.loader.load_tokenizer()
+            tokens = max(len(tokenize(prompt, tokenizer)) for prompt in measured)
+        except (OSError, ValueError) as error:  # a folder with a config alone can be planned for, too
+            why_not = f"the policy's tokenizer cannot be used: {str(error).strip().partition(chr(10))[0]}"
+        else:
+            of = "all" if len(measured) == len(prompts) else f"the {len(measured)} longest texts of all"
+            return tokens, f"the longest of {of} {len(prompts):,} prompts, by the policy's tokenizer"
+    if data.max_prompt_length is not None:
+        return data.max_prompt_length, "data.max_prompt_length"
+    return ASSUMED_PROMPT_TOKENS, f"assumed, as {why_not}; --prompt_tokens N says another"
+
+
+def batch_plan(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, world_size: int) -> BatchPlan:
+    """The cycle's arithmetic."""
+    from grpo_lightning.planning.batches import BatchPlan
+
+    return BatchPlan(
+        batch_size=data.batch_size,
+        num_generations=module.num_generations,
+        accumulate_grad_batches=config.trainer.accumulate_grad_batches,
+        updates_per_rollout=module.updates_per_rollout,
+        num_iterations=module.num_iterations,
+        world_size=world_size,
+    )

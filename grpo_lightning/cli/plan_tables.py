@@ -1,0 +1,253 @@
+"""What `grpo-lightning plan` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from grpo_lightning.cli.plan_memory import Described, describe
+from grpo_lightning.planning.batches import BatchPlan, RunPlan, plan_run
+from grpo_lightning.planning.memory import GIB, MOMENTS, Moment, Part, memory_parts, peak
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from grpo_lightning.cli.plan import Known
+    from grpo_lightning.data.datamodule import PromptDataModule
+    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.planning.translate import OtherScript, Translation
+
+TITLES: dict[Moment, str] = {"sampling": "sampling", "update": "update", "step": "step"}
+LIGHTNING_EPOCHS = 1000
+"""What Lightning trains for where nothing limits a run."""
+
+
+def print_plan(
+    config: Namespace, module: GRPOLightningModule, data: PromptDataModule, known: Known, batches: BatchPlan
+) -> None:
+    """Batches, length, tokens and memory."""
+    console = Console(highlight=False, soft_wrap=False)
+    print_lines(console, "Batches", batch_lines(batches, known.why_world_size))
+    length = run_length(config, batches, None if known.train_prompts is None else len(known.train_prompts))
+    print_lines(
+        console,
+        "Length",
+        [*length_lines(config, batches, length, known), *validation_lines(config, batches, length, known)],
+    )
+    try:
+        described = describe(config, module, batches, known.prompt_tokens)
+    except FileNotFoundError as error:
+        if data.prepare is None:
+            raise
+        print_lines(console, "Memory", [f"Not known: {error} data.prepare may build it: add --prepare to do so now."])
+        return
+    print_lines(console, "Tokens", token_lines(described, known.why_prompt_tokens))
+    print_memory(console, described, batches)
+
+
+def print_lines(console: Console, title: str, lines: list[str]) -> None:
+    """A heading and its lines."""
+    console.print(f"\n[bold]{title}[/bold]")
+    for line in lines:
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
+
+
+def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
+    """The arithmetic of a cycle."""
+    b = batches
+    update = f"{b.completions_per_update:,.6g}"
+    return [
+        f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')} x {b.num_generations} completions = "
+        f"{b.completions_per_rollout:,} completions per rollout (ranks: {why_world_size}).",
+        f"A rank cuts its {b.batch_size * b.num_generations:,} into {b.accumulate_grad_batches} x "
+        f"{b.updates_per_rollout} = {count(b.micro_batches, 'micro-batch', 'es')} (accumulate_grad_batches x "
+        f"updates_per_rollout) of about {b.batch_size * b.num_generations / b.micro_batches:,.3g} completions.",
+        f"A rollout is trained for {b.updates_per_rollout} x {b.num_iterations} = "
+        f"{count(b.steps_per_rollout, 'optimizer step')} (updates_per_rollout x num_iterations), each on {update} "
+        "completions over all ranks.",
+    ]
+
+
+def run_length(config: Namespace, batches: BatchPlan, num_prompts: int | None) -> RunPlan:
+    """The run's length under the trainer's limits."""
+    trainer = config.trainer
+    epochs = trainer.max_epochs
+    if epochs is None and trainer.max_steps < 0 and trainer.max_time is None:
+        epochs = LIGHTNING_EPOCHS
+    return plan_run(
+        batches,
+        num_prompts,
+        max_steps=trainer.max_steps,
+        max_epochs=epochs,
+        limit_train_batches=trainer.limit_train_batches,
+    )
+
+
+def length_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: Known) -> list[str]:
+    """Steps per epoch and in all."""
+    trainer, lines = config.trainer, []
+    if known.train_prompts is None:
+        lines.append(f"The number of prompts is not known: {known.why_no_prompts}.".replace("..", "."))
+    else:
+        assert length.steps_per_epoch is not None
+        rollouts = length.steps_per_epoch // batches.steps_per_rollout
+        lines.append(
+            f"{count(len(known.train_prompts), 'prompt')}: {count(rollouts, 'rollout')} = "
+            f"{count(length.steps_per_epoch, 'optimizer step')} per epoch."
+        )
+    if length.asked_steps is not None:
+        lines.append(f"max_steps {length.asked_steps} ends inside a cycle: it is rounded up.")
+    limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs, "max_time": trainer.max_time}
+    by = ", ".join(f"{name} {value}" for name, value in limits.items() if value not in (None, -1))
+    by = by or f"neither max_steps nor max_epochs is set: Lightning's {LIGHTNING_EPOCHS} epochs"
+    if length.total_steps is None:
+        return [*lines, f"The length of the run follows from the number of prompts ({by})."]
+    told = f"The run: {count(length.total_steps, 'optimizer step')}"
+    if length.num_prompts is not None:
+        told += f", {count(length.num_prompts, 'prompt')} sampled for"
+        told += f", {count(length.num_prompts * batches.num_generations, 'completion')}"
+    if length.epochs is not None:
+        told += f", {length.epochs:.3g} epoch{'' if length.epochs == 1 else 's'}"
+    return [*lines, f"{told} ({by})."]
+
+
+def validation_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: Known) -> list[str]:
+    """How often is validated."""
+    if not known.val_prompts:
+        return ["No validation data."] if known.train_prompts is not None else []
+    trainer, prompts = config.trainer, f"Validation on {count(len(known.val_prompts), 'prompt')}"
+    every = trainer.val_check_interval
+    every = 1.0 if every is None else every
+    if isinstance(every, int) and not isinstance(every, bool):
+        steps = every / batches.accumulate_grad_batches
+        return [f"{prompts} every {steps:g} optimizer steps ({every} micro-steps)."]
+    epochs = trainer.check_val_every_n_epoch or 1
+    if not isinstance(every, float):
+        return [f"{prompts} every {every}."]
+    if every == 1.0 or length.steps_per_epoch is None:
+        share = "" if every == 1.0 else f"{every:g} of "
+        return [f"{prompts} every {share}{'epoch' if epochs == 1 else f'{epochs} epochs'}."]
+    micro_steps = int(length.steps_per_epoch * batches.accumulate_grad_batches * every)
+    return [f"{prompts} every {micro_steps / batches.accumulate_grad_batches:g} optimizer steps of an epoch."]
+
+
+def token_lines(described: Described, why_prompt_tokens: str) -> list[str]:
+    """The largest micro-batch in tokens, and what chunks make of it."""
+    batch, mode = described.settings.batch, described.settings.checkpointing
+    N, B, L, T = batch.num_prompts, batch.num_completions, batch.prompt_length, batch.completion_length
+    dense = B * (L + T)
+    lines = [f"Longest prompt: {count(L, 'token')} ({why_prompt_tokens}). Longest completion: {T:,} ."]
+    if batch.path == "extended":
+        slots = N * L + B * T
+        lines.append(
+            f"The largest micro-batch: {N} x {L:,} prompt + {B} x {T:,} completion tokens = {slots:,}; with the prompt "
+            f"in every row it would be {dense:,}, {dense / slots:.1f} times as many."
+        )
+    else:
+        lines.append(f"The largest micro-batch: {B} x ({L:,} + {T:,}) = {dense:,} tokens (dense path).")
+    chunks = batch.chunk_rows
+    size = f"{count(len(chunks), 'forward')} of at most {count(chunks[0], 'completion')}"
+    if len(chunks) == 1:
+        lines.append(
+            f"policy.chunk_size {batch.chunk_size}: all {B} completions in one forward.".replace("None", "null")
+        )
+    elif mode == "chunks":
+        lines.append(f"policy.chunk_size {batch.chunk_size}: {size}, each recomputed in the backward pass.")
+    else:
+        lines.append(
+            f"policy.chunk_size {batch.chunk_size}: {size}. Their activations are all kept: "
+            "policy.activation_checkpointing 'chunks' keeps one at a time."
+        )
+    return lines
+
+
+def print_memory(console: Console, described: Described, batches: BatchPlan) -> None:
+    """The table of parts, the highest moment, and the device it has to fit."""
+    shape, settings, remarks = described
+    parts = memory_parts(shape, settings)
+    peaks = {moment: peak(parts, moment) for moment in MOMENTS}
+    highest = max(MOMENTS, key=peaks.__getitem__)
+    unit, name = (GIB, "GiB") if peaks[highest] > GIB / 10 else (2**20, "MiB")
+    table = Table(title=f"Memory of one device, {name}", title_justify="left", title_style="bold")
+    table.add_column("part")
+    for moment in MOMENTS:
+        table.add_column(TITLES[moment], justify="right")
+    table.add_column("made of")
+    for part in parts:
+        table.add_row(*part_row(part, unit))
+    total = [f"~{peaks[moment] / unit:.2f}" for moment in MOMENTS]
+    table.add_section()
+    table.add_row("together", *total, f"highest: {TITLES[highest]}", style="bold")
+    console.print()
+    console.print(table)
+    weights = f"{shape.num_weights:,} weights, {shape.num_layers} layers"
+    notes = [
+        f"The policy has {weights}, {settings.widths.weights} bytes each (trainer.precision, policy.dtype).",
+        "sampling: while completions are drawn; update: in a micro-batch's forward and backward; step: while the "
+        "optimizer steps. ~ is an estimate by formula, the others are the sizes of real tensors; fragmentation and the "
+        "CUDA context (about 0.5 GiB) come on top.",
+        *[f"{remark[0].upper()}{remark[1:]}." for remark in remarks],
+    ]
+    notes.append(device_line(peaks[highest]))
+    for note in notes:
+        console.print(note, markup=False)
+
+
+def part_row(part: Part, unit: int) -> list[str]:
+    """A row of the table."""
+    size = f"{'' if part.is_exact else '~'}{part.num_bytes / unit:.2f}"
+    cells = [size if moment in part.moments else "" for moment in MOMENTS]
+    return [part.name, *cells, part.how]
+
+
+def device_line(needed: int) -> str:
+    """What is needed against what is there."""
+    if not torch.cuda.is_available():
+        return "No CUDA device is here to compare with."
+    device: Any = torch.cuda.get_device_properties(0)
+    share = needed / device.total_memory
+    verdict = "It fits" if share <= 0.9 else "It may not fit" if share <= 1 else "It does not fit"
+    return (
+        f"{verdict}: {needed / GIB:.1f} GiB of the {device.total_memory / GIB:.1f} GiB of this machine's {device.name} "
+        f"({share:.0%})."
+    )
+
+
+def print_translation(script: OtherScript, translation: Translation) -> None:
+    """A script's batches in our keys, the arithmetic, and what differs."""
+    console = Console(highlight=False)
+    b, s = translation.batches, script
+    spans = max(s.micro_steps, s.gradient_accumulation_steps)
+    there = [
+        f"{s.per_device_train_batch_size} completions per device x {count(s.world_size, 'process', 'es')} x "
+        f"{count(spans, 'micro-step')} = {s.completions_per_step * spans} completions per rollout, of "
+        f"{count(s.prompts_per_rollout, 'prompt')}.",
+        f"An update trains on {s.completions_per_update} completions; every rollout is trained on "
+        f"{count(s.num_iterations, 'time')}.",
+    ]
+    print_lines(console, s.whose, there)
+    console.print("\n[bold]Here[/bold]")
+    for line in (
+        "trainer:",
+        f"  accumulate_grad_batches: {b.accumulate_grad_batches}",
+        "data:",
+        f"  batch_size: {b.batch_size}",
+        "model:",
+        f"  num_generations: {b.num_generations}",
+        f"  updates_per_rollout: {b.updates_per_rollout}",
+        f"  num_iterations: {b.num_iterations}",
+    ):
+        console.print(line, markup=False)
+    print_lines(console, "In words", batch_lines(b, "the script's processes"))
+    exact = "Every update trains on as many prompts and completions as the script's."
+    print_lines(console, "Differences", [*(translation.differences or [exact]), *translation.notes])
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """`1 prompt`, `1,600 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

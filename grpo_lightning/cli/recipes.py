@@ -1,0 +1,143 @@
+"""`grpo-lightning recipes`: the YAML files that come with the package, listed, shown and copied."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shutil
+from pathlib import Path
+
+from grpo_lightning.cli.errors import ConfigurationError
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def folder() -> Path:
+    """Where the recipes are: inside an installed package, or beside it in a checkout.
+
+    Raises:
+        ConfigurationError: If the package was copied without them.
+    """
+    for candidate in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
+        if (candidate / "quickstart.yaml").is_file():
+            return candidate
+    raise ConfigurationError(
+        f"The recipes are not there: neither in {PACKAGE} nor beside it. Install the package anew."
+    )
+
+
+def names() -> list[str]:
+    """Of all recipes, whole ones first: "quickstart", "objectives/dapo"."""
+    root = folder()
+    found = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
+    return sorted(found, key=lambda name: ("/" in name, name))
+
+
+def find(name: str) -> Path | None:
+    """The file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if there is none."""
+    plain = re.sub(r"^(\./)?recipes/", "", name)
+    plain = re.sub(r"\.ya?ml$", "", plain)
+    return folder() / f"{plain}.yaml" if plain in names() else None
+
+
+def named(name: str) -> Path:
+    """The file of a recipe. Raises: ConfigurationError with the nearest names if there is none."""
+    path = find(name)
+    if path is None:
+        raise ConfigurationError(unknown(name))
+    return path
+
+
+def unknown(name: str) -> str:
+    """There is no such recipe, but these."""
+    plain = re.sub(r"\.ya?ml$", "", re.sub(r"^(\./)?recipes/", "", name))
+    by_last = {known.rpartition("/")[2]: known for known in names()}
+    near = difflib.get_close_matches(plain, names()) or [
+        by_last[last] for last in difflib.get_close_matches(plain, by_last)
+    ]
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Recipes: {', '.join(names())}."
+    return f"There is no recipe {name!r}. {hint} (`grpo-lightning recipes list` shows all.)"
+
+
+def header(path: Path) -> dict[str, str]:
+    """What the comments at the top say, by their labels: Shows, Expect, Hardware, Command, Outputs.
+
+    A comment without a label continues the one above.
+    """
+    said: dict[str, str] = {}
+    label = "Shows"
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        text = line.lstrip("# ").rstrip()
+        match = re.match(r"(Shows|Expect|Hardware|Command|Outputs): *(.*)", text)
+        if match:
+            label, text = match.groups()
+        said[label] = f"{said.get(label, '')} {text}".strip()
+    return said
+
+
+def run(args: list[str]) -> None:
+    """The command `recipes`."""
+    parser = argparse.ArgumentParser(prog="grpo-lightning recipes", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="name, what it shows, and on what hardware")
+    show_parser = commands.add_parser("show", help="print a recipe")
+    show_parser.add_argument("name")
+    copy_parser = commands.add_parser("copy", help="copy a recipe, to change it")
+    copy_parser.add_argument("name")
+    copy_parser.add_argument("target", nargs="?", default=".", help="folder or .yaml file (default: here)")
+    copy_parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
+    given = parser.parse_args(args)
+    if given.command == "list":
+        list_all()
+    elif given.command == "show":
+        print(named(given.name).read_text(encoding="utf-8"), end="")
+    else:
+        copy(given.name, Path(given.target), force=given.force)
+
+
+def list_all() -> None:
+    """Print the table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("recipe", "shows", "hardware", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for name in names():
+        said = header(named(name))
+        hardware = said.get("Hardware", "that of the recipe it is added to")
+        table.add_row(Text(name), Text(first_sentence(said.get("Shows", ""))), Text(hardware))
+    Console().print(table)
+    print("Run one:  grpo-lightning fit --config quickstart")
+    print("Add one:  grpo-lightning fit --config quickstart --config objectives/dapo")
+    print("Own one:  grpo-lightning recipes copy quickstart my_recipe.yaml")
+
+
+def first_sentence(text: str) -> str:
+    """What a table has room for; the abbreviations that a text may begin with ("Dr.") end no sentence."""
+    match = re.match(r".{20,}?\.(?= |$)", text)
+    return match[0] if match else text
+
+
+def copy(name: str, target: Path, *, force: bool) -> None:
+    """Copy a recipe and say what to run.
+
+    Raises:
+        ConfigurationError: If there is no such recipe, or the file is there already.
+    """
+    source = named(name)
+    is_file = target.suffix in (".yaml", ".yml")
+    path = target if is_file else target / source.name
+    if path.exists() and not force:
+        raise ConfigurationError(f"{path} is there already. Name another file, or add --force to overwrite it.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, path)
+    print(f"Copied {name} to {path}. Next:")
+    if source.parent == folder():
+        print(f"  grpo-lightning fit --config {path}")
+    else:  # a fragment: it changes a recipe and is none by itself
+        print(f"  grpo-lightning fit --config quickstart --config {path}")

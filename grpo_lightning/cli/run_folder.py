@@ -1,0 +1,104 @@
+"""One run, one folder: `runs/<run name>/version_<N>/` with metrics, completions, pictures, settings and checkpoints.
+
+The run name is that of the first recipe, or `--run_name`. A run takes the next free version. `--ckpt_path auto` goes on
+in the folder of the checkpoint it finds; every other run gets a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import Namespace
+
+from grpo_lightning.cli.errors import ConfigurationError, rank
+from grpo_lightning.cli.loggers import MetricsLogger
+
+# Ranks that this process launches inherit the choice: looking for the next version, they would find this one taken.
+CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
+LIGHTNINGS_NAME = "lightning_logs"
+
+
+def run_name(given: str | None, config_files: Sequence[Path]) -> str:
+    """`given`, or the name of the first recipe; "run" without one.
+
+    Raises:
+        ConfigurationError: If it is no name of one folder.
+    """
+    name = given or (config_files[0].stem if config_files else "run")
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ConfigurationError(
+            f"run_name must be the name of a folder (letters, digits, '.', '-', '_', '+'), got {name!r}."
+        )
+    return name
+
+
+def runs_folder(trainer: Namespace, name: str) -> Path:
+    """The folder of all versions of a run."""
+    return Path(trainer.get("default_root_dir") or ".") / "runs" / name
+
+
+def versions(folder: Path) -> dict[int, Path]:
+    """The versions that are there, by their number."""
+    matches = ((re.fullmatch(r"version_(\d+)", path.name), path) for path in folder.glob("version_*"))
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def take_next(folder: Path) -> Path:
+    """A new version of a run, made at once, so that no other run takes it; on other ranks the first one's choice."""
+    if rank() and CHOSEN in os.environ:
+        return Path(os.environ[CHOSEN])
+    number = max(versions(folder), default=-1) + 1
+    # A rank of another launcher makes no folder: what it writes goes where the first rank says (trainer.log_dir).
+    while rank() == 0:
+        path = folder / f"version_{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # somebody took it just now
+            number += 1
+            continue
+        os.environ[CHOSEN] = str(path)
+        break
+    return folder / f"version_{number}"
+
+
+def place(trainer: Namespace, folder: Path) -> None:
+    """Point a Trainer's settings at the run's folder: where nothing is logged, and every logger without a name.
+
+    The first logger is where Lightning looks for the folder: where it is none that writes there, metrics.csv is added.
+    """
+    trainer.default_root_dir = str(folder)
+    loggers = trainer.get("logger")
+    if not loggers:
+        return
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    for logger in loggers:
+        place_logger(logger, folder)
+    kinds = ("TensorBoardLogger", "CSVLogger", "MetricsLogger")
+    if loggers[0].class_path.rpartition(".")[2] not in kinds:
+        metrics = Namespace(class_path=f"{MetricsLogger.__module__}.MetricsLogger", init_args=Namespace())
+        place_logger(metrics, folder, is_new=True)
+        loggers = [metrics, *loggers]
+    trainer.logger = loggers
+
+
+def place_logger(logger: Namespace, folder: Path, *, is_new: bool = False) -> None:
+    """Let one logger write into the run's folder, unless its recipe names a place."""
+    settings = logger.init_args
+    if logger.class_path.endswith(".WandbLogger"):
+        if settings.get("save_dir") in (None, "."):
+            settings.save_dir = str(folder)
+        if settings.get("name") is None:
+            settings.name = f"{folder.parent.name}/{folder.name}"
+    elif is_new or (settings.get("name") == LIGHTNINGS_NAME and settings.get("version") is None):
+        settings.save_dir, settings.name, settings.version = str(folder.parent.parent), folder.parent.name, folder.name
+
+
+def keep_old_config(folder: Path, text: str) -> None:
+    """Before a continued run writes its settings: keep those it started with as `config_<n>.yaml` if they differ."""
+    path = folder / "config.yaml"
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        number = sum(1 for _ in folder.glob("config_*.yaml"))
+        path.rename(folder / f"config_{number}.yaml")

@@ -1,0 +1,113 @@
+"""Where a setting came from: recipes named on the command line are found, read and checked before they are parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_lightning.cli import recipes
+from grpo_lightning.cli.errors import ConfigurationError
+
+CONFIG_FLAGS = ("--config", "-c")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Settings as somebody wrote them."""
+
+    where: str
+    """ "in recipe.yaml", "on the command line"."""
+
+    tree: dict[str, Any]
+    """Nested, not checked."""
+
+
+def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """(position, flag, value) of `--flag=value` and `--flag value`; a flag without a value has the value ""."""
+    for i, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        if not flag.startswith("-"):
+            continue
+        if not equals and i + 1 < len(args) and not args[i + 1].startswith("--"):
+            value = args[i + 1]
+        yield i, flag, value
+
+
+def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments with shipped recipes in place of their names, and a line about each that was found so.
+
+    Raises:
+        ConfigurationError: If a `--config` is neither a file nor a recipe.
+    """
+    found, notices = list(args), []
+    for i, flag, value in pairs(args):
+        # Settings may also be given in the place of a file: "{trainer: {max_steps: 1}}".
+        if flag not in CONFIG_FLAGS or Path(value).is_file() or isinstance(load(value, ""), dict):
+            continue
+        if not value:
+            raise ConfigurationError(f"{flag} needs a file or the name of a recipe. {recipes.unknown('')}")
+        path = recipes.find(value)
+        if path is None:
+            raise ConfigurationError(f"--config: there is no file {value} in {Path.cwd()}. {recipes.unknown(value)}")
+        if "=" in args[i]:
+            found[i] = f"{flag}={path}"
+        else:
+            found[i + 1] = str(path)
+        notices.append(f"Recipe {value}: {path} (`grpo-lightning recipes copy {value}` gives you a copy to change).")
+    return found, notices
+
+
+def config_files(args: Sequence[str]) -> list[Path]:
+    """The files given by `--config`, in their order."""
+    return [Path(value) for _, flag, value in pairs(args) if flag in CONFIG_FLAGS and Path(value).is_file()]
+
+
+def read(args: Sequence[str]) -> list[Source]:
+    """Every `--config` and the flags, in their order.
+
+    Raises:
+        ConfigurationError: If a file is no YAML mapping, with its line.
+    """
+    sources = []
+    for _, flag, value in pairs(args):
+        if flag in CONFIG_FLAGS:
+            is_file = Path(value).is_file()
+            name = value if is_file else "--config"
+            tree = load(Path(value).read_text(encoding="utf-8") if is_file else value, name, is_strict=True)
+            if tree is None:
+                continue
+            if not isinstance(tree, dict):
+                raise ConfigurationError(
+                    f"{name} must hold settings (key: value), got {type(tree).__name__}: {tree!r}."
+                )
+            sources.append(Source(f"in {name}", tree))
+        elif flag.startswith("--"):
+            tree = load(value, flag) if value else None
+            for key in reversed(flag.removeprefix("--").split(".")):
+                tree = {key: tree}
+            sources.append(Source("on the command line", tree))
+    return sources
+
+
+def load(text: str, name: str, *, is_strict: bool = False) -> Any:
+    """YAML, or the text itself if it is none and need not be.
+
+    Raises:
+        ConfigurationError: If it must be YAML and is not: with file, line and column.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        if not is_strict:
+            return text
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        problem = getattr(error, "problem", None) or str(error)
+        snippet = mark.get_snippet(indent=2, max_length=100) if mark and mark.buffer else ""
+        raise ConfigurationError(
+            f"{where} is not valid YAML: {problem}." + (f"\n{snippet}" if snippet else "")
+        ) from None

@@ -1,0 +1,174 @@
+"""One data set of a mixture: where it is, which rows of it, and what is said about them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from grpo_lightning.data.strategies import parse_strategy
+
+
+@dataclass
+class DatasetEntry:
+    """One data set of a mixture: a file, or a data set that `datasets` loads. Exactly one of the two is given."""
+
+    json_path: str | None = None
+    """A file in UTF-8: `.jsonl` (one object per line), `.json` (a list of objects), `.csv` (with a header) or
+    `.parquet`."""
+
+    sampling_strategy: str = "all"
+    """Which rows: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
+
+    dataset: str | None = None
+    """Hub name, a folder with data files, or one written by `save_to_disk`. `name:subset` names the subset as well,
+    `name#1000` takes 1000 random rows."""
+
+    subset: str | None = None
+    """The subset (configuration) of `dataset`."""
+
+    split: str = "train"
+    """The split of `dataset`."""
+
+    revision: str | None = None
+    """Branch, tag or commit of `dataset` on the hub."""
+
+    streaming: bool = False
+    """Rows are read as they are used: for data larger than memory. The run needs `trainer.max_steps`."""
+
+    columns: dict[str, str] | None = None
+    """Columns renamed, old name to new name: `{instruction: question}`."""
+
+    name: str | None = None
+    """Its label in logs; by default the name of the file or data set."""
+
+    rewards: list[str] | None = None
+    """Names of the rewards that apply to its rows; null for all."""
+
+    accu_reward_method: str | None = None
+    """Value of the column `accu_reward_method` in rows that have none: how VLM-R1's accuracy reward compares."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if the settings contradict each other or the strategy is none."""
+        if (self.json_path is None) == (self.dataset is None):
+            raise ValueError(
+                "A data set must have either json_path (a file) or dataset (a hub name or folder), got "
+                f"json_path={self.json_path!r}, dataset={self.dataset!r}."
+            )
+        given = [name for name in ("subset", "revision") if getattr(self, name) is not None]
+        given += ["split"] if self.split != "train" else []
+        if self.json_path is not None and given:
+            raise ValueError(f"{', '.join(given)} of {self.label!r} goes with dataset, not with json_path: remove it.")
+        parse_strategy(self.sampling_strategy, name=self.label)
+        location = self.location
+        if location.num_rows is not None and self.sampling_strategy != "all":
+            raise ValueError(
+                f"dataset {self.dataset!r} asks for {location.num_rows} random rows, sampling_strategy for "
+                f"{self.sampling_strategy!r}: give one of them."
+            )
+        if self.subset is not None and location.subset is not None:
+            raise ValueError(f"dataset {self.dataset!r} names a subset, subset is {self.subset!r}: give one of them.")
+        if self.streaming:
+            self._check_stream()
+
+    @property
+    def label(self) -> str:
+        """What the user calls it in the configuration."""
+        return cast(str, self.dataset if self.json_path is None else self.json_path)
+
+    @property
+    def location(self) -> Location:
+        """Where it is, and how many of its rows, without `:subset` and `#N`."""
+        return Location(self.label) if self.json_path is not None else parse_location(self.label)
+
+    @property
+    def source(self) -> str:
+        """Its label in logs."""
+        return self.name or Path(self.location.name).stem
+
+    @property
+    def strategy(self) -> str:
+        """The sampling strategy, `name#1000` included."""
+        num_rows = self.location.num_rows
+        return self.sampling_strategy if num_rows is None else f"random:{num_rows}"
+
+    def _check_stream(self) -> None:
+        """Raises: ValueError for what a stream cannot do."""
+        strategy = parse_strategy(self.strategy, name=self.label)
+        if strategy.take not in ("all", "first") or strategy.is_percent:
+            raise ValueError(
+                f"{self.label!r} is streaming: its length is not known, so {self.strategy!r} cannot be chosen from it. "
+                "Use all or first:N with a count, or set streaming to false."
+            )
+        if self.json_path is not None and Path(self.json_path).suffix.lower() == ".json":
+            raise ValueError(f"{self.json_path!r} must be read as a whole: for streaming, convert it to .jsonl.")
+
+    @classmethod
+    def of(cls, item: Any, *, where: str) -> DatasetEntry:
+        """An entry from its keys, or the entry itself.
+
+        Raises:
+            ValueError: If a key is unknown or a value has the wrong type, naming the nearest key or the right type.
+        """
+        if isinstance(item, cls):
+            return item
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{where} must have keys like 'json_path' or 'dataset', got {item!r:.80}.")
+        check_keys(item, [field.name for field in fields(cls)], where=where)
+        for key, value in item.items():
+            if key == "sampling_strategy":
+                continue  # said better by the strategy's own check
+            kind = _KINDS.get(key, str)
+            is_right = isinstance(value, kind) or (value is None and key not in ("split", "streaming"))
+            if not is_right:
+                raise ValueError(f"{where}: {key} must be {_WORDS[kind]}, got {value!r:.80}.")
+        return cls(**item)
+
+
+_KINDS: dict[str, type] = {"streaming": bool, "columns": dict, "rewards": list}
+_WORDS = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a `dataset` says, taken apart."""
+
+    name: str
+    """File, hub name or folder."""
+
+    subset: str | None = None
+    num_rows: int | None = None
+
+
+def parse_location(dataset: str) -> Location:
+    """Take `name:subset#1000` apart; a folder of exactly that name is taken as it is.
+
+    Raises:
+        ValueError: If what stands after `#` is no count.
+    """
+    if Path(dataset).expanduser().exists():
+        return Location(dataset)
+    name, mark, count = dataset.partition("#")
+    if mark and not re.fullmatch(r"[0-9]+", count):
+        raise ValueError(f"dataset {dataset!r}: a number of rows must follow '#', as in 'name#1000', got {count!r}.")
+    name, _, subset = name.partition(":")
+    return Location(name, subset or None, int(count) if mark else None)
+
+
+def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
+    """Raises: ValueError naming the keys that are not allowed, each with the nearest one that is."""
+    unknown = [str(key) for key in found if key not in allowed]
+    if unknown:
+        named = [
+            f"{key!r} (did you mean {near!r}?)" if (near := _nearest(key, allowed)) else repr(key) for key in unknown
+        ]
+        raise ValueError(f"{where}: unknown keys {', '.join(named)}; allowed are {', '.join(allowed)}.")
+
+
+def _nearest(key: str, allowed: list[str]) -> str | None:
+    """The key that begins like this one, or is spelled most like it."""
+    longer = [name for name in allowed if key and name.startswith(key)]
+    return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)

@@ -1,0 +1,87 @@
+"""Prompts longer than allowed: an error, left out, or cut to their last tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from grpo_lightning.policy.tokenize import tokenize
+from grpo_lightning.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Overlong: TypeAlias = Literal["error", "drop", "truncate"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A prompt and its length."""
+
+    prompt: Prompt | None
+    """None if it is left out."""
+
+    num_tokens: int = 0
+    """L, before anything is cut; 0 if nobody asked."""
+
+    where: str = ""
+    """File and line."""
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The longest prompt allowed, and what is done with longer ones. Picklable: other processes measure too."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_length: int
+    """L tokens, chat template included."""
+
+    overlong_prompts: Overlong = "error"
+    """`truncate` keeps the last tokens: of a chat it cuts the beginning, the system turn first. Rewards and logs still
+    see the whole prompt."""
+
+    def measure(self, prompt: Prompt, where: str) -> Measured:
+        """The prompt as it is to be used: itself, cut, or None for "drop" and "error" if it is too long."""
+        token_ids = tokenize(prompt, self.tokenizer)
+        kept: Prompt | None = prompt
+        if len(token_ids) > self.max_prompt_length:
+            is_cut = self.overlong_prompts == "truncate"
+            kept = replace(prompt, token_ids=token_ids[-self.max_prompt_length :]) if is_cut else None
+        return Measured(kept, len(token_ids), where)
+
+    def check(self, measured: Sequence[Measured], *, of: str) -> None:
+        """Say how many prompts were too long.
+
+        Args:
+            measured: The prompts seen.
+            of: What they are of, for the message.
+
+        Raises:
+            ValueError: With `overlong_prompts` "error", naming the first and the longest.
+        """
+        too_long = [m for m in measured if m.num_tokens > self.max_prompt_length]
+        if not too_long:
+            return
+        longest = max(m.num_tokens for m in too_long)
+        found = f"{len(too_long)} of {len(measured)} prompts of {of} have more than {self.max_prompt_length} tokens"
+        if self.overlong_prompts == "error":
+            raise ValueError(
+                f"{too_long[0].where}: the prompt has {too_long[0].num_tokens} tokens. {found}; the longest has "
+                f"{longest}. Raise max_prompt_length, or set overlong_prompts to 'drop' or 'truncate'."
+            )
+        done = {"drop": "left out", "truncate": "cut to their last tokens"}[self.overlong_prompts]
+        log.warning("%s and are %s; the longest has %d.", found, done, longest)
+
+
+def check_limit_settings(max_prompt_length: int | None, overlong_prompts: str) -> None:
+    """Raises: ValueError if the settings are out of range, or say what to do about a limit that is not there."""
+    if overlong_prompts not in get_args(Overlong):
+        raise ValueError(f"overlong_prompts must be one of {', '.join(get_args(Overlong))}, got {overlong_prompts!r}.")
+    if max_prompt_length is not None and max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length must be at least 1, or null for no limit, got {max_prompt_length}.")
+    if max_prompt_length is None and overlong_prompts != "error":
+        raise ValueError(f"overlong_prompts is {overlong_prompts!r}, but there is no max_prompt_length: set it.")

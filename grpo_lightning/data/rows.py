@@ -1,0 +1,77 @@
+"""Rows as they come from a file or data set, and their way to prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_lightning.data.formats import refuse_media, to_prompt
+from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.types import Prompt
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: read, but not parsed where it is a line of text, so that rows not chosen cost nothing."""
+
+    where: str
+    """File and line, for error messages."""
+
+    content: Any
+    """A line of JSON, or columns by name."""
+
+    is_line: bool = False
+
+    def parse(self) -> dict[str, Any]:
+        """The row's columns. Raises: ValueError naming file and line if it is not a JSON object."""
+        value = self.content
+        if self.is_line:
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{self.where}: not valid JSON: {error.msg} at column {error.colno}.") from error
+        if not isinstance(value, dict):
+            raise ValueError(f'{self.where}: a row must be an object like {{"prompt": "..."}}, got {value!r:.80}.')
+        return value
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Turns the rows of one entry of a mixture into prompts. Picklable: other processes do it too."""
+
+    source: str
+    template: PromptTemplate
+    columns: Mapping[str, str] | None = None
+    rewards: list[str] | None = None
+    accu_reward_method: str | None = None
+
+    def __call__(self, row: Row, index: int) -> Prompt:
+        """The prompt of a row.
+
+        Raises:
+            ValueError: Naming file and line, if the row is none, lacks a renamed column, or is not text alone.
+        """
+        content = self._renamed(row.parse(), row.where)
+        if self.accu_reward_method is not None and content.get("accu_reward_method") is None:
+            content["accu_reward_method"] = self.accu_reward_method
+        prompt = to_prompt(content, where=row.where, index=index, source=self.source, template=self.template)
+        refuse_media(prompt, row.where)
+        return prompt if self.rewards is None else replace(prompt, rewards=list(self.rewards))
+
+    def _renamed(self, content: dict[str, Any], where: str) -> dict[str, Any]:
+        """The columns by their new names."""
+        if not self.columns:
+            return dict(content)
+        if missing := [old for old in self.columns if old not in content]:
+            raise ValueError(
+                f"{where}: columns renames {missing[0]!r}, which the row does not have; it has: {', '.join(content)}."
+            )
+        renamed = {self.columns.get(name, name): value for name, value in content.items()}
+        if len(renamed) < len(content):
+            raise ValueError(
+                f"{where}: renamed as columns says ({dict(self.columns)}), two columns have one name; the row has: "
+                f"{', '.join(content)}. Choose other names, or rename the other column too."
+            )
+        return renamed

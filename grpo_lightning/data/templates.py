@@ -1,0 +1,130 @@
+"""What is put around a question: a system prompt, a question template, a chat turn.
+
+Both texts may be given by the name of a shipped one, a file of the folder `prompts/system` or `prompts/question`: a new
+file there is a new name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from grpo_lightning.types import Message
+
+PromptAs = Literal["auto", "text", "chat"]
+
+SHIPPED = Path(__file__).parent / "prompts"
+QUESTION = "{question}"
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How the text of a row becomes a prompt."""
+
+    system_prompt: str | None = None
+    """Put in front of every chat that has none of its own: a text, a file (`.txt`, `.md`), or a shipped name
+    (`r1`, `gsm8k_xml`)."""
+
+    question_template: str | None = None
+    """Put around every question that is text: a text with `{question}`, a file, or a shipped name (`think_answer`)."""
+
+    prompt_as: PromptAs = "auto"
+    """`text`: the tokenizer sees the text as it is. `chat`: it becomes a user turn. `auto`: the column `prompt` stays
+    text unless there is a system prompt; other columns hold a question to somebody and become a user turn."""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the chat template of every prompt (`enable_thinking: false`)."""
+
+    def __post_init__(self) -> None:
+        """Read files and shipped texts.
+
+        Raises:
+            ValueError: If a value is out of range, a name is unknown, or `{question}` is missing.
+            FileNotFoundError: If a file is not there.
+        """
+        if self.prompt_as not in get_args(PromptAs):
+            raise ValueError(f"prompt_as must be one of {', '.join(get_args(PromptAs))}, got {self.prompt_as!r}.")
+        if self.prompt_as == "text" and self.system_prompt is not None:
+            raise ValueError("system_prompt needs a chat to stand in: set prompt_as to 'auto' or 'chat'.")
+        for name in ("system_prompt", "question_template"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, named_text(value, kind=name.split("_")[0], key=name))
+        if self.question_template is not None and QUESTION not in self.question_template:
+            raise ValueError(f"question_template must contain {QUESTION}, got {self.question_template!r:.80}.")
+
+    def question(self, text: str) -> str:
+        """The text with the question template around it. Other braces in template and text stay as they are."""
+        return text if self.question_template is None else self.question_template.replace(QUESTION, text)
+
+    def render(self, content: str | Sequence[Message], *, is_question: bool, where: str) -> str | list[Message]:
+        """What is given to the tokenizer.
+
+        Args:
+            content: Text, or messages.
+            is_question: True for text that is asked of somebody (`question`), False for text to go on with (`prompt`).
+            where: The row, for error messages.
+
+        Raises:
+            ValueError: If messages meet a question template, or are to be text.
+        """
+        if not isinstance(content, str):
+            return self._render_chat(content, where)
+        text = self.question(content)
+        is_chat = (
+            is_question or self.system_prompt is not None if self.prompt_as == "auto" else self.prompt_as == "chat"
+        )
+        return self.with_system([{"role": "user", "content": text}]) if is_chat else text
+
+    def with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the system prompt in front, unless they begin with one of their own."""
+        if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+            return list(messages)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _render_chat(self, messages: Sequence[Message], where: str) -> list[Message]:
+        """Messages of the data: their wording is theirs."""
+        if self.question_template is not None:
+            raise ValueError(
+                f"{where}: question_template is put around a question that is text, and the row is a list of messages. "
+                "Leave the template out, or write it into the messages."
+            )
+        if self.prompt_as == "text":
+            raise ValueError(
+                f"{where}: the row is a list of messages, prompt_as 'text' asks for text. Set it to 'auto'."
+            )
+        return self.with_system(messages)
+
+
+def shipped_names(kind: str) -> list[str]:
+    """The names of the shipped texts of a kind: "system" or "question"."""
+    return sorted(path.stem for path in (SHIPPED / kind).glob("*.txt"))
+
+
+def named_text(value: str, *, kind: str, key: str) -> str:
+    """The text that `value` is, names, or is the file of; without the line end of the file's last line.
+
+    Raises:
+        ValueError: If it is a single word that names no shipped text.
+        FileNotFoundError: If it looks like a file and is not there.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} must be text that is not empty, a file or a shipped name, got {value!r:.80}.")
+    path = SHIPPED / kind / f"{value}.txt"
+    if value not in shipped_names(kind):
+        is_text = re.search(r"\s", value.strip()) is not None and not value.endswith((".txt", ".md"))
+        if is_text or QUESTION in value:
+            return value
+        path = Path(value).expanduser()
+    if not path.is_file():
+        if path.suffix in (".txt", ".md") or "/" in value:
+            raise FileNotFoundError(f"{key} {value!r}: no file {path.resolve()}. The current folder is {Path.cwd()}.")
+        near = difflib.get_close_matches(value, shipped_names(kind), n=1, cutoff=0.5)
+        raise ValueError(
+            f"{key} {value!r} is no shipped text{f', did you mean {near[0]!r}?' if near else '.'} There are: "
+            f"{', '.join(shipped_names(kind))}. Give one of them, a file, or a text of more than one word."
+        )
+    return path.read_text(encoding="utf-8").removesuffix("\n")

@@ -1,0 +1,124 @@
+"""A model's sizes, read from its config and its parameters on the meta device: no weight is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the memory of a decoder depends on."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the feed-forward block a token runs through; with experts, of all those it is sent to."""
+
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    windows: tuple[int | None, ...]
+    """For every layer that keeps keys and values: its sliding window in tokens, or None."""
+
+    num_linear_layers: int = 0
+    """Layers with a recurrent state instead of keys and values; the state is not counted."""
+
+    has_gated_mlp: bool = True
+    experts_per_token: int = 0
+    """0 without experts."""
+
+    extra_norm_channels: int = 0
+    """Numbers per token that a layer normalises beyond its two usual norms: of queries and keys, or behind a block."""
+
+    num_weights: int = 0
+    """Parameters, a tied one counted once."""
+
+    num_matrix_weights: int = 0
+    """In matrices that are multiplied by, a tied head among them too: what autocast copies to 16 bits."""
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """The shape of a causal language model from transformers, on any device.
+
+    Raises:
+        ValueError: If its config does not name its sizes as transformers does.
+    """
+    from transformers import DynamicCache
+
+    config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    try:
+        num_heads = int(config.num_attention_heads)
+        hidden_size = int(config.hidden_size)
+        num_layers = int(config.num_hidden_layers)
+        vocab_size = int(config.vocab_size)
+    except AttributeError as error:
+        raise ValueError(f"{type(config).__name__} does not name its sizes as other models do: {error}.") from error
+    layers = DynamicCache(config=config).layers
+    attention = [layer for layer in layers if hasattr(layer, "keys")]
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    head_dim = int(getattr(config, "head_dim", None) or hidden_size // num_heads)
+    channels = norm_channels(model, head_dim, {"q": num_heads, "k": num_kv_heads})
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size(config),
+        vocab_size=vocab_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        windows=tuple(getattr(layer, "sliding_window", None) for layer in attention),
+        num_linear_layers=len(layers) - len(attention),
+        has_gated_mlp=any("gate" in name for name, _ in model.named_parameters()),
+        experts_per_token=int(getattr(config, "num_experts_per_tok", None) or 0),
+        extra_norm_channels=max(0, channels // num_layers - 2 * hidden_size),
+        num_weights=sum(parameter.numel() for parameter in model.parameters()),
+        num_matrix_weights=count_matrix_weights(model),
+    )
+
+
+def count_matrix_weights(model: nn.Module) -> int:
+    """Weights in matrices that tokens are multiplied by: all but the embeddings, which are looked up."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    count = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in looked_up)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return count + (head.weight.numel() if head is not None and id(head.weight) in looked_up else 0)
+
+
+def norm_channels(model: nn.Module, head_dim: int, heads: dict[str, int]) -> int:
+    """Numbers per token that the layers normalise, all layers together."""
+    total = 0
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_norm = type(module).__name__.endswith("Norm") and isinstance(weight, torch.Tensor) and weight.ndim == 1
+        if is_norm and re.search(r"\.\d+\.", name):
+            size = weight.numel()  # type: ignore[union-attr]
+            # The norm of queries or keys is one head's, used on all.
+            total += size * (heads.get(name.rpartition(".")[2][0], 1) if size == head_dim else 1)
+    return total
+
+
+def intermediate_size(config: Any) -> int:
+    """The width of the feed-forward block one token runs through."""
+    dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    experts = getattr(config, "num_experts_per_tok", None)
+    if not experts:
+        return int(dense)
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return int(experts) * int(getattr(config, "moe_intermediate_size", None) or dense) + int(shared)
+
+
+def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The architecture of a config with parameters that have shapes and no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+            config, trust_remote_code=trust_remote_code
+        )

@@ -1,0 +1,95 @@
+"""Is the answer mathematically equal to the right one?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_lightning.rewards.answers import between_answer_tags, in_box, right_answer
+from grpo_lightning.rewards.base import Content, Reward, completion_text
+from grpo_lightning.rewards.equivalence import UndecidedError, check_installed, equivalence
+
+logger = logging.getLogger(__name__)
+
+
+class Accuracy(Reward):
+    r"""1 if the completion's answer equals the row's answer as mathematics, else 0: `\frac{1}{2}` is 0.5.
+
+    The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else a
+    formula announced near the end ("the final answer is $x$"). No answer, and one that cannot be read, is a wrong
+    answer. A row whose right answer cannot be read as mathematics is not scorable, nor is a completion whose comparison
+    fails or takes too long; both are said in a warning.
+
+    Comparing is done by math-verify (extra `math`) in a process of its own, from any thread.
+
+    Args:
+        answer_column: The data column with the right answer, text or a number: all of it, or the part after `####`,
+            between answer tags or in `\boxed{}`.
+        timeout_seconds: For one comparison.
+        max_answer_characters: A longer answer is not read; an announced one must be among the last so many.
+    """
+
+    def __init__(
+        self, answer_column: str = "solution", *, timeout_seconds: float = 5.0, max_answer_characters: int = 1000
+    ) -> None:
+        """Raises: ImportError if math-verify is missing; ValueError if a limit is not positive."""
+        check_installed("Accuracy")
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
+        if max_answer_characters < 1:
+            raise ValueError(f"max_answer_characters must be at least 1, got {max_answer_characters}.")
+        self.answer_column = answer_column
+        self.timeout_seconds = timeout_seconds
+        self.max_answer_characters = max_answer_characters
+        self.required_columns = (answer_column,)
+
+    def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
+        """Compare. Args: completions: [B]. Returns: [B], None where the row or the completion is not scorable."""
+        golds = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
+        texts = [completion_text(completion) for completion in completions]
+        decided: dict[tuple[str, str, bool], float | None] = {}  # completions of a group often agree
+        values = []
+        for text, gold in zip(texts, golds, strict=True):
+            answer, is_anchored = self._answer(text)
+            question = (gold, answer, is_anchored)
+            if question not in decided:
+                decided[question] = self._score(gold, answer, is_anchored=is_anchored) if gold else None
+            values.append(decided[question])
+        return values
+
+    def compare(self, gold: str, answer: str, *, is_anchored: bool = False) -> bool | None:
+        """Whether an answer is the right one; None if the right one cannot be read as mathematics.
+
+        Args:
+            gold: The right answer.
+            answer: An answer, or a text that announces one.
+            is_anchored: True if only a formula announced as the answer counts.
+
+        Raises:
+            UndecidedError: If the comparison failed or took too long.
+        """
+        limit = self.max_answer_characters
+        if len(gold) > limit:
+            return None
+        answer = answer[-limit:] if is_anchored else answer if len(answer) <= limit else ""
+        return equivalence().decide(gold, answer, is_anchored=is_anchored, timeout_seconds=self.timeout_seconds)
+
+    def _answer(self, text: str) -> tuple[str, bool]:
+        """A completion's answer, and whether it is a text that may announce one."""
+        answer = between_answer_tags(text)
+        inside = in_box(text if answer is None else answer)
+        if inside is not None:
+            return inside, False
+        return (text, True) if answer is None else (answer, False)
+
+    def _score(self, gold: str, answer: str, *, is_anchored: bool) -> float | None:
+        """One reward; what cannot be scored is said."""
+        try:
+            is_right = self.compare(gold, answer, is_anchored=is_anchored)
+        except UndecidedError as error:
+            logger.warning("Accuracy: %.80r could not be compared with %.80r: %s.", answer, gold, error)
+            return None
+        if is_right is None:
+            logger.warning("Accuracy: the right answer %.80r cannot be read as mathematics.", gold)
+        return None if is_right is None else float(is_right)

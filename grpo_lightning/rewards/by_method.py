@@ -1,0 +1,134 @@
+"""One reward that scores every row by the method its data name (VLM-R1's `accu_reward_method`)."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any
+
+from grpo_lightning.rewards.base import (
+    SHARED,
+    Content,
+    Reward,
+    RewardLike,
+    completion_in_form,
+    inner_reward,
+)
+from grpo_lightning.rewards.methods import TEXT_METHODS
+
+
+class ByMethod(Reward):
+    """Scores every row by the method that its column `accu_reward_method` names.
+
+    Shipped are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`) and
+    `all_match` (`AllMatch`).
+
+    Args:
+        methods: More methods by name, or others instead of shipped ones: any rewards but those for whole groups.
+        default: The method of rows that name none (no such column, None or empty).
+        method_column: The data column with the name of the method.
+        answer_column: The data column with the right answer, for the shipped methods.
+    """
+
+    def __init__(
+        self,
+        methods: dict[str, RewardLike] | None = None,
+        *,
+        default: str = "default",
+        method_column: str = "accu_reward_method",
+        answer_column: str = "solution",
+    ) -> None:
+        """Raises: ValueError if `default` is no method, or a method cannot be inside another reward."""
+        shipped = {name: method(answer_column) for name, method in TEXT_METHODS.items() if name not in (methods or {})}
+        self.methods = {
+            name: inner_reward(method, "ByMethod", name) for name, method in {**shipped, **(methods or {})}.items()
+        }
+        self.method_column = method_column
+        self.default = self._known(default)
+        self.required_columns = self.methods[default].required_columns
+
+    @property
+    def name(self) -> str:
+        """What VLM-R1 calls it."""
+        return "accuracy"
+
+    def __call__(
+        self, completions: Sequence[Content], **available: Any
+    ) -> list[float | None] | Awaitable[list[float | None]]:
+        """Score every row by its method. Args: completions: [B]. Returns: [B].
+
+        Raises:
+            ValueError: If a row names an unknown method, a column is missing for a method, or a method returns the
+                wrong number of values.
+        """
+        named = available.get(self.method_column) or [None] * len(completions)
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(named):
+            rows.setdefault(self._known(name) if name else self.default, []).append(row)
+        available["completions"] = completions
+        log_extra = available.get("log_extra", _to_nowhere)
+        logged: dict[str, dict[str, list[Any]]] = {}  # by column and method: each logs for its own rows
+        results = {name: self._call(name, chosen, available, logged) for name, chosen in rows.items()}
+
+        def finished(results: Mapping[str, Any]) -> list[float | None]:
+            for column, by_method in logged.items():
+                log_extra(column, _merged(by_method, rows, len(completions)))
+            return _merged(results, rows, len(completions))
+
+        waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
+        if not waiting:
+            return finished(results)
+
+        async def later() -> list[float | None]:
+            done = dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
+            return finished({**results, **done})
+
+        return later()
+
+    def _known(self, name: Any) -> str:
+        """The name of a method. Raises: ValueError if there is none of that name."""
+        if name in self.methods:
+            return str(name)
+        close = difflib.get_close_matches(str(name), self.methods, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"There is no method {name!r} for the column {self.method_column!r}; there are: "
+            f"{', '.join(self.methods)}.{hint}"
+        )
+
+    def _call(
+        self,
+        name: str,
+        rows: Sequence[int],
+        available: Mapping[str, Any],
+        logged: dict[str, dict[str, list[Any]]],
+    ) -> Any:
+        """Call one method with its rows. What it gives `log_extra` goes to `logged`."""
+        method = self.methods[name]
+        for column in method.required_columns:
+            if column not in available:
+                raise ValueError(f"The method {name!r} needs the data column {column!r}, which the data do not have.")
+        arguments = {key: value if key in SHARED else [value[row] for row in rows] for key, value in available.items()}
+        arguments["completions"] = [completion_in_form(c, method.completions_as) for c in arguments["completions"]]
+        arguments["log_extra"] = lambda column, values: (
+            logged.setdefault(column, {}).setdefault(name, []).extend(values)
+        )
+        return method(**arguments)
+
+
+def _to_nowhere(column: str, values: Iterable[Any]) -> None:
+    """`log_extra` for a call outside a run."""
+
+
+def _merged(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count: int) -> list[float | None]:
+    """[B] the values of all methods in the order of the rows."""
+    merged: list[float | None] = [None] * count
+    for name, result in results.items():
+        values = list(result)
+        if len(values) != len(rows[name]):
+            raise ValueError(f"The method {name!r} must give {len(rows[name])} values, and gave {len(values)}.")
+        for row, value in zip(rows[name], values, strict=True):
+            merged[row] = value
+    return merged

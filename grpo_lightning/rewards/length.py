@@ -1,0 +1,167 @@
+"""Rewards for how long a completion is, in tokens, the stop token included."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from grpo_lightning.rewards.accuracy import Accuracy
+from grpo_lightning.rewards.base import Content, Reward, RewardLike, inner_reward
+
+
+class Length(Reward):
+    """1 inside a range of lengths, falling off in a straight line outside.
+
+        r = max(0, 1 - d / falloff_tokens)        d = tokens missing to min_tokens, or beyond max_tokens
+
+    Args:
+        min_tokens: The shortest length that gets 1, in tokens.
+        max_tokens: The longest length that gets 1, in tokens; None is no limit.
+        falloff_tokens: Tokens outside the range at which 0 is reached.
+    """
+
+    def __init__(self, min_tokens: int = 0, max_tokens: int | None = None, falloff_tokens: int = 128) -> None:
+        """Raises: ValueError if the range is empty or has no limit, or the fall-off is none."""
+        if min_tokens < 0 or (max_tokens is not None and max_tokens < min_tokens):
+            raise ValueError(f"Needed: 0 <= min_tokens <= max_tokens; got {min_tokens} and {max_tokens}.")
+        if min_tokens == 0 and max_tokens is None:
+            raise ValueError("Length gives 1 to every completion: set min_tokens or max_tokens.")
+        if falloff_tokens < 1:
+            raise ValueError(f"falloff_tokens must be at least 1, got {falloff_tokens}.")
+        self.min_tokens = min_tokens
+        self.max_tokens = max_tokens
+        self.falloff_tokens = falloff_tokens
+
+    @property
+    def name(self) -> str:
+        """`length` itself is the logs' word for tokens."""
+        return "length_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
+        """Measure. Args: completion_ids: [B] lists of token ids. Returns: [B] in [0, 1]."""
+        return [self._score(len(ids)) for ids in completion_ids]
+
+    def _score(self, tokens: int) -> float:
+        """The reward of a completion of that length."""
+        beyond = 0 if self.max_tokens is None else tokens - self.max_tokens
+        outside = max(self.min_tokens - tokens, beyond, 0)
+        return max(0.0, 1 - outside / self.falloff_tokens)
+
+
+class SoftOverlong(Reward):
+    """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+
+        r = 0 up to max_length - cache_length, then a straight line down to -1 at max_length, and -1 beyond
+
+    Args:
+        cache_length: Tokens before `max_length` from which on a completion is punished.
+        max_length: Tokens from which on the punishment is full; None takes the run's `max_completion_length`.
+    """
+
+    def __init__(self, cache_length: int, max_length: int | None = None) -> None:
+        """Raises: ValueError unless 0 < cache_length < max_length."""
+        if cache_length < 1 or (max_length is not None and max_length <= cache_length):
+            raise ValueError(
+                f"Needed: 0 < cache_length < max_length (tokens); got cache_length {cache_length} and max_length "
+                f"{max_length}."
+            )
+        self.cache_length = cache_length
+        self.max_length = max_length
+
+    def __call__(
+        self, completion_ids: Sequence[Sequence[int]], max_completion_length: int | None = None, **_: Any
+    ) -> list[float | None]:
+        """Measure. Args: completion_ids: [B] lists of token ids. Returns: [B] in [-1, 0]."""
+        limit = _limit(self.max_length, max_completion_length, "SoftOverlong needs max_length")
+        if limit <= self.cache_length:
+            raise ValueError(
+                f"cache_length {self.cache_length} must be below the run's max_completion_length, {limit} tokens."
+            )
+        beyond = [len(ids) - (limit - self.cache_length) for ids in completion_ids]
+        return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
+
+
+class Cosine(Reward):
+    """Right answers are worth more the shorter, wrong ones cost less the longer they are.
+
+        r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
+
+    It goes from start = `min_len_*` at length 0 to end = `max_len_*` at T and stays there beyond (Yeo et al.,
+    arXiv:2502.03373, app. C.1; names and values of ms-swift).
+
+    Args:
+        min_len_correct: Reward of a right answer of length 0.
+        max_len_correct: Reward of a right answer of the greatest length.
+        min_len_wrong: Reward of a wrong answer of length 0.
+        max_len_wrong: Reward of a wrong answer of the greatest length.
+        max_len: T, in tokens; None takes the run's `max_completion_length`.
+        accuracy: The reward that says what is right: values of at least 1 are. What it cannot score is None here too.
+            None takes `Accuracy()`.
+    """
+
+    def __init__(
+        self,
+        min_len_correct: float = 1.0,
+        max_len_correct: float = 0.5,
+        min_len_wrong: float = -0.5,
+        max_len_wrong: float = 0.0,
+        max_len: int | None = None,
+        accuracy: RewardLike | None = None,
+    ) -> None:
+        """Raises: ValueError if a value is not finite, `max_len` below 1, or `accuracy` cannot be inside another."""
+        self.correct = (min_len_correct, max_len_correct)
+        self.wrong = (min_len_wrong, max_len_wrong)
+        if not all(math.isfinite(value) for value in (*self.correct, *self.wrong)):
+            raise ValueError(f"The values of Cosine must be finite, got {self.correct} and {self.wrong}.")
+        if max_len is not None and max_len < 1:
+            raise ValueError(f"max_len must be at least 1 token, got {max_len}.")
+        self.max_len = max_len
+        self.accuracy = inner_reward(Accuracy() if accuracy is None else accuracy, "Cosine")
+        self.required_columns = self.accuracy.required_columns
+        self.completions_as = self.accuracy.completions_as
+
+    def __call__(
+        self,
+        completions: Sequence[Content],
+        completion_ids: Sequence[Sequence[int]],
+        max_completion_length: int | None = None,
+        **others: Any,
+    ) -> list[float | None] | Awaitable[list[float | None]]:
+        """Score. Args: completions, completion_ids: [B]. Returns: [B], None where `accuracy` gives None."""
+        limit = _limit(self.max_len, max_completion_length, "Cosine needs max_len")
+        lengths = [len(ids) for ids in completion_ids]
+        found = self.accuracy(
+            completions=completions,
+            completion_ids=completion_ids,
+            max_completion_length=max_completion_length,
+            **others,
+        )
+        if inspect.isawaitable(found):
+            return self._later(found, lengths, limit)
+        return self._scores(found, lengths, limit)
+
+    async def _later(self, found: Awaitable[Any], lengths: list[int], limit: int) -> list[float | None]:
+        """The scores once an async `accuracy` is done."""
+        return self._scores(await found, lengths, limit)
+
+    def _scores(self, found: Sequence[Any], lengths: list[int], limit: int) -> list[float | None]:
+        """[B] rewards from what `accuracy` gave."""
+        pairs = zip(found, lengths, strict=True)
+        return [None if value is None else self._score(float(value), tokens, limit) for value, tokens in pairs]
+
+    def _score(self, accuracy: float, tokens: int, limit: int) -> float:
+        """One completion's reward; what is no number stays none, for the failure policy."""
+        if math.isnan(accuracy):
+            return accuracy
+        start, end = self.correct if accuracy >= 1 else self.wrong
+        return end + (start - end) * (1 + math.cos(math.pi * min(tokens / limit, 1.0))) / 2
+
+
+def _limit(own: int | None, of_run: int | None, needs: str) -> int:
+    """The length that rewards are measured against. Raises: ValueError if there is none."""
+    limit = of_run if own is None else own
+    if limit is None:
+        raise ValueError(f"{needs}: it is None, and the caller gave no max_completion_length either.")
+    return limit

@@ -1,0 +1,147 @@
+"""Rewards by a short name: those shipped, and those that installed packages announce.
+
+A package announces a reward by an entry point of the group `grpo_lightning.rewards`, in its `pyproject.toml`:
+
+    [project.entry-points."grpo_lightning.rewards"]
+    my_reward = "my_package.rewards:MyReward"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from grpo_lightning.rewards.accuracy import Accuracy
+from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
+from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
+from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, MultipleChoice, YesNo
+from grpo_lightning.rewards.repetition import Repetition
+from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
+
+GROUP = "grpo_lightning.rewards"
+"""The entry point group in which packages announce rewards."""
+
+SHIPPED: dict[str, type] = {
+    "accuracy": Accuracy,
+    "all_match": AllMatch,
+    "any_answer": AnyAnswer,
+    "by_method": ByMethod,
+    "cosine": Cosine,
+    "exact_match": ExactMatch,
+    "format": Format,
+    "length": Length,
+    "multiple_choice": MultipleChoice,
+    "react_format": ReactFormat,
+    "repetition": Repetition,
+    "soft_overlong": SoftOverlong,
+    "yes_no": YesNo,
+}
+"""The rewards of this package by name; its own distribution announces none."""
+
+
+class Plugin(WeightedReward):
+    """A reward by its short name: one shipped, or one that an installed package announces.
+
+    Args:
+        name: The short name; `available()` tells which there are.
+        init_args: Arguments of the reward, if it is a class.
+        weight: As in `WeightedReward`.
+        log_name: The name in logs; by default the reward's own.
+        on_error: As in `WeightedReward`.
+        error_value: As in `WeightedReward`.
+        completions_as: As in `WeightedReward`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        init_args: dict[str, Any] | None = None,
+        weight: float = 1.0,
+        log_name: str | None = None,
+        on_error: OnError = "raise",
+        error_value: float | None = None,
+        completions_as: CompletionsAs = "auto",
+    ) -> None:
+        """Raises: ValueError, ImportError or TypeError as `reward` does."""
+        super().__init__(reward(name, **(init_args or {})), weight, log_name, on_error, error_value, completions_as)
+
+
+def available() -> dict[str, str]:
+    """The short names of all rewards, each with what announces it: this package or another.
+
+    Raises:
+        ValueError: If two packages announce one name.
+    """
+    return {**dict.fromkeys(SHIPPED, "grpo-lightning"), **{name: _package(p) for name, p in _announced().items()}}
+
+
+def reward(name: str, /, **init_args: Any) -> RewardLike:
+    """The reward of a short name.
+
+    Args:
+        name: One of `available()`.
+        init_args: Arguments of the reward, if it is a class.
+
+    Raises:
+        ValueError: If there is none of that name, two packages announce one name, or arguments are given for a
+            function.
+        ImportError: If the package that announces it fails to load.
+        TypeError: If the reward does not take the arguments.
+    """
+    announced = _announced()
+    if name in SHIPPED:
+        found: Any = SHIPPED[name]
+    elif name in announced:
+        found = _loaded(announced[name])
+    else:
+        raise ValueError(_unknown(name, [*SHIPPED, *announced]))
+    if isinstance(found, type):
+        made: RewardLike = found(**init_args)
+        return made
+    if init_args:
+        raise ValueError(f"The reward {name!r} is a function and takes no init_args, got {init_args!r}.")
+    function: RewardLike = found
+    return function
+
+
+def _announced() -> Mapping[str, EntryPoint]:
+    """The entry points of all installed packages by name. Raises: ValueError if a name is taken twice."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in SHIPPED or point.name in found:
+            first = "grpo-lightning" if point.name in SHIPPED else _package(found[point.name])
+            raise ValueError(
+                f"Two packages announce the reward {point.name!r}: {first} and {_package(point)}. Uninstall one of "
+                f"them, or have its entry point in the group {GROUP!r} renamed."
+            )
+        found[point.name] = point
+    return found
+
+
+def _loaded(point: EntryPoint) -> Any:
+    """What an entry point names. Raises: ImportError if it fails to load."""
+    try:
+        return point.load()
+    except Exception as error:
+        raise ImportError(
+            f"The reward {point.name!r} of the package {_package(point)} does not load (entry point {point.value!r} in "
+            f"the group {GROUP!r}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _package(point: EntryPoint) -> str:
+    """The name of the package that announces an entry point."""
+    return point.dist.name if point.dist is not None else "an unnamed package"
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    """The message for a name that nothing is announced under."""
+    close = difflib.get_close_matches(name.rpartition(".")[2].lower(), names, n=2)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return (
+        f"There is no reward named {name!r}; there are: {', '.join(names)}.{hint} One of your own is named by its "
+        "import path, 'my_module.my_reward'."
+    )

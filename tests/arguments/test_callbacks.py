@@ -1,0 +1,166 @@
+"""Arguments of the callbacks: other files, other pictures, other tables, another bar."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from matplotlib.axes import Axes
+
+from grpo_lightning.callbacks import BeforeAfter, CompletionLog, LearningCurves, ProgressBar, WritePredictions
+from grpo_lightning.types import Prompt
+from tests.arguments.registry import case, case_of_each
+from tests.module_runs import fit, make_module, make_source, make_trainer
+
+
+def run(callback: Any, steps: int = 2) -> None:
+    """Two steps on eight prompts, which are held-out ones too."""
+    module = make_module(length=3, num_generations=2)
+    runner = make_trainer(max_steps=steps, num_sanity_val_steps=0, callbacks=[callback])
+    runner.fit(module, make_source(module, shuffle=False), make_source(module, batch_size=8, shuffle=False))
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What `BeforeAfter` wrote."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@case_of_each([BeforeAfter, CompletionLog, LearningCurves], "dirpath")
+def test_dirpath(owner, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        run(owner(dirpath=str(folder)))
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1] != []
+
+
+@case(WritePredictions, "dirpath")
+def test_dirpath_of_predictions(tmp_path):
+    for name in ("one", "two"):
+        module = make_module(length=2)
+        callback = WritePredictions(dirpath=str(tmp_path / name))
+        make_trainer(callbacks=[callback]).predict(module, make_source(module), return_predictions=False)
+        assert len((tmp_path / name / "predictions.jsonl").read_text().splitlines()) == 8
+
+
+@case(BeforeAfter, "metric", "num_samples")
+def test_before_after(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    folder = str(tmp_path)
+    shown = {}
+    for metric, num_samples in (("reward", 1), ("length", 1), ("reward", 3)):
+        run(BeforeAfter(metric, num_samples, folder))
+        shown[metric, num_samples] = capsys.readouterr().out.count("  ->  ")
+        found = summary(tmp_path)
+        assert found["metric"] == metric
+        assert found[f"{metric}_after"] == found["after"]["sampled"][metric]
+    assert shown == {("reward", 1): 2, ("length", 1): 2, ("reward", 3): 6}
+
+
+@case(CompletionLog, "every_n_rollouts")
+def test_every_n_rollouts(tmp_path):
+    for every, rollouts in ((1, [0, 1, 2]), (2, [0, 2])):
+        run(CompletionLog(every, dirpath=str(tmp_path)), steps=3)
+        lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+        assert sorted({line["rollout"] for line in lines}) == rollouts
+
+
+class Wandb(WandbLogger):
+    """Notes how many rows its tables have."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def log_table(self, key, columns=None, data=None, dataframe=None, step=None):
+        self.sizes.append(len(data))
+
+
+class Board(TensorBoardLogger):
+    """Notes the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    @property
+    def experiment(self):
+        return SimpleNamespace(add_text=lambda tag, text, step: self.texts.append(text))
+
+
+@case(CompletionLog, "max_rows", "num_samples")
+def test_tables_of_the_loggers():
+    line = {"step": 0, "rollout": 0, "rewards": {}, "length": 1, "prompt": "p", "completion": "c"}
+    lines = [line | {"reward": float(number)} for number in range(8)]
+    wandb, board = Wandb(), Board()
+    for settings in ({"max_rows": 8, "num_samples": 1}, {"max_rows": 3, "num_samples": 1}, {"max_rows": 8}):
+        CompletionLog(**settings).tables.show([wandb, board], lines, [Prompt("p")] * 8)
+    assert wandb.sizes == [8, 3, 8]
+    assert [text.count("| best ") for text in board.texts] == [1, 1, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------- curves
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> tuple[list[int], list[str], list[float]]:
+    """Of three steps with rewards 0, 1, 2: (steps at which it was drawn, panels, the running mean of the reward)."""
+    steps: list[int] = []
+    draw, plot = LearningCurves.draw, Axes.plot
+    means: list[list[float]] = []
+
+    def note_draw(self: LearningCurves, trainer: Any, *, is_last: bool = False) -> None:
+        steps.append(trainer.global_step)
+        if is_last:
+            draw(self, trainer)
+
+    def note_plot(self: Axes, x: Any, y: Any, *args: Any, **options: Any) -> Any:
+        if options.get("label", "").startswith("mean of"):
+            means.append(list(y))
+        return plot(self, x, y, *args, **options)
+
+    def growing(completions, trainer_state):
+        return [float(trainer_state.global_step) for _ in completions]
+
+    curves = LearningCurves(dirpath=str(tmp_path), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(LearningCurves, "draw", note_draw)
+        patch.setattr(Axes, "plot", note_plot)
+        fit(make_module(length=2, rewards=[growing]), max_steps=3, callbacks=[curves])
+    return steps, list(curves.panels()), means[0]
+
+
+@case(LearningCurves, "metrics", "smoothing", "every_n_steps")
+def test_curves(tmp_path, monkeypatch):
+    found = functools.partial(drawn, monkeypatch, tmp_path)
+    assert found(metrics=["reward/mean"]) == ([3], ["reward/mean"], [0, 0.5, 1])
+    assert found(metrics=["reward/mean", "rollout/length"])[1] == ["reward/mean", "rollout/length"]
+    assert found(metrics=["reward/mean"], smoothing=1)[2] == [0, 1, 2]
+    assert found(metrics=["reward/mean"], every_n_steps=1)[0] == [1, 2, 3, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------- the bar
+
+
+@case(ProgressBar, "refresh_rate")
+def test_refresh_rate(monkeypatch):
+    for rate, times in ((1, 4), (2, 2)):
+        shown: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Tqdm, "set_postfix", lambda self, *_, shown=shown, **__: shown.append(self.n))
+            bar = ProgressBar(refresh_rate=rate)
+            fit(make_module(length=1), max_steps=4, enable_progress_bar=True, callbacks=[bar])
+        assert len(shown) == times
+
+
+@case(ProgressBar, "leave")
+def test_leave(capsys):
+    for leave in (True, False):
+        bar = ProgressBar(leave=leave)
+        fit(make_module(length=1), max_steps=1, enable_progress_bar=True, callbacks=[bar])
+        last_line = capsys.readouterr().out.removesuffix("\n").split("\r")[-1]
+        assert ("1/1" in last_line) == leave

@@ -1,0 +1,192 @@
+"""Arguments of GRPOLightningModule: other rollouts, other losses, other weights after the same steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from grpo_lightning.evaluation import Validation
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.schedules import AdamW, Linear
+from grpo_lightning.types import SamplingParams
+from tests.arguments.registry import case
+from tests.module_runs import SMALL, History, ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer
+from tests.module_runs import vowel_share, weights_of
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+def trained(steps: int = 1, **settings: Any) -> tuple[GRPOLightningModule, dict[str, float]]:
+    """(The module after so many steps, what was logged in the last one)."""
+    history, module = History(), make_module(**settings)
+    fit(module, max_steps=steps, shuffle=False, callbacks=[history])
+    return module, history.steps[-1]
+
+
+def drawn(module: GRPOLightningModule) -> list[list[list[int]]]:
+    """The completions of the last rollout: [N][G] lists of token ids."""
+    assert module.samples is not None
+    return [[completion.token_ids for completion in group.completions] for group in module.samples[0]]
+
+
+def sum_of_ids(completion_ids):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def digits(completions):
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+
+
+@case(GRPOLightningModule, "policy", "tokenizer", "engine", "seed", "num_generations", "sampling")
+def test_what_is_drawn():
+    module, _ = trained()
+    assert [len(group) for group in drawn(module)] == [4] * 4
+    assert drawn(trained()[0]) == drawn(module)
+
+    deeper, _ = trained(policy=tiny_model(**SMALL | {"num_hidden_layers": 3}))
+    assert len(deeper.policy.model.layers) == 3
+    assert drawn(deeper) != drawn(module)
+
+    worded = tiny_tokenizer()
+    worded.add_tokens(["prompt"])
+    lengths = [[len(g.prompt_ids) for g in m.samples[0]] for m in (module, trained(tokenizer=worded)[0])]
+    assert [one - other for one, other in zip(*lengths, strict=True)] == [5] * 4
+
+    scripted, _ = trained(engine=ScriptedEngine([[40 + g] for g in range(4)]))
+    assert drawn(scripted) == [[[40], [41], [42], [43]]] * 4
+    assert drawn(trained(seed=1)[0]) != drawn(module)
+    assert [len(group) for group in drawn(trained(num_generations=2)[0])] == [2] * 4
+    short, _ = trained(sampling=SamplingParams(max_completion_length=2))
+    assert max(len(ids) for group in drawn(short) for ids in group) == 2
+
+
+@case(GRPOLightningModule, "rewards", "reward_weights", "objective")
+def test_what_is_trained_towards():
+    _, plain = trained()
+    assert plain["reward/vowel_share"] == plain["reward/mean"] > 0
+    module, logged = trained(rewards=[digits])
+    by_hand = [sum(c.isdigit() for c in completion.text) for g in module.samples[0] for completion in g.completions]
+    assert logged["reward/mean"] == pytest.approx(sum(by_hand) / 16)
+    _, doubled = trained(reward_weights=[2.0])
+    assert doubled["reward/mean"] == pytest.approx(2 * plain["reward/mean"])
+    assert doubled["reward/vowel_share"] == plain["reward/vowel_share"]
+    _, capped = trained(objective=Objective(beta=0.0, surrogate="cispo"))
+    assert capped["policy/loss"] != pytest.approx(plain["policy/loss"], abs=1e-4)
+    assert "policy/kl" in trained(objective=Objective(beta=0.1))[1].keys() - plain.keys()
+
+
+@case(GRPOLightningModule, "optimizer", "scheduler")
+def test_how_far_a_step_goes():
+    def optimizer(parameters, lr):
+        return AdamW(parameters, lr=lr)
+
+    fast, slow = (functools.partial(optimizer, lr=lr) for lr in (1e-2, 1e-3))
+    start = dict(tiny_model(**SMALL).named_parameters())
+
+    def moved(**settings: Any) -> float:
+        after = weights_of(trained(steps=2, **settings)[0])
+        return max((after[name] - start[name]).abs().max().item() for name in after)
+
+    far, near = moved(optimizer=fast), moved(optimizer=slow)
+    assert 0 < near < 0.3 * far
+    warmed = moved(optimizer=fast, scheduler=functools.partial(Linear, warmup_steps=2))  # rates 0 and half
+    assert 0 < warmed < 0.6 * far
+
+
+@case(GRPOLightningModule, "num_iterations", "updates_per_rollout")
+def test_how_often_a_rollout_is_used():
+    def shape(**settings: Any) -> tuple[int, list[int]]:
+        module, _ = trained(steps=2, rewards=[sum_of_ids], **settings)
+        return module.rollout_index, [len(batch.completion_ids) for batch in module.rollout.micro_batches]
+
+    assert shape() == (2, [16])  # two rollouts, each trained on at once
+    assert shape(num_iterations=2) == (1, [16])
+    rollouts, rows = shape(updates_per_rollout=2)
+    assert (rollouts, len(rows), sum(rows)) == (1, 2, 16)
+
+
+@case(GRPOLightningModule, "old_logprobs")
+def test_old_logprobs():
+    engine = ScriptedEngine([[40 + g] for g in range(4)])  # says -1 nat for every token
+    own, logged = trained(old_logprobs="recompute", engine=engine, rewards=[sum_of_ids])
+    assert logged["policy/ratio"] == 1
+    (batch,) = own.rollout.micro_batches
+    _, logged = trained(old_logprobs="rollout", engine=engine, rewards=[sum_of_ids])
+    assert logged["policy/ratio"] == pytest.approx((batch.old_logprobs + 1).exp().mean().item(), rel=1e-4)
+    assert logged["policy/ratio"] < 0.5
+
+
+# --------------------------------------------------------------------------------------------------------- validation
+
+YES, NO = [ord("y") - 30], [ord("n") - 30]
+
+
+class Mixed(ScriptedEngine):
+    """Says yes in the first completion of every prompt, no in the others, and no when greedy; notes the sampling."""
+
+    def __init__(self) -> None:
+        super().__init__([YES, NO, NO, NO])
+        self.temperatures: list[float] = []
+
+    def generate(self, prompts, num_generations, sampling, seed, progress=None):
+        self.temperatures.append(sampling.temperature)
+        self.token_ids = [NO] if sampling.is_greedy else [YES, NO, NO, NO]
+        return super().generate(prompts, num_generations, sampling, seed, progress)
+
+
+def says_yes(completions):
+    return [0.5 * (text == "y") for text in completions]
+
+
+def says_no(completions):
+    return [float(text == "n") for text in completions]
+
+
+def validated(engine: Mixed | None = None, **settings: Any) -> dict[str, float]:
+    """The numbers of a validation of eight prompts."""
+    module = make_module(
+        rewards=[says_yes, says_no],
+        engine=engine or Mixed(),
+        validation=Validation(**{"num_generations": 4} | settings),
+    )
+    (numbers,) = make_trainer().validate(module, make_source(module, batch_size=8), verbose=False)
+    return numbers
+
+
+@case(GRPOLightningModule, "validation")
+def test_validation():
+    for validation, names in ((None, {"val/avg@1"}), (Validation(num_generations=2), {"val/avg@2", "val/pass@2"})):
+        module = make_module(engine=Mixed(), validation=validation)
+        (numbers,) = make_trainer().validate(module, make_source(module), verbose=False)
+        assert {name for name in numbers if "@" in name and name.count("/") == 1} == names
+
+
+@case(Validation, "num_generations", "success", "success_value", "pass_at", "confidence")
+def test_what_counts_as_solved():
+    plain = validated()
+    assert plain["val/says_yes"] == pytest.approx(0.5 / 4)
+    assert plain["val/avg@4"] == plain["val/pass@4"] == 0  # half a point is not solved
+    assert validated(num_generations=2)["val/says_yes"] == pytest.approx(0.5 / 2)
+    solved = validated(success_value=0.5)
+    assert (solved["val/avg@4"], solved["val/pass@4"]) == (0.25, 1)
+    assert validated(success="says_no")["val/avg@4"] == 0.75
+    assert "val/pass@2" in validated(pass_at=[2, 4]).keys() - plain.keys()
+    # half of the pairs have the one yes
+    assert validated(success_value=0.5, pass_at=[2])["val/pass@2"] == pytest.approx(0.5)
+    wide, narrow = (validated(success_value=0.5, confidence=c) for c in (0.99, 0.5))
+    assert wide["val/avg@4/low"] < narrow["val/avg@4/low"] < 0.25 < narrow["val/avg@4/high"] < wide["val/avg@4/high"]
+
+
+@case(Validation, "sampling", "greedy")
+def test_how_validation_draws():
+    for settings, temperatures in (
+        ({}, [1.0, 0.0]),
+        ({"sampling": SamplingParams(max_completion_length=6, temperature=0.5)}, [0.5, 0.0]),
+        ({"greedy": False}, [1.0]),
+    ):
+        engine = Mixed()
+        numbers = validated(engine, **settings)
+        assert engine.temperatures == temperatures
+        assert ("val/greedy/says_no" in numbers) == (0.0 in temperatures)

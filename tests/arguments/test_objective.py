@@ -1,0 +1,109 @@
+"""Arguments of Objective: another loss, the numbers by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.types import MicroBatch
+from tests.arguments.registry import case
+
+NOW = torch.log(torch.tensor([[0.9, 0.2, 0.5], [0.6, 0.3, 0.1]]))
+OLD = torch.log(torch.tensor([[0.3, 0.4, 0.5], [0.2, 0.3, 0.4]]))  # ratios 3, 1/2, 1 and 3, 1, 1/4
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+REWARDS = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 3.0]])
+
+
+def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0)) -> float:
+    """Of two completions of three and two tokens."""
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    batch = MicroBatch(
+        prompt_ids=ids[:1],
+        prompt_mask=torch.ones(1, 1, dtype=torch.bool),
+        prompt_index=torch.zeros(2, dtype=torch.long),
+        completion_ids=torch.zeros(2, 3, dtype=torch.long),
+        attention_mask=MASK,
+        completion_mask=MASK,
+        advantages=torch.tensor(advantages),
+        rollout_logprobs=OLD,
+        old_logprobs=OLD,
+        ref_logprobs=OLD if objective.needs_reference else None,
+    )
+    return objective(NOW, batch, StepCounts(num_tokens=5, num_sequences=2), max_completion_length=10).loss.item()
+
+
+@case(Objective, "ratio")
+def test_ratio():
+    # the geometric mean of 3, 1/2, 1 is 1.145, inside the clip range; so is 1.8 of 3, 1 where the advantage is negative
+    assert loss(Objective(beta=0.0, ratio="sequence")) == pytest.approx((-3 * 1.5 ** (1 / 3) + 2 * 3**0.5) / 5, abs=1e-6)
+    assert loss(Objective(beta=0.0, ratio="token")) == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
+
+
+@case(Objective, "surrogate")
+def test_surrogate():
+    assert loss(Objective(beta=0.0, surrogate="clip")) == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
+    first, second = NOW.tolist()
+    by_hand = -(1.2 * first[0] + 0.5 * first[1] + first[2]) + 1.2 * second[0] + second[1]
+    assert loss(Objective(beta=0.0, surrogate="cispo")) == pytest.approx(by_hand / 5)
+
+
+@case(Objective, "epsilon")
+def test_epsilon():
+    # the second completion's ratios are 3 and 1: bounded from below only. The first one's 1/2 counts where it is bad.
+    narrow, wide = (loss(Objective(beta=0.0, epsilon=e, epsilon_high=0.2), (-1.0, 1.0)) for e in (0.2, 0.7))
+    assert narrow == pytest.approx((3 + 0.8 + 1 - 1.2 - 1) / 5)
+    assert wide == pytest.approx((3 + 0.5 + 1 - 1.2 - 1) / 5)
+
+
+@case(Objective, "epsilon_high")
+def test_epsilon_high():
+    assert loss(Objective(beta=0.0, epsilon_high=1.0)) == pytest.approx((-2.0 - 0.5 - 1 + 3 + 1) / 5)
+    assert loss(Objective(beta=0.0, epsilon_high=None)) == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
+
+
+@case(Objective, "dual_clip")
+def test_dual_clip():
+    assert loss(Objective(beta=0.0, dual_clip=2.0)) == pytest.approx((-1.2 - 0.5 - 1 + 2 + 1) / 5)
+    assert loss(Objective(beta=0.0, dual_clip=None)) == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
+
+
+@case(Objective, "aggregate")
+def test_aggregate():
+    first, second = -1.2 - 0.5 - 1, 3 + 1
+    assert loss(Objective(beta=0.0, aggregate="token")) == pytest.approx((first + second) / 5)
+    assert loss(Objective(beta=0.0, aggregate="sequence")) == pytest.approx((first / 3 + second / 2) / 2)
+    assert loss(Objective(beta=0.0, aggregate="constant")) == pytest.approx((first + second) / (2 * 10))
+
+
+@case(Objective, "baseline")
+def test_baseline():
+    means, others = (Objective(scale="none", baseline=b).compare(REWARDS) for b in ("group_mean", "leave_one_out"))
+    torch.testing.assert_close(means[0], torch.tensor([-2.0, -1.0, 3.0]))
+    torch.testing.assert_close(others[0], torch.tensor([0 - 3.0, 1 - 2.5, 5 - 0.5]))
+
+
+@case(Objective, "scale")
+def test_scale():
+    centred = REWARDS - REWARDS.mean(1, keepdim=True)
+    by_hand = {"group_std": REWARDS.std(1, keepdim=True), "batch_std": REWARDS.std()}
+    for scale, std in by_hand.items():
+        torch.testing.assert_close(Objective(scale=scale).compare(REWARDS), centred / (std + 1e-4))
+    torch.testing.assert_close(Objective(scale="none").compare(REWARDS), centred)
+
+
+@case(Objective, "beta")
+def test_beta():
+    none, some, more = (loss(Objective(beta=beta)) for beta in (0.0, 0.1, 0.2))
+    assert some > none
+    assert more - none == pytest.approx(2 * (some - none), rel=1e-4)
+    assert not Objective(beta=0.0).needs_reference
+
+
+@case(Objective, "kl")
+def test_kl():
+    distance = (NOW - OLD)[MASK]
+    by_hand = {"k1": distance, "k2": distance**2 / 2, "k3": (-distance).exp() + distance - 1}
+    without = loss(Objective(beta=0.0))
+    for estimator, kl in by_hand.items():
+        assert loss(Objective(beta=1.0, kl=estimator)) - without == pytest.approx(kl.mean().item(), abs=1e-5)

@@ -1,0 +1,151 @@
+"""Arguments of PolicyLoader: other weights, another precision, other forward calls for the same log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.types import MicroBatch
+from tests.arguments.registry import case
+from tests.module_runs import SMALL
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints, of one layer and of two; the tokenizer of the second one knows a word."""
+    paths = []
+    for num_layers in (1, 2):
+        path = tmp_path_factory.mktemp("policy")
+        tiny_model(**SMALL | {"num_hidden_layers": num_layers}).save_pretrained(path)
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens(["prompt"] if num_layers == 2 else [])
+        tokenizer.save_pretrained(path)
+        paths.append(str(path))
+    return paths
+
+
+def num_layers(loader: PolicyLoader) -> int:
+    """Of the model that is loaded."""
+    return len(loader.load().model.model.layers)
+
+
+@case(PolicyLoader, "name")
+def test_name(folders):
+    assert [num_layers(PolicyLoader(folder)) for folder in folders] == [1, 2]
+
+
+@case(PolicyLoader, "model")
+def test_model():
+    models = [tiny_model(**SMALL | {"num_hidden_layers": n}) for n in (1, 2)]
+    assert [num_layers(PolicyLoader(model=model, tokenizer=tiny_tokenizer())) for model in models] == [1, 2]
+
+
+@case(PolicyLoader, "tokenizer")
+def test_tokenizer(folders):
+    plain, worded = folders
+    loaders = PolicyLoader(plain), PolicyLoader(plain, tokenizer=worded)
+    assert [len(loader.load_tokenizer()("prompt")["input_ids"]) for loader in loaders] == [6, 1]
+
+
+@case(PolicyLoader, "dtype", "attention", "from_scratch")
+def test_how_weights_are_loaded(folders):
+    folder = folders[0]
+    saved = tiny_model(**SMALL | {"num_hidden_layers": 1}).lm_head.weight
+    as_saved = PolicyLoader(folder).load_model()
+    assert torch.equal(as_saved.lm_head.weight, saved)
+    assert as_saved.dtype == torch.float32
+    assert as_saved.config._attn_implementation == "sdpa"
+    assert PolicyLoader(folder, dtype="bfloat16").load_model().dtype == torch.bfloat16
+    assert PolicyLoader(folder, attention="eager").load_model().config._attn_implementation == "eager"
+    assert not torch.equal(PolicyLoader(folder, from_scratch=True).load_model().lm_head.weight, saved)
+
+
+# ------------------------------------------------------------------------------------------------------------ scoring
+
+
+def batch() -> MicroBatch:
+    """Two prompts of five tokens, two completions of each, of three."""
+    ids = torch.arange(2, 24)
+    tokens = torch.ones(4, 3, dtype=torch.bool)
+    return MicroBatch(
+        prompt_ids=ids[:10].view(2, 5),
+        prompt_mask=torch.ones(2, 5, dtype=torch.bool),
+        prompt_index=torch.tensor([0, 0, 1, 1]),
+        completion_ids=ids[10:].view(4, 3),
+        attention_mask=tokens,
+        completion_mask=tokens,
+        advantages=torch.ones(4),
+        rollout_logprobs=torch.zeros(4, 3),
+    )
+
+
+@contextmanager
+def counted(module: torch.nn.Module) -> Iterator[list[list[int]]]:
+    """The shapes of the inputs of every forward call."""
+    shapes: list[list[int]] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes.append(list((args[0] if args else kwargs["input_ids"]).shape[:2]))
+
+    handle = module.register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    handle.remove()
+
+
+def score(**settings: Any) -> tuple[torch.Tensor, dict[str, list[list[int]]]]:
+    """([B, T] log-probs, forward calls of model and last layer until after the backward pass)."""
+    loader = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), **settings)
+    policy = loader.load()
+    # A recomputed layer is called by its `forward`, which hooks do not see: count what is inside.
+    inside = policy.model.model.layers[-1].self_attn.q_proj
+    with counted(policy.model) as calls, counted(inside) as inner:
+        logprobs = policy.scorer(policy.model.train(), batch(), temperature=1.0).logprobs
+        logprobs.sum().backward()
+    return logprobs.detach(), {"model": calls, "layer": inner}
+
+
+@case(PolicyLoader, "scoring", "chunk_size", "activation_checkpointing")
+def test_scoring():
+    wanted, calls = score()
+    assert calls["model"] == [[2, 5], [4, 2]]  # prompts once, then the completions but for their last token
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"scoring": "dense"}, {"model": [[4, 8]]}),
+        ({"chunk_size": 2}, {"model": [[2, 5], [2, 2], [2, 2]]}),
+        ({"activation_checkpointing": "chunks"}, {"model": [[2, 5], [4, 2], [4, 2]]}),
+        ({"activation_checkpointing": "layers"}, {"model": [[2, 5], [4, 2]], "layer": sorted([[2, 5], [4, 2]] * 2)}),
+    ]
+    for changed, expected in settings:
+        logprobs, found = score(**changed)
+        torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-5)
+        assert {name: sorted(found[name]) if name == "layer" else found[name] for name in expected} == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ the hub
+
+
+@case(PolicyLoader, "revision", "trust_remote_code")
+def test_what_the_hub_is_asked_for(monkeypatch):
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def answer_of(kind: str) -> Any:
+        def from_pretrained(name: str, **options: Any) -> Any:
+            asked.append((kind, options))
+            return {"AutoModelForCausalLM": tiny_model(**SMALL), "AutoTokenizer": tiny_tokenizer()}.get(kind)
+
+        return from_pretrained
+
+    for kind in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", answer_of(kind))
+    for revision, trust in (("main", False), ("v2", False), ("main", True)):
+        loader = PolicyLoader("somebody/model", revision=revision, trust_remote_code=trust)
+        asked.clear()
+        loader.load_model(), loader.load_tokenizer(), loader.load_config()
+        assert [kind for kind, _ in asked] == ["AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"]
+        assert [(o["revision"], o["trust_remote_code"]) for _, o in asked] == [(revision, trust)] * 3

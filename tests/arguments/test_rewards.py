@@ -1,0 +1,218 @@
+"""Arguments of the rewards: other values for the same completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_lightning.rewards import (
+    Accuracy,
+    AllMatch,
+    AnyAnswer,
+    ByMethod,
+    Cosine,
+    ExactMatch,
+    Format,
+    Length,
+    MultipleChoice,
+    ReactFormat,
+    Repetition,
+    RewardSet,
+    SoftOverlong,
+    YesNo,
+)
+from grpo_lightning.rewards.equivalence import UndecidedError
+from grpo_lightning.types import Completion, Group, Prompt
+from tests.arguments.registry import case, case_of_each
+
+RIGHT = "<answer>4</answer>"
+
+
+def value(reward: Any, text: str = "", tokens: int = 0, **columns: Any) -> float | None:
+    """Of one completion; columns are single values."""
+    found = reward(
+        completions=[text], completion_ids=[list(range(tokens))], **{name: [value] for name, value in columns.items()}
+    )
+    return found[0]
+
+
+@case_of_each([AllMatch, AnyAnswer, MultipleChoice, YesNo, ExactMatch, Accuracy], "answer_column")
+def test_answer_column(owner):
+    right, wrong = ("B", "C") if owner is MultipleChoice else ("yes", "no") if owner is YesNo else ("4", "5")
+    columns = {"solution": right, "label": wrong}
+    given = f"<answer>{right}</answer>"
+    assert value(owner("solution"), given, **columns) == 1
+    assert value(owner("label"), given, **columns) == 0
+    assert [owner(name).required_columns for name in columns] == [("solution",), ("label",)]
+
+
+# --- text
+
+
+@case(ExactMatch, "extract")
+def test_extract():
+    text = "<answer>1</answer> \\boxed{2} #### 3"
+    wanted = {"answer_tag": "1", "boxed": "2", "hashes": "3", "text": text}
+    for extract, answer in wanted.items():
+        found = {other: value(ExactMatch(extract=extract), text, answer=other) for other in ("1", "2", "3")}
+        assert found == {other: float(other == answer) for other in found}
+
+
+@case(ExactMatch, "is_normalized")
+def test_is_normalized():
+    assert value(ExactMatch(is_normalized=True), "<answer>1,000.</answer>", answer="1000") == 1
+    assert value(ExactMatch(is_normalized=False), "<answer>1,000.</answer>", answer="1000") == 0
+
+
+@case(Format, "tags")
+def test_tags():
+    text = "<why>a</why><answer>b</answer>"
+    assert value(Format(["why", "answer"]), text) == 1
+    assert value(Format(), text) == 0
+
+
+@case_of_each([Format, ReactFormat], "prompt_opens_first")
+def test_prompt_opens_first(owner):
+    rest = "</think>Action: a Action Input: b" if owner is ReactFormat else "</think><answer>b</answer>"
+    for opened in (True, False):
+        assert value(owner(prompt_opens_first=opened), f"thought{rest}") == opened
+        assert value(owner(prompt_opens_first=opened), f"<think>thought{rest}") == (not opened)
+
+
+@case(Format, "text_after")
+def test_text_after():
+    text = "<think>a</think><answer>b</answer> and more"
+    assert [value(Format(text_after=after), text) for after in (True, False)] == [1, 0]
+
+
+@case(Repetition, "n_grams", "max_penalty", "unit")
+def test_repetition():
+    text = "a b a b a b"
+    assert value(Repetition(n_grams=1), text) == pytest.approx(-4 / 6)
+    assert value(Repetition(n_grams=3), text) == pytest.approx(-2 / 4)
+    assert value(Repetition(n_grams=3, max_penalty=-0.5), text) == pytest.approx(-1 / 4)
+    assert value(Repetition(n_grams=3, unit="tokens"), text, tokens=9) == 0  # its token ids are all different
+
+
+# --- mathematics and methods
+
+
+@case(Accuracy, "timeout_seconds")
+def test_timeout_seconds(monkeypatch, caplog):
+    limits = []
+
+    class Slow:
+        def decide(self, gold, answer, *, is_anchored, timeout_seconds):
+            limits.append(timeout_seconds)
+            if timeout_seconds < 2:
+                raise UndecidedError("it took too long")
+            return True
+
+    monkeypatch.setattr("grpo_lightning.rewards.accuracy.equivalence", Slow)
+    assert value(Accuracy(timeout_seconds=1.0), RIGHT, solution="4") is None
+    assert value(Accuracy(timeout_seconds=3.0), RIGHT, solution="4") == 1
+    assert limits == [1.0, 3.0]
+    assert "could not be compared" in caplog.text
+
+
+@case(Accuracy, "max_answer_characters")
+def test_max_answer_characters():
+    text = "<answer>1 + 1 + 1 + 1</answer>"
+    assert value(Accuracy(max_answer_characters=20), text, solution="4") == 1
+    assert value(Accuracy(max_answer_characters=5), text, solution="4") == 0
+
+
+@case(AnyAnswer, "has_partial_credit")
+def test_has_partial_credit():
+    given, solution = "<answer>red car</answer>", "red cat"
+    assert value(AnyAnswer(has_partial_credit=False), given, solution=solution) == 0
+    assert value(AnyAnswer(has_partial_credit=True), given, solution=solution) == pytest.approx(2 * 6 / 14)
+
+
+def half(completions):
+    return [0.5 for _ in completions]
+
+
+@case(ByMethod, "methods", "default", "method_column", "answer_column")
+def test_by_method():
+    columns = {"solution": "B", "label": "C", "accu_reward_method": None, "kind": "mcq"}
+    text = "B, I think"
+
+    def found(methods: Any = None, **settings: Any) -> float | None:
+        return value(ByMethod(methods, **{"default": "all_match"} | settings), text, **columns)
+
+    assert found() == 0  # by the default: not the same text
+    assert found(default="mcq") == 1
+    assert found(method_column="kind") == 1
+    assert found(default="mcq", answer_column="label") == 0
+    assert found({"all_match": half}) == 0.5
+
+
+# --- lengths
+
+
+@case(Length, "min_tokens", "max_tokens", "falloff_tokens")
+def test_length():
+    assert value(Length(10, 20, 10), tokens=5) == pytest.approx(0.5)
+    assert value(Length(7, 20, 10), tokens=5) == pytest.approx(0.8)
+    assert value(Length(10, 20, 20), tokens=5) == pytest.approx(0.75)
+    assert value(Length(10, 20, 10), tokens=25) == pytest.approx(0.5)
+    assert value(Length(10, None, 10), tokens=25) == 1
+
+
+@case(SoftOverlong, "cache_length", "max_length")
+def test_soft_overlong():
+    assert value(SoftOverlong(10, 100), tokens=95) == pytest.approx(-0.5)
+    assert value(SoftOverlong(50, 100), tokens=95) == pytest.approx(-0.9)
+    assert value(SoftOverlong(10, 200), tokens=95) == 0
+    reward = SoftOverlong(10)  # the run's limit
+    assert reward(completion_ids=[[0] * 95], max_completion_length=100) == pytest.approx([-0.5])
+
+
+def is_right(completions):
+    return [float(text == RIGHT) for text in completions]
+
+
+def is_wrong(completions):
+    return [float(text != RIGHT) for text in completions]
+
+
+@case(Cosine, "min_len_correct", "max_len_correct", "min_len_wrong", "max_len_wrong")
+def test_the_ends_of_cosine():
+    for name, text, tokens in [
+        ("min_len_correct", RIGHT, 0),
+        ("max_len_correct", RIGHT, 10),
+        ("min_len_wrong", "", 0),
+        ("max_len_wrong", "", 10),
+    ]:
+        for end in (0.25, 0.125):
+            assert value(Cosine(max_len=10, accuracy=is_right, **{name: end}), text, tokens) == pytest.approx(end)
+
+
+@case(Cosine, "max_len", "accuracy")
+def test_cosine():
+    # halfway between 1 and 0.5; at T; wrong, halfway between -0.5 and 0
+    assert value(Cosine(max_len=10, accuracy=is_right), RIGHT, tokens=5) == pytest.approx(0.75)
+    assert value(Cosine(max_len=5, accuracy=is_right), RIGHT, tokens=5) == pytest.approx(0.5)
+    assert value(Cosine(max_len=10, accuracy=is_wrong), RIGHT, tokens=5) == pytest.approx(-0.25)
+
+
+# --- sets of rewards
+
+
+def group(text: str = RIGHT) -> Group:
+    """One prompt with two completions."""
+    completions = [Completion([1], [0.0], "stop", t) for t in (text, "")]
+    return Group(Prompt("p", index=0), [1], completions)
+
+
+@case(RewardSet, "rewards", "weights")
+def test_reward_set():
+    totals = [
+        RewardSet([is_right, half]).score([group()]).total,
+        RewardSet([is_right, half], [2.0, 4.0]).score([group()]).total,
+        RewardSet([half]).score([group()]).total,
+    ]
+    torch.testing.assert_close(torch.cat(totals), torch.tensor([[1.5, 0.5], [4.0, 2.0], [0.5, 0.5]]))

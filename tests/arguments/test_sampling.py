@@ -1,0 +1,97 @@
+"""Arguments of SamplingParams and LocalEngine: other completions, or the same in other batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.types import SamplingParams
+from tests.arguments.registry import case
+from tests.module_runs import SMALL
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+PROMPT = [40, 50, 60]
+
+
+def draw(sampling: SamplingParams, engine: LocalEngine | None = None, **options: Any) -> list[Any]:
+    """Six completions of one prompt by a model that does not stop by itself."""
+    model = tiny_model(**SMALL)
+    tokenizer = tiny_tokenizer()
+    model.generation_config.eos_token_id, tokenizer.eos_token = None, None
+    engine = engine or LocalEngine()
+    model.register_forward_pre_hook(options.get("hook", lambda *_: None), with_kwargs="hook" in options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_lightning.rollout.local.log.warning", lambda *_: None)  # that there is no stop token
+        engine.connect(model, tokenizer)
+    prompts = options.get("prompts", [PROMPT])
+    return [c for group in engine.generate(prompts, 6, sampling, seed=0) for c in group]
+
+
+def texts(**settings: Any) -> list[str]:
+    """What is drawn."""
+    return [c.text for c in draw(SamplingParams(**{"max_completion_length": 8} | settings))]
+
+
+@case(SamplingParams, "max_completion_length")
+def test_max_completion_length():
+    for length in (3, 5):
+        assert {len(c.token_ids) for c in draw(SamplingParams(max_completion_length=length))} == {length}
+
+
+@case(SamplingParams, "temperature")
+def test_temperature():
+    assert len(set(texts(temperature=1.0))) > 1
+    assert len(set(texts(temperature=0.0))) == 1
+    hot, cold = ([c.logprobs[0] for c in draw(SamplingParams(max_completion_length=8, temperature=t))] for t in (5.0, 0.2))
+    assert max(hot) < max(cold)  # log-probs are of the distribution drawn from
+
+
+@case(SamplingParams, "top_p", "top_k", "min_p")
+def test_only_the_most_likely_token_is_left():
+    greedy = texts(temperature=0.0)
+    assert texts() != greedy
+    for name, narrow in {"top_p": 1e-6, "top_k": 1, "min_p": 0.999}.items():
+        assert texts(**{name: narrow}) == greedy, name
+
+
+@case(SamplingParams, "repetition_penalty")
+def test_repetition_penalty():
+    distinct = {}
+    for penalty in (1.0, 1e6):
+        drawn = draw(SamplingParams(max_completion_length=20, repetition_penalty=penalty))
+        distinct[penalty] = sum(len(set(c.token_ids)) for c in drawn)
+    assert distinct[1.0] < 115 < distinct[1e6]  # of 120
+
+
+@case(SamplingParams, "suppress_tokens")
+def test_suppress_tokens():
+    free = {token for c in draw(SamplingParams(max_completion_length=8)) for token in c.token_ids}
+    banned = sorted(free)[:20]
+    assert banned
+    kept = {token for c in draw(SamplingParams(max_completion_length=8, suppress_tokens=banned)) for token in c.token_ids}
+    assert not kept & set(banned)
+
+
+@case(SamplingParams, "stop_strings")
+def test_stop_strings():
+    first, *others = draw(SamplingParams(max_completion_length=8))
+    stopped, *_ = draw(SamplingParams(max_completion_length=8, stop_strings=[first.text[2]]))
+    assert stopped.text == first.text[: first.text.index(first.text[2]) + 1]
+    assert (first.finish_reason, stopped.finish_reason) == ("length", "stop")
+
+
+@case(LocalEngine, "max_rows")
+def test_max_rows():
+    most = {}
+    for max_rows in (None, 6):
+        rows: list[int] = []
+        draw(
+            SamplingParams(max_completion_length=2),
+            LocalEngine(max_rows=max_rows),
+            prompts=[PROMPT, PROMPT, PROMPT],
+            hook=lambda _, args, kwargs, rows=rows: rows.append(len(kwargs["input_ids"])),
+        )
+        most[max_rows] = max(rows)
+    assert most == {None: 18, 6: 6}

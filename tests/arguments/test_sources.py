@@ -1,0 +1,110 @@
+"""Arguments of sources and streams: other prompts, another order, or read by others."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.stream import PromptStream
+from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.types import Prompt
+from tests.arguments.registry import case
+from tests.tiny_models import tiny_tokenizer
+
+TEXTS = [f"p{i}" for i in range(6)]
+
+
+def contents(source: Iterable[Any]) -> list[list[Any]]:
+    """The prompts of every micro-step of an epoch."""
+    return [[prompt.content for prompt in batch.prompts] for batch in source]
+
+
+class Rows:
+    """A data set without length, that notes which threads read it."""
+
+    def __init__(self, count: int = 6) -> None:
+        self.count, self.readers = count, set[str]()
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for number in range(self.count):
+            self.readers.add("main" if threading.current_thread() is threading.main_thread() else "ahead")
+            yield {"prompt": f"p{number}"}
+
+
+# ------------------------------------------------------------------------------------------------------- PromptSource
+
+
+@case(PromptSource, "prompts", "batch_size", "cycle", "shuffle", "rank")
+def test_source():
+    ordered = functools.partial(PromptSource, shuffle=False)
+    assert contents(ordered(TEXTS, 3)) == [TEXTS[:3], TEXTS[3:]]
+    assert contents(ordered(TEXTS[:4], 3)) == [TEXTS[:3], TEXTS[3:4]]
+    assert contents(ordered(TEXTS, 4)) == [TEXTS[:4], TEXTS[4:]]
+    assert contents(ordered(TEXTS, 3, cycle=2)) == [TEXTS[:3], TEXTS[:3], TEXTS[3:], TEXTS[3:]]
+    assert contents(PromptSource(TEXTS, 3, shuffle=True)) != [TEXTS[:3], TEXTS[3:]]
+    assert contents(ordered(TEXTS, 3, world_size=2, rank=0)) == [TEXTS[0::2]]
+    assert contents(ordered(TEXTS, 3, world_size=2, rank=1)) == [TEXTS[1::2]]
+
+
+@case(PromptSource, "seed", "world_size", "template")
+def test_seed_world_size_and_template():
+    orders = [contents(PromptSource(TEXTS, 6, seed=seed)) for seed in range(3)]
+    assert len({tuple(order) for (order,) in orders}) > 1
+    assert [len(PromptSource(TEXTS, 1, world_size=size)) for size in (1, 2, 3)] == [6, 3, 2]
+    asked = PromptSource(["p"], 1, template=PromptTemplate(question_template="Q: {question}"))
+    assert contents(asked) == [["Q: p"]]
+    assert contents(PromptSource(["p"], 1)) == [["p"]]
+
+
+@case(PromptSource, "shuffle_buffer", "num_workers")
+def test_source_of_a_stream():
+    kept, mixed = (contents(PromptSource(Rows(), 6, shuffle_buffer=size))[0] for size in (1, 6))
+    assert kept == TEXTS != mixed
+    for num_workers, reader in ((0, "main"), (1, "ahead")):
+        rows = Rows()
+        assert contents(PromptSource(rows, 6, num_workers=num_workers)) == contents(PromptSource(Rows(), 6))
+        assert rows.readers == {reader}
+
+
+# ------------------------------------------------------------------------------------------------------- PromptStream
+
+
+def part(rows: Any, limit: LengthLimit | None = None) -> Any:
+    """A part of a stream."""
+
+    def convert(row: Any, number: int) -> Any:
+        prompt = Prompt(row["prompt"], index=number)
+        return Measured(prompt) if limit is None else limit.measure(prompt, f"row {number}")
+
+    return lambda: ((row, convert) for row in rows)
+
+
+def streamed(stream: PromptStream, seed: int | None = None) -> list[Any]:
+    """Its prompts."""
+    prompts, _ = stream.order(seed).take(0, 100)
+    return [prompt.content for prompt in prompts]
+
+
+@case(PromptStream, "parts", "shuffle_buffer", "num_workers")
+def test_stream():
+    assert streamed(PromptStream([part(Rows())])) == TEXTS
+    assert streamed(PromptStream([part(Rows(2)), part(Rows(1))])) == ["p0", "p1", "p0"]
+    assert streamed(PromptStream([part(Rows())], shuffle_buffer=1), seed=0) == TEXTS
+    assert streamed(PromptStream([part(Rows())], shuffle_buffer=6), seed=0) != TEXTS
+    for num_workers, reader in ((0, "main"), (2, "ahead")):
+        rows = Rows()
+        assert streamed(PromptStream([part(rows)], num_workers=num_workers)) == TEXTS
+        assert rows.readers == {reader}
+
+
+@case(PromptStream, "limit")
+def test_the_limit_of_a_stream(caplog):
+    for limit, said in ((LengthLimit(tiny_tokenizer(), 1, "drop"), True), (None, False)):
+        caplog.clear()
+        parts = [part(Rows(), LengthLimit(tiny_tokenizer(), 1, "drop"))]
+        assert streamed(PromptStream(parts, limit=limit)) == []
+        assert ("6 of 6 prompts of the stream have more than 1 tokens and are left out" in caplog.text) == said

@@ -1,0 +1,49 @@
+"""What `predict` gives becomes lines of a file."""
+
+import json
+
+import pytest
+
+from grpo_lightning.callbacks import WritePredictions
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.evaluation import Validation
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.types import Prompt
+from tests.module_runs import make_module, make_trainer
+
+PROMPTS = [Prompt(f"p{i}", {"answer": i}, index=i, source="train") for i in range(3)]
+
+
+def predict(module, **options):
+    trainer = make_trainer(**options)
+    return trainer.predict(module, PromptSource(PROMPTS, 2, shuffle=False))
+
+
+def test_one_line_per_completion(tmp_path, capsys):
+    module = make_module(length=3, validation=Validation(num_generations=2))
+    outputs = predict(module, callbacks=[WritePredictions(str(tmp_path / "new"))])
+    path = tmp_path / "new" / "predictions.jsonl"
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert lines == [record for batch in outputs for record in batch]
+    assert [line["prompt_index"] for line in lines] == [0, 0, 1, 1, 2, 2]
+    for line in lines:
+        assert line["columns"] == {"answer": line["prompt_index"]}
+        assert (line["prompt"], line["source"]) == (f"p{line['prompt_index']}", "train")
+        assert line["rewards"] == {"vowel_share": line["reward"]}
+    assert f"Predictions: {path} (6 completions)" in capsys.readouterr().out
+
+
+def test_a_second_prediction_replaces_the_first(tmp_path):
+    callback = WritePredictions()
+    for _ in range(2):
+        predict(make_module(length=3), callbacks=[callback], default_root_dir=str(tmp_path))
+        assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == callback.num_lines == 3
+
+
+def test_what_is_no_list_of_records_is_refused(tmp_path):
+    class Odd(GRPOLightningModule):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return "text"
+
+    with pytest.raises(TypeError, match=r"returns a list of records .* got str: 'text'"):
+        predict(make_module(Odd), callbacks=[WritePredictions(str(tmp_path))])

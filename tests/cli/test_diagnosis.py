@@ -1,0 +1,147 @@
+"""Settings that were refused: the one key that is wrong, its value, and what is allowed there."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from grpo_lightning.cli.diagnosis import defaults_of_null, explain, taken_as_text
+from grpo_lightning.cli.sources import Source
+
+
+@dataclass
+class Colour:
+    shade: Literal["dark", "light"] = "dark"
+    depth: int = 1
+
+
+class Base:
+    pass
+
+
+class Brush(Base):
+    def __init__(self, width: float = 1.0, colour: Colour | None = None):
+        pass
+
+
+class Factory:
+    def __init__(self, params: list, rate: float = 0.1):
+        pass
+
+
+@pytest.fixture
+def parser(monkeypatch):
+    monkeypatch.setitem(sys.modules, "paints", sys.modules[__name__])
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--model.count", type=int, default=1, help="How many.")
+    parser.add_argument("--model.name", type=str, required=True, help="Who it is.\nMore.")
+    parser.add_argument("--model.colour", type=Colour | None, default=None)
+    parser.add_argument("--model.brushes", type=list[Base | Callable[..., float]])
+    parser.add_argument("--model.factory", type=Callable[[list], Factory], default={"class_path": "paints.Factory"})
+    parser.add_argument("--data.rows", type=list[Colour] | str, default="")
+    parser.add_argument("--model.title", type=str | None, default=None)
+    parser.add_argument("--seed", type=int | None, default=None)
+    return parser
+
+
+def found(parser, **tree):
+    return explain("the parser's own words", parser, [Source("in r.yaml", {"seed": 1}), Source("in s.yaml", tree)])
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            {"model": {"cuont": 1}},
+            "there is no key model.cuont. Did you mean model.count?\nKeys of model: brushes, col",
+        ),
+        ({"models": {}}, "there is no key models. Did you mean model?\nKeys: data, model, seed."),
+        ({"count": 1}, "there is no key count. Did you mean model.count?"),
+        ({"model": {"seed": 1}}, "there is no key model.seed. Did you mean seed?"),
+        ({"model": {"count": "x"}}, "model.count must be a whole number, got 'x'."),
+        ({"seed": 1.5}, "seed must be a whole number or null, got 1.5."),
+        ({"model": {"colour": {"shade": "red"}}}, "model.colour.shade must be one of dark, light, got 'red'."),
+        ({"model": {"colour": {"shad": "dark"}}}, "model.colour.shad. Did you mean model.colour.shade?"),
+        ({"model": {"colour": 3}}, "model.colour must be Colour or null, got 3."),
+        ({"model": 3}, "model is a group of settings, got 3."),
+        ({"model": {"count": [1]}}, "model.count must be a whole number, got the list [1]."),
+        ({"data": {"rows": [{"depth": 1}, {"depht": 1}]}}, "there is no key data.rows[1].depht."),
+        ({"model": {"brushes": ["nowhere.f"]}}, "model.brushes[0]: there is no module 'nowhere' for nowhere.f"),
+        ({"model": {"brushes": ["paints.Brsh"]}}, "paints has no 'Brsh'. Did you mean paints.Brush?"),
+        ({"model": {"brushes": ["Brsh"]}}, "model.brushes[0]: 'Brsh' is no import path"),
+        ({"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"widthh": 1}}]}}, "init_args.widthh. Did"),
+        ({"model": {"brushes": [{"class_path": "paints.Brush", "args": {}}]}}, "no key model.brushes[0].args."),
+        (
+            {"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"colour": {"depth": "x"}}}]}},
+            "model.brushes[0].init_args.colour.depth must be a whole number, got 'x'.",
+        ),
+        (
+            {"model": {"brushes+": {"class_path": "paints.Brush", "init_args": {"width": "x"}}}},
+            "width must be a number",
+        ),
+        ({"model": {"factory": {"raet": 1}}}, "no key model.factory.raet. Did you mean model.factory.rate?"),
+        (
+            {"model": {"factory": {"init_args": {"rate": "x"}}}},
+            "model.factory.init_args.rate must be a number, got 'x'.",
+        ),
+    ],
+)
+def test_the_key_is_named(parser, tree, said):
+    text = found(parser, **tree)
+    assert text.startswith("s.yaml: ")
+    assert said in text
+    assert len(text) < 400
+
+
+def test_what_a_factory_is_called_with_is_no_setting(parser):
+    assert "Keys of model.factory: rate." in found(parser, model={"factory": {"params": []}})
+
+
+def test_a_module_that_fails_to_import_is_said_with_its_error(parser, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_paint.py").write_text("1 / 0\n")
+    (tmp_path / "needy_paint.py").write_text("import not_installed_anywhere\n")
+    text = found(parser, model={"brushes": ["broken_paint.f"]})
+    assert "importing broken_paint for broken_paint.f failed: ZeroDivisionError: division by zero." in text
+    text = found(parser, model={"brushes": ["needy_paint.f"]})
+    assert "needy_paint (for needy_paint.f) imports not_installed_anywhere, which is not installed." in text
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"model": {"count": 1, "colour": None, "brushes": [], "factory": {"rate": 1}}},
+        {"model": {"colour": {"depth": 2}, "brushes": ["Brush", "paints.Brush", "math.sqrt"]}},
+        {"data": {"rows": "file.yaml"}, "seed": None},
+    ],
+)
+def test_what_is_right_is_not_blamed(parser, tree):
+    """The parser's own words are the way out where nothing can be pointed at."""
+    assert found(parser, **tree) == "the parser's own words"
+
+
+def test_missing_keys_are_listed_with_their_purpose(parser):
+    with pytest.raises(Exception, match="required") as error:
+        parser.parse_args([])
+    assert explain(str(error.value), parser, []).startswith("Required and not given:\n  model.name: Who it is.\n")
+
+
+def test_a_list_that_passed_for_a_path_is_found(parser):
+    config = parser.parse_args(["--model.name=x", "--model.brushes=[]", '--data.rows=[{"depht": 1}]'])
+    assert "no key data.rows[0].depht. Did you mean data.rows[0].depth?" in taken_as_text(parser, config)
+    for flag in ("--data.rows=file.yaml", "--model.title={question} Think.", "--model.title={question}"):
+        config = parser.parse_args(["--model.name=x", "--model.brushes=[]", flag])
+        assert taken_as_text(parser, config) is None
+
+
+def test_null_stands_for_the_defaults_of_a_dataclass(parser):
+    assert defaults_of_null(parser)["model.colour"] == {"shade": "dark", "depth": 1}
+
+
+def test_boilerplate_is_cut(parser):
+    message = 'Parser key "model.x":\n  Subtypes: [<class int>]\n' + "\n".join(f"  line {i}" for i in range(20))
+    text = explain(message, parser, [])
+    assert text.splitlines() == ["model.x: Subtypes: [<class int>]", *[f"  line {i}" for i in range(5)]]

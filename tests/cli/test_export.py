@@ -1,0 +1,51 @@
+"""`grpo-lightning export`: what it prints loads the model."""
+
+import re
+
+import pytest
+import torch
+
+from grpo_lightning.cli.export import run
+from tests.module_runs import SMALL, fit, make_module
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """(a trained module, its checkpoint)."""
+    folder = tmp_path_factory.mktemp("run")
+    tiny_model("qwen2", **SMALL).save_pretrained(folder / "policy")
+    tiny_tokenizer().save_pretrained(folder / "policy")
+    module = make_module(policy=str(folder / "policy"), lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(folder / "last.ckpt")
+    return module, folder / "last.ckpt"
+
+
+def test_the_lines_printed_load_the_trained_model(checkpoint, tmp_path, capsys):
+    module, path = checkpoint
+    run([str(path), str(tmp_path / "model")])
+    out = capsys.readouterr().out
+    assert re.search(r"Exported 26,400 weights \(float32\)", out)
+    assert "model.safetensors" in out
+    lines = [line.strip() for line in out.splitlines() if "import" in line or "from_pretrained" in line]
+    names: dict = {}
+    exec("\n".join(lines), names)
+    ids = torch.tensor([names["tokenizer"]("prompt")["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(names["model"](ids).logits, module.policy.eval()(ids).logits)
+
+
+def test_flags(checkpoint, tmp_path, capsys):
+    _, path = checkpoint
+    run([str(path), str(tmp_path), "--force", "--dtype", "bfloat16", "--policy", str(path.parent / "policy")])
+    assert "(bfloat16)" in capsys.readouterr().out
+    with pytest.raises(FileExistsError, match="--force"):
+        run([str(path), str(tmp_path)])
+
+
+@pytest.mark.parametrize("args", [[], ["a.ckpt"], ["a.ckpt", "b", "--dtype", "float8"], ["a.ckpt", "b", "--forc"]])
+def test_wrong_arguments_end_with_usage(args, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(args)
+    assert stopped.value.code == 2
+    assert "usage: grpo-lightning export" in capsys.readouterr().err

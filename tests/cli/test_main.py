@@ -1,0 +1,495 @@
+"""The command line, in this process: a YAML file in, a run out, and errors that name what is wrong."""
+
+import csv
+import json
+import math
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from grpo_lightning.callbacks import CompletionLog, ProgressBar
+from grpo_lightning.cli import instantiate, main, parse
+from grpo_lightning.cli.loggers import MetricsLogger
+from grpo_lightning.cli.main import COMMANDS
+from grpo_lightning.cli.summary import ParameterSummary
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.schedules import AdamW, Cosine
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+REWARD = {"class_path": "grpo_lightning.rewards.ExactMatch"}
+OWN_REWARD = """
+def vowels(completions, answer):
+    assert len(answer) == len(completions)
+    return [float(sum(c in "aeiou" for c in text)) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """The folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("policy")
+    tiny_model("qwen2", **SMALL).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch, policy):
+    """Writes a recipe next to a tiny model and data, in the current folder; gives its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
+    Path("policy").symlink_to(policy)
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entries = [{"json_path": "rows.jsonl"}]
+
+    def write(*, trainer=(), data=(), **model):
+        content = {
+            "trainer": {
+                "accelerator": "cpu",
+                "max_steps": 2,
+                "enable_checkpointing": False,
+                "enable_model_summary": False,
+                **dict(trainer),
+            },
+            "data": {"datasets": entries, "val_datasets": entries, "batch_size": 4, **dict(data)},
+            "model": {
+                "policy": "policy",
+                "rewards": [REWARD],
+                "num_generations": 2,
+                "sampling": {"max_completion_length": 4},
+                **model,
+            },
+        }
+        Path("recipe.yaml").write_text(yaml.safe_dump(content))
+        return "recipe.yaml"
+
+    return write
+
+
+def logged(path):
+    with path.open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def failure(capsys, *args):
+    """What a command line that must fail says."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        main([*args])
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said[said.index("error: ") :]
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_fit_with_default_loggers(recipe, tmp_path):
+    cli = main(["fit", "--config", recipe(), "--trainer.max_epochs=1"])
+    assert cli.trainer.global_step == 2
+    assert [type(logger) for logger in cli.trainer.loggers] == [TensorBoardLogger, MetricsLogger]
+    assert {type(callback) for callback in cli.trainer.callbacks} >= {ProgressBar, CompletionLog}
+    folder = tmp_path / "runs" / "recipe" / "version_0"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["recipe"]
+    assert list(folder.glob("events.out.tfevents.*"))
+    steps = [row for row in logged(folder / "metrics.csv") if "policy/loss" in row]
+    assert len(steps) == 2, "every step is logged"
+    for step in steps:
+        assert {"reward/mean", "reward/exact_match", "rollout/length", "policy/kl", "time/rollout"} <= step.keys()
+        assert all(math.isfinite(value) for value in step.values())
+    lines = (folder / "completions.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 4 * 2
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["seed_everything"] == 0
+    assert saved["model"]["sampling"]["max_completion_length"] == 4
+
+
+def test_a_run_repeats_by_its_seed(recipe, tmp_path):
+    (tmp_path / "seeded_rewards.py").write_text(OWN_REWARD)
+    name = recipe(rewards=["seeded_rewards.vowels"], trainer={"max_steps": 1})
+
+    def weights(seed):
+        flags = [f"--seed_everything={seed}", "--model.optimizer.lr=0.01", "--model.sampling.max_completion_length=12"]
+        cli = main(["fit", "--config", name, *flags])
+        assert cli.model.optimizers().optimizer.defaults["lr"] == 0.01
+        return torch.cat([parameter.detach().flatten() for parameter in cli.model.policy.parameters()])
+
+    first = weights(1)
+    assert torch.equal(weights(1), first)
+    assert not torch.equal(weights(2), first)
+
+
+def test_rewards_by_class_path_with_settings_and_by_import_path(recipe, tmp_path):
+    (tmp_path / "my_rewards.py").write_text(OWN_REWARD)
+    weighted = {
+        "class_path": "grpo_lightning.rewards.WeightedReward",
+        "init_args": {"reward": REWARD, "name": "right"},
+    }
+    name = recipe(rewards=[weighted, "my_rewards.vowels"], reward_weights=[0.25, 2])
+    cli = main(["fit", "--config", name, "--trainer.max_steps=1"])
+    assert [reward.name for reward in cli.model.reward_set.rewards] == ["right", "vowels"]
+    assert cli.model.reward_set.weights == [0.25, 2.0]
+    lines = [
+        json.loads(line) for line in (tmp_path / "runs/recipe/version_0/completions.jsonl").read_text().splitlines()
+    ]
+    assert all(line["rewards"]["vowels"] == sum(c in "aeiou" for c in line["completion"]) for line in lines)
+
+
+def test_optimizer_and_scheduler_by_class_path(recipe):
+    settings = {
+        "optimizer": {"class_path": "grpo_lightning.schedules.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}},
+        "scheduler": {"class_path": "grpo_lightning.schedules.Cosine", "init_args": {"warmup_ratio": 0.3}},
+    }
+    cli = main(["fit", "--config", recipe(**settings)])
+    optimizer, schedule = cli.model.optimizers().optimizer, cli.model.lr_schedulers()
+    assert isinstance(optimizer, AdamW)
+    assert optimizer.defaults["weight_decay"] == 0.1
+    assert isinstance(schedule, Cosine)
+    assert schedule.get_last_lr() == [0.0]  # one step of warm-up (0.6 rounded up), one down to 0: the run is over
+    assert schedule.last_epoch == 2
+
+
+def test_stock_optimizer_and_scheduler(recipe):
+    settings = {
+        "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
+        "scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}},
+    }
+    cli = main(["fit", "--config", recipe(**settings)])
+    assert isinstance(cli.model.optimizers().optimizer, torch.optim.SGD)
+    assert cli.model.lr_schedulers().get_last_lr() == [0.125]
+
+
+def test_nested_settings_two_files_flags_and_a_module_of_ones_own(recipe, tmp_path):
+    class Mine(GRPOLightningModule):
+        """Drives the same recipes."""
+
+    policy = {
+        "class_path": "grpo_lightning.policy.loading.PolicyLoader",
+        "init_args": {"name": "policy", "scoring": "dense", "chunk_size": 2},
+    }
+    engine = {"class_path": "grpo_lightning.rollout.local.LocalEngine", "init_args": {"max_rows": 4}}
+    flags = ["--model.num_generations=3", "--model.objective.beta=0", "--trainer.max_steps=1"]
+    (tmp_path / "more.yaml").write_text("model: {objective: {aggregate: sequence}, num_iterations: 2}")
+    first = recipe(policy=policy, engine=engine, objective={"epsilon": 0.1})
+    cli = main(["fit", "--config", first, "--config", "more.yaml", *flags], Mine)
+    assert type(cli.model) is Mine
+    assert (cli.model.scorer.path, cli.model.scorer.chunk_size) == ("dense", 2)
+    assert cli.model.engine.max_rows == 4
+    assert (cli.model.num_generations, cli.trainer.global_step) == (3, 2)  # one step, rounded up to a cycle
+    assert cli.model.objective == Objective(epsilon=0.1, aggregate="sequence", beta=0.0)
+
+
+def test_validate_on_a_base_model(recipe, capsys):
+    cli = main(["validate", "--config", recipe(), "--trainer.logger=false"])
+    metrics = cli.trainer.callback_metrics
+    names = ("reward", "exact_match", "length", "truncated")
+    assert metrics.keys() >= {f"{prefix}/{name}" for prefix in ("val", "val/greedy") for name in names}
+    assert 1 <= metrics["val/length"] <= 4
+    assert "val/greedy/reward" in capsys.readouterr().out
+
+
+def test_test_logs_what_validate_does_under_its_own_name(recipe):
+    cli = main(["test", "--config", recipe()])
+    assert {"test/reward", "test/greedy/exact_match"} <= cli.trainer.callback_metrics.keys()
+    assert not [name for name in cli.trainer.callback_metrics if name.startswith("val/")]
+
+
+def test_predict_writes_completions(recipe):
+    cli = main(["predict", "--config", recipe()])
+    assert not [callback for callback in cli.trainer.callbacks if isinstance(callback, CompletionLog)]
+    lines = Path("runs/recipe/version_0/predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == [f"{i}+1=" for i in range(8)]
+
+
+def test_print_config_is_a_recipe(recipe, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", recipe(), "--print_config"])
+    assert exit_.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["policy"] == "policy"
+    assert printed["model"]["rewards"][0]["class_path"] == "grpo_lightning.rewards.ExactMatch"
+    assert printed["model"]["num_generations"] == 2
+    assert printed["trainer"]["log_every_n_steps"] == 1
+    assert [entry["class_path"].rsplit(".", 1)[1] for entry in printed["trainer"]["logger"]] == [
+        "TensorBoardLogger",
+        "MetricsLogger",
+    ]
+    Path("printed.yaml").write_text(yaml.safe_dump(printed))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "printed.yaml", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out) == printed
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+def interpreter(*program):
+    """A fresh interpreter's run of a command line, or of a program."""
+    command = [sys.executable, "-W", "ignore", *program]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_help_names_every_command_in_a_line(capsys):
+    assert main([]) is None
+    alone = capsys.readouterr().out
+    main(["--help"])
+    assert capsys.readouterr().out == alone
+    for name, text in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(text)}$", alone, re.MULTILINE)
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"grpo-lightning {version('grpo-lightning')}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--version"], ["recipes", "list"], ["fti"]])
+def test_light_commands_load_neither_torch_nor_lightning(args):
+    result = interpreter(
+        "-c",
+        "import sys; from grpo_lightning.cli import main\n"
+        f"try: main({args!r})\nexcept SystemExit as end: print('exit', end.code)\n"
+        "print(*sorted({'torch', 'lightning', 'transformers', 'jsonargparse'} & sys.modules.keys()))",
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == ""
+    assert ("exit 2" in result.stdout) == (args == ["fti"])
+
+
+def test_the_shell_sees_2_for_an_error_and_0_otherwise():
+    start = "from grpo_lightning.cli import entry_point; entry_point()"
+    failed = interpreter("-c", start, "fti")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "error: There is no command 'fti'. Did you mean fit?\n"
+    assert interpreter("-c", start, "--version").returncode == 0
+
+
+def test_own_commands_are_handed_their_arguments(monkeypatch):
+    received = []
+    monkeypatch.setattr("grpo_lightning.cli.recipes.run", received.append)
+    main(["recipes", "show", "quickstart"])
+    assert received == [["show", "quickstart"]]
+
+
+def test_flags_before_the_command_are_explained(capsys):
+    assert "The command comes first, got '--config'" in failure(capsys, "--config", "recipe.yaml")
+
+
+def test_parse_instantiates_nothing_and_instantiate_makes_parts(recipe, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.LightningModule.__init__", lambda *_: pytest.fail("instantiated"))
+    config = parse(["--config", recipe(), "--model.num_generations=4"])
+    assert (config.model.num_generations, config.trainer.max_steps, config.data.batch_size) == (4, 2, 4)
+    assert config.model.rewards[0].class_path == "grpo_lightning.rewards.ExactMatch"
+    assert not Path("runs").exists()
+    monkeypatch.undo()
+    module, data = instantiate(config, "model", "data")
+    assert module.num_generations == 4
+    assert data.batch_size == 4
+
+
+def test_settings_are_described(recipe, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--model.objective.help"])
+    objective = capsys.readouterr().out
+    assert "Weight of the KL to the reference" in " ".join(objective.split())
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a run has one epoch" in said
+    assert "Stop after this many epochs. One, if neither max_steps nor max_time" in said
+
+
+def test_a_shipped_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "recipes/quickstart.yaml"):
+        caplog.clear()
+        with caplog.at_level("INFO", "grpo_lightning"):
+            assert parse(["--config", name, "--config", "objectives/dr_grpo"]).trainer.max_steps == 100
+        (line,) = [message for message in caplog.messages if message.startswith(f"Recipe {name}: ")]
+        assert "quickstart.yaml" in line
+        assert parse([f"--config={name}"]).run_name == "quickstart"
+
+
+@pytest.mark.parametrize(
+    ("flags", "epochs"), [([], 1), (["--trainer.max_time=00:00:00:01"], None), (["--trainer.max_epochs=3"], 3)]
+)
+def test_without_a_limit_a_run_has_one_epoch_and_says_so(recipe, caplog, flags, epochs):
+    with caplog.at_level("INFO", "grpo_lightning"):
+        config = parse(["--config", recipe(trainer={"max_steps": -1}), *flags])
+    assert config.trainer.max_epochs == epochs
+    assert any("training for one epoch" in message for message in caplog.messages) == (epochs == 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- run folders
+
+
+def files(folder):
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def test_a_run_has_one_folder_and_the_next_run_another(recipe):
+    curves = {"class_path": "grpo_lightning.callbacks.LearningCurves", "init_args": {"metrics": ["reward/mean"]}}
+    name = recipe(trainer={"enable_checkpointing": True, "callbacks": [curves], "max_steps": 1})
+    cli = main(["fit", "--config", name, "--trainer.enable_model_summary=true"])
+    summaries = [type(callback) for callback in cli.trainer.callbacks if isinstance(callback, ModelSummary)]
+    assert summaries == [ParameterSummary]
+    expected = {"metrics.csv", "config.yaml", "completions.jsonl", "curves.png", "checkpoints"}
+    assert files("runs/recipe/version_0") >= expected
+    before = Path("runs/recipe/version_0/metrics.csv").read_bytes()
+    main(["fit", "--config", name, "--run_name=other"])
+    main(["fit", "--config", "runs/recipe/version_0/config.yaml"])
+    assert files("runs/other/version_0") >= expected
+    assert files("runs/recipe/version_1") >= expected, "a saved configuration keeps the name of its run"
+    assert files("runs") == {"recipe", "other"}
+    assert files(".") == {"policy", "rows.jsonl", "recipe.yaml", "runs"}
+    assert Path("runs/recipe/version_0/metrics.csv").read_bytes() == before
+
+
+def test_without_loggers_and_elsewhere_the_folder_is_the_same(recipe):
+    flags = ["--trainer.logger=false", "--trainer.default_root_dir=there", "--trainer.enable_checkpointing=true"]
+    main(["fit", "--config", recipe(), "--trainer.max_steps=1", *flags])
+    assert files("there/runs/recipe/version_0") == {"completions.jsonl", "config.yaml", "checkpoints"}
+    assert not Path("runs").exists()
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(recipe, capsys):
+    failure(capsys, "fit", "--config", recipe(num_generations=1))
+    assert not Path("runs/recipe/version_0").exists()
+
+
+def test_fast_dev_run_leaves_nothing(recipe):
+    main(["fit", "--config", recipe(), "--trainer.fast_dev_run=true"])
+    assert not Path("runs").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
+    name = recipe(trainer={"enable_checkpointing": True})
+    flags = ["fit", "--config", name, "--ckpt_path=auto"]
+    with caplog.at_level("INFO", "grpo_lightning"):
+        first = main([*flags, "--trainer.max_steps=2"])
+        assert "No checkpoint in runs/recipe/version_*/checkpoints yet: starting afresh." in caplog.messages
+        (whole,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
+        half = whole.with_name("half.ckpt")
+        half.write_bytes(whole.read_bytes()[:-100])
+        caplog.clear()
+        second = main([*flags, "--trainer.max_steps=3"])
+    assert f"Skipped {half}: it was not written to its end." in caplog.messages
+    assert f"Checkpoint: {whole}, the newest of runs/recipe." in caplog.messages
+    assert (first.trainer.global_step, second.trainer.global_step) == (2, 3)
+    assert second.model.rollout_index == 3, "rollouts go on counting"
+    assert files("runs/recipe") == {"version_0"}
+    folder = Path("runs/recipe/version_0")
+    steps = [row["step"] for row in logged(folder / "metrics.csv") if "policy/loss" in row]
+    assert steps == [0, 1, 2]
+    assert {path.name for path in folder.glob("config*.yaml")} == {"config.yaml", "config_0.yaml"}
+    assert yaml.safe_load((folder / "config_0.yaml").read_text())["trainer"]["max_steps"] == 2
+    assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_steps"] == 3
+
+
+def test_flags_beat_the_checkpoint_and_differences_are_said(recipe, caplog):
+    main(["fit", "--config", recipe(trainer={"enable_checkpointing": True}), "--trainer.max_steps=1"])
+    (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
+    flags = [
+        "fit",
+        "--config",
+        "recipe.yaml",
+        f"--ckpt_path={path}",
+        "--trainer.max_steps=2",
+        "--trainer.enable_progress_bar=false",
+    ]
+    with caplog.at_level("INFO", "grpo_lightning"):
+        cli = main([*flags, "--model.objective.beta=0.5", "--model.sampling.max_completion_length=5"])
+    assert cli.model.objective.beta == 0.5
+    assert cli.trainer.global_step == 2
+    (said,) = [message for message in caplog.messages if message.startswith("Settings that differ")]
+    lines = {line.strip() for line in said.splitlines()[1:]}
+    assert lines == {"model.objective.beta: 0.04 -> 0.5", "model.sampling.max_completion_length: 4 -> 5"}
+    assert files("runs/recipe") == {"version_0", "version_1"}, "an explicit checkpoint starts a folder of its own"
+    caplog.clear()
+    with caplog.at_level("INFO", "grpo_lightning"):
+        main(flags)
+    assert not [message for message in caplog.messages if message.startswith("Settings that differ")]
+
+
+def test_validate_takes_the_newest_checkpoint_or_refuses(recipe, capsys):
+    name = recipe(trainer={"enable_checkpointing": True})
+    assert "no complete checkpoint in runs/recipe" in failure(capsys, "validate", "--config", name, "--ckpt_path=auto")
+    trained = main(["fit", "--config", name, "--trainer.max_steps=1", "--model.optimizer.lr=0.1"])
+    cli = main(["validate", "--config", name, "--ckpt_path=auto"])
+    expected, got = (torch.cat([p.flatten() for p in c.model.policy.parameters()]) for c in (trained, cli))
+    assert torch.equal(got, expected)
+    assert files("runs/recipe/version_1") >= {"metrics.csv", "config.yaml"}
+
+
+def test_a_checkpoint_that_is_not_there_is_named(recipe, capsys):
+    assert "no checkpoint nowhere.ckpt" in failure(capsys, "fit", "--config", recipe(), "--ckpt_path=nowhere.ckpt")
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+def test_an_unknown_key_is_named(recipe, capsys):
+    said = failure(capsys, "fit", "--config", recipe(num_generatoins=4))
+    assert "recipe.yaml: there is no key model.num_generatoins. Did you mean model.num_generations" in said
+    assert "Keys of model: engine, num_generations" in said
+    said = failure(capsys, "fit", "--config", recipe(sampling={"max_completion_lenght": 4}))
+    assert "model.sampling.max_completion_lenght. Did you mean model.sampling.max_completion_length?" in said
+    assert len(said.splitlines()) == 2
+
+
+def test_a_wrong_number_of_weights_is_named(recipe, capsys):
+    said = failure(capsys, "fit", "--config", recipe(reward_weights=[1.0, 2.0]))
+    assert "reward_weights has 2 entries and rewards has 1" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": {"datasets": [{"json_path": "nowhere.jsonl"}]}}, "nowhere.jsonl"),
+        ({"data": {"val_datasets": [{"json_path": "nowhere.jsonl"}]}}, "nowhere.jsonl"),
+        ({"data": {"datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "some"}]}}, "'some'"),
+        ({"data": {"batch_size": 0}}, "data.batch_size must be at least 1, got 0"),
+        ({"rewards": ["nowhere.reward"]}, "nowhere"),
+        ({"rewards": [{"class_path": "grpo_lightning.rewards.NoSuchReward"}]}, "NoSuchReward"),
+        ({"num_generations": 1}, "model.num_generations must be at least 2, got 1"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p must be above 0"),
+        ({"objective": {"beta": -1}}, "objective.beta must be at least 0"),
+        ({"objective": {"aggregate": "mean"}}, "aggregate"),
+        ({"scheduler": {"class_path": "grpo_lightning.schedules.Cosine", "init_args": {"wramup": 1}}}, "wramup"),
+    ],
+)
+def test_what_is_wrong_is_named(recipe, capsys, change, said):
+    assert said in failure(capsys, "fit", "--config", recipe(**change))
+
+
+def test_a_recipe_that_is_not_there_is_named(recipe, capsys):
+    recipe()
+    assert "nowhere.yaml" in failure(capsys, "fit", "--config", "nowhere.yaml")
+
+
+def test_a_missing_column_is_said_before_the_weights_load(recipe, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "no answer"}\n')
+    said = failure(capsys, "fit", "--config", recipe(policy="not/there"))
+    assert "needs the data column" in said
+    assert "not/there" not in said
+
+
+def test_the_progress_bar_can_be_switched_off(recipe):
+    cli = main(["fit", "--config", recipe(), "--trainer.max_steps=1", "--trainer.enable_progress_bar=false"])
+    assert ProgressBar not in {type(callback) for callback in cli.trainer.callbacks}
+    assert CompletionLog in {type(callback) for callback in cli.trainer.callbacks}

@@ -1,0 +1,273 @@
+"""`grpo-lightning plan`: without weights, from a configuration or another trainer's flags."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from jsonargparse import Namespace
+
+from grpo_lightning.cli import plan, plan_memory, plan_tables
+from grpo_lightning.cli.plan_memory import Described
+from grpo_lightning.planning.activations import ScoredBatch
+from grpo_lightning.planning.batches import BatchPlan, plan_run
+from grpo_lightning.planning.memory import MemorySettings
+from grpo_lightning.planning.precision import Precision
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.types import Prompt
+from tests.planning.real_shapes import llama_1b
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+# jsonargparse from 4.49 on has another name for the method that `instantiate` calls; the old one serves all versions.
+pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Writes a recipe with a policy folder that has a config and a tokenizer and no weights, and 10 prompts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "200")
+    tiny_model("qwen2").config.save_pretrained("policy")
+    tiny_tokenizer().save_pretrained("policy")
+    rows = [{"prompt": "x" * (i + 1), "answer": "1"} for i in range(10)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(trainer=(), data=(), **model):
+        content = {
+            "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 6, **dict(trainer)},
+            "data": {"datasets": [{"json_path": "rows.jsonl"}], "batch_size": 2, **dict(data)},
+            "model": {
+                "policy": "policy",
+                "rewards": [{"class_path": "grpo_lightning.rewards.ExactMatch"}],
+                "num_generations": 4,
+                "sampling": {"max_completion_length": 6},
+                **model,
+            },
+        }
+        Path("recipe.yaml").write_text(yaml.safe_dump(content))
+        return ["--config", "recipe.yaml"]
+
+    return write
+
+
+@pytest.fixture
+def said(capsys):
+    """What a command line prints, its lines joined."""
+
+    def run(args):
+        plan.run(args)
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+# ----------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_plan_without_weights(recipe, said, monkeypatch):
+    """The policy's folder has none, and nothing asks for them."""
+    import transformers
+
+    assert not list(Path("policy").rglob("*.safetensors"))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    out = said(recipe(trainer={"accumulate_grad_batches": 2}, updates_per_rollout=2, num_iterations=3))
+    assert "2 prompts per rank x 1 rank x 4 completions = 8 completions per rollout" in out
+    assert "cuts its 8 into 2 x 2 = 4 micro-batches" in out
+    assert "of about 2 completions" in out
+    assert "trained for 2 x 3 = 6 optimizer steps" in out
+    assert "10 prompts: 5 rollouts = 30 optimizer steps per epoch" in out
+    assert "6 optimizer steps, 2 prompts sampled for, 8 completions, 0.2 epochs (max_steps 6)" in out
+    assert "No validation data" in out
+    assert "Longest prompt: 10 tokens (the longest of all 10 prompts" in out
+    assert "163,904 weights, 4 layers" in out
+    assert "│ 8 completions x 15 tokens, 4 layers" in out
+    assert not list(Path().rglob("runs*")), "a plan writes nothing"
+
+
+def test_overrides_of_fit_and_ranks(recipe, said):
+    flags = ["--model.num_generations=8", "--devices", "2", "--nodes", "3", "--prompt_tokens=33"]
+    data = {"val_datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "first:3"}]}
+    out = said([*recipe(data=data), *flags])
+    assert "2 prompts per rank x 6 ranks x 8 completions = 96 completions per rollout" in out
+    assert "2 per node x 3 node(s)" in out
+    assert "10 prompts: 1 rollout = 1 optimizer step per epoch" in out
+    assert "Validation on 3 prompts every epoch." in out
+    assert "Longest prompt: 33 tokens (as --prompt_tokens says)" in out
+    assert "gradient buckets" in out  # more than one rank: DDP
+
+
+def test_steps_are_those_of_a_real_run(recipe, said):
+    """The same recipe, run: with weights, by the same parser."""
+    from grpo_lightning.cli import main
+
+    args = recipe(trainer={"max_steps": 5, "enable_progress_bar": False, "logger": False}, updates_per_rollout=2)
+    out = said(args)
+    planned = int(re.search(r"The run: (\d+) optimizer steps", out)[1])
+    assert "max_steps 5 ends inside a cycle" in out
+    tiny_model("qwen2").save_pretrained("policy")
+    trained = main(["fit", *args, "--trainer.enable_checkpointing=false"])
+    assert trained.trainer.global_step == planned == 6
+
+
+def test_memory_in_gib_for_a_published_model(recipe, said):
+    """Llama-3.2-1B in float32: 1,235,814,400 x 4 bytes are 4.60 GiB; AdamW's states twice that. No tokenizer there."""
+    llama_1b().save_pretrained("llama")
+    out = said(recipe(policy="./llama", objective={"beta": 0.0}, trainer={"accumulate_grad_batches": 4}))
+    assert "Longest prompt: 512 tokens (assumed, as the policy's tokenizer cannot be used" in out
+    assert "1,235,814,400 weights, 16 layers, 4 bytes each" in out
+    assert re.search(r"weights │ 4\.60 │ 4\.60 │ 4\.60 │", out)
+    assert re.search(r"gradients │ │ 4\.60 │ 4\.60 │", out)
+    assert re.search(r"optimizer states │ 9\.21 │ 9\.21 │ 9\.21 │ 8 bytes a weight", out)
+    assert "│ reference │" not in out
+
+
+def known(**changes):
+    """What was found out of a configuration, for the lines alone."""
+    values = {"train_prompts": [Prompt("p")] * 10, "val_prompts": [Prompt("p")] * 3}
+    return plan.Known(1, "", prompt_tokens=10, why_prompt_tokens="", **(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("interval", "epochs", "said_so"),
+    [
+        (1.0, 1, "every epoch."),
+        (None, 1, "every epoch."),
+        (1.0, 3, "every 3 epochs."),
+        (4, 1, "every 2 optimizer steps (4 micro-steps)."),
+        (4, None, "every 2 optimizer steps (4 micro-steps)."),
+        (0.4, 1, "every 2 optimizer steps of an epoch."),  # of 5
+    ],
+)
+def test_validation(interval, epochs, said_so):
+    trainer = Namespace(val_check_interval=interval, check_val_every_n_epoch=epochs)
+    batches = BatchPlan(2, 4, accumulate_grad_batches=2)
+    length = plan_run(batches, 10, max_epochs=1)
+    lines = plan_tables.validation_lines(Namespace(trainer=trainer), batches, length, known())
+    assert lines == [f"Validation on 3 prompts {said_so}"]
+
+
+def token_text(checkpointing="none", **changes):
+    batch = ScoredBatch(
+        **({"num_prompts": 2, "num_completions": 8, "prompt_length": 10, "completion_length": 6} | changes)
+    )
+    settings = MemorySettings(batch, 8, 2, Precision(4, 4), 8, checkpointing=checkpointing)
+    return " ".join(plan_tables.token_lines(Described(None, settings, []), ""))
+
+
+def test_tokens_and_chunks():
+    whole = token_text()
+    assert "2 x 10 prompt + 8 x 6 completion tokens = 68; with the prompt in every row it would be 128, 1.9" in whole
+    assert "policy.chunk_size null: all 8 completions in one forward" in whole
+    assert "3 forwards of at most 3 completions. Their activations are all kept" in token_text(chunk_size=3)
+    assert "3 completions, each recomputed in the backward pass" in token_text("chunks", chunk_size=3)
+    assert "8 x (10 + 6) = 128 tokens (dense path)" in token_text(path="dense")
+
+
+@pytest.mark.parametrize(("max_rows", "size"), [(None, (8, 2)), (5, (4, 1)), (3, (4, 1)), (100, (8, 2))])
+def test_the_engines_rows_bound_what_is_decoded_at_once(max_rows, size):
+    batches = BatchPlan(2, 4)
+    assert plan_memory.sampling_size(Namespace(engine=LocalEngine(max_rows)), batches) == size
+    assert plan_memory.sampling_size(Namespace(engine=object()), batches) == (0, 0)
+
+
+def test_strategies_by_class_are_known():
+    deepspeed = {"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy", "init_args": {"stage": 3}}
+    assert plan_memory.strategy_name(deepspeed) == "zero3"
+    ddp = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {}}
+    assert plan_memory.strategy_name(ddp) == "DDPStrategy"
+    assert plan_memory.strategy_name("auto") == "auto"
+
+
+def test_the_device_is_compared(monkeypatch):
+    class Device:
+        name = "Tiny GPU"
+        total_memory = 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "No CUDA device is here" in plan_tables.device_line(2**29)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    assert plan_tables.device_line(2**29) == "It fits: 0.5 GiB of the 1.0 GiB of this machine's Tiny GPU (50%)."
+    assert plan_tables.device_line(2**30 - 2**20).startswith("It may not fit")
+    assert plan_tables.device_line(2**31).startswith("It does not fit")
+
+
+# --------------------------------------------------------------------------------------------------- what is not there
+
+
+def test_data_and_policy_that_the_run_builds(recipe, said):
+    Path("policy").rename("later")
+    Path("rows.jsonl").rename("later.jsonl")
+    Path("build_all.py").write_text(
+        "import shutil\n\n\ndef build():\n"
+        "    shutil.copy('later.jsonl', 'rows.jsonl')\n    shutil.copytree('later', 'made')\n"
+    )
+    args = recipe(policy="./made", data={"prepare": "build_all.build"})
+    out = said(args)
+    assert "number of prompts is not known: data.prepare has not built the files yet" in out
+    assert "6 optimizer steps, 12 prompts sampled for" in out
+    assert "Memory Not known: model.policy './made'" in out
+    assert "add --prepare" in out
+    out = said([*args, "--prepare"])
+    assert "10 prompts: 5 rollouts" in out
+    assert "163,904 weights" in out
+
+
+def test_what_is_missing_without_prepare_is_an_error(recipe, said):
+    with pytest.raises(FileNotFoundError, match="not/there/yet"):
+        said(recipe(policy="./not/there/yet"))
+    Path("rows.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
+        said(recipe())
+
+
+def test_bad_settings_are_errors(recipe, said):
+    with pytest.raises(ValueError, match=r"model\.num_generations must be at least 2, got 1"):
+        said(recipe(num_generations=1))
+    with pytest.raises(ValueError, match="--prompt_tokens must be at least 1, got 0"):
+        said([*recipe(), "--prompt_tokens=0"])
+
+
+@pytest.mark.parametrize(("devices", "ranks"), [("auto", 1), (-1, 1), (3, 3), ("2", 2), ("0,1,2", 3), ([0, 1], 2)])
+def test_devices_as_the_trainer_takes_them(devices, ranks):
+    trainer = Namespace(devices=devices, num_nodes=2, accelerator="cpu")
+    assert plan.ranks(trainer, None, None)[0] == 2 * ranks
+    assert plan.ranks(trainer, None, 1)[0] == ranks
+    assert plan.ranks(trainer, 5, 1)[0] == 5
+    with pytest.raises(ValueError, match="at least one device and one node, got 0 and 2"):
+        plan.ranks(trainer, 0, None)
+
+
+# --------------------------------------------------------------------------------------------------------- translation
+
+
+def test_translation_is_printed_as_a_configuration(capsys):
+    flags = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --num_generations 4 --world_size 1"
+    plan.run(["--from", "trl", *flags.split()])
+    out = capsys.readouterr().out
+    assert yaml.safe_load(re.search(r"^trainer:\n(?:.+\n)+", out, re.MULTILINE)[0]) == {
+        "trainer": {"accumulate_grad_batches": 4},
+        "data": {"batch_size": 1},
+        "model": {"num_generations": 4, "updates_per_rollout": 1, "num_iterations": 1},
+    }
+    assert "Every update trains on as many prompts and completions" in out
+
+
+def test_translation_says_what_has_no_equal(said):
+    out = said(["--from=ms-swift", "--per_device_train_batch_size=1", "--num_generations=8", "--world_size=8"])
+    assert "which 8 ranks cannot share evenly" in out
+    with pytest.raises(ValueError, match=r"Valid values of --num_generations: 2, 4, 8\."):
+        said(["--from", "vlm-r1", "--per_device_train_batch_size", "8", "--num_generations", "3"])
+
+
+@pytest.mark.parametrize("args", [["--from", "verl"], ["--from", "trl", "--config", "recipe.yaml"], ["--help"]])
+def test_usage(args, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plan.run(args)
+    assert stopped.value.code == (0 if args == ["--help"] else 2)
+    printed = capsys.readouterr()
+    assert "usage: grpo-lightning plan" in printed.out + printed.err

@@ -1,0 +1,97 @@
+"""`grpo-lightning recipes`: found, listed, shown and copied."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.cli import main, recipes
+from grpo_lightning.cli.errors import ConfigurationError
+
+SHIPPED = Path(__file__).parents[2] / "recipes"
+
+
+def test_every_recipe_has_a_name_whole_ones_first():
+    names = recipes.names()
+    assert {SHIPPED / f"{name}.yaml" for name in names} == set(SHIPPED.rglob("*.yaml"))
+    assert "/" not in names[0]
+    assert ["/" in name for name in names] == sorted("/" in name for name in names)
+
+
+def test_recipes_of_an_installed_package_come_first(tmp_path, monkeypatch):
+    package = tmp_path / "site" / "grpo_lightning"
+    shutil.copytree(SHIPPED, package / "recipes")
+    monkeypatch.setattr(recipes, "PACKAGE", package)
+    assert recipes.folder() == package / "recipes"
+    shutil.rmtree(package / "recipes")
+    with pytest.raises(ConfigurationError, match="The recipes are not there"):
+        recipes.folder()
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", "quickstart.yaml", "recipes/quickstart.yaml", "./recipes/quickstart.yml"]
+)
+def test_a_recipe_is_found_by_every_spelling(name):
+    assert recipes.find(name) == recipes.folder() / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("name", ["", "quick", "../README", "recipes", "objectives"])
+def test_what_is_no_recipe_is_not_found(name):
+    assert recipes.find(name) is None
+
+
+@pytest.mark.parametrize(("name", "near"), [("quikstart", "quickstart"), ("dapo", "objectives/dapo")])
+def test_the_nearest_name_is_offered(name, near):
+    with pytest.raises(ConfigurationError, match=f"There is no recipe '{name}'. Did you mean .*{near}"):
+        recipes.named(name)
+
+
+def test_header_by_hand(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("# Shows: one.\n#   Two.\n# Hardware: a CPU: any.\nmodel: {}\n# Expect: nothing\n")
+    assert recipes.header(path) == {"Shows": "one. Two.", "Hardware": "a CPU: any."}
+    path.write_text("# Dr. GRPO (paper): centred.\nmodel: {}\n")
+    assert recipes.header(path) == {"Shows": "Dr. GRPO (paper): centred."}
+
+
+def test_first_sentence():
+    assert recipes.first_sentence("Dr. GRPO is centred by the mean. More.") == "Dr. GRPO is centred by the mean."
+    assert recipes.first_sentence("no full stop") == "no full stop"
+
+
+def test_list_shows_every_recipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    main(["recipes", "list"])
+    said = capsys.readouterr().out
+    for name in recipes.names():
+        assert f"\n {name} " in said
+    assert "GRPO finds the habit that pays." in said
+    assert "two CPU cores" in said
+
+
+def test_show_prints_the_file(capsys):
+    main(["recipes", "show", "objectives/gspo"])
+    assert capsys.readouterr().out == (SHIPPED / "objectives" / "gspo.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "path"), [([], "dapo.yaml"), (["new/folder"], "new/folder/dapo.yaml"), (["own.yaml"], "own.yaml")]
+)
+def test_copy_writes_the_file_and_says_what_to_run(tmp_path, monkeypatch, capsys, target, path):
+    monkeypatch.chdir(tmp_path)
+    main(["recipes", "copy", "objectives/dapo", *target])
+    assert Path(path).read_bytes() == (SHIPPED / "objectives" / "dapo.yaml").read_bytes()
+    assert f"grpo-lightning fit --config quickstart --config {path}" in capsys.readouterr().out
+
+
+def test_copy_overwrites_only_by_force(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("mine")
+    with pytest.raises(SystemExit) as exit_:
+        main(["recipes", "copy", "quickstart", "own.yaml"])
+    assert exit_.value.code == 2
+    assert "own.yaml is there already" in capsys.readouterr().err
+    assert Path("own.yaml").read_text() == "mine"
+    main(["recipes", "copy", "quickstart", "own.yaml", "--force"])
+    assert Path("own.yaml").read_bytes() == (SHIPPED / "quickstart.yaml").read_bytes()
+    assert "fit --config own.yaml" in capsys.readouterr().out

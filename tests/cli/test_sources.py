@@ -1,0 +1,82 @@
+"""Settings as they were written: flags, files and names of recipes."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.cli import recipes, sources
+from grpo_lightning.cli.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_flags_and_files_as_trees_in_their_order():
+    Path("r.yaml").write_text("model: {seed: 1}\n")
+    args = ["fit", "--config", "r.yaml", "--trainer.max_steps=3", "--model.policy", "x", "--print_config"]
+    found = [(source.where, source.tree) for source in sources.read(args)]
+    assert found == [
+        ("in r.yaml", {"model": {"seed": 1}}),
+        ("on the command line", {"trainer": {"max_steps": 3}}),
+        ("on the command line", {"model": {"policy": "x"}}),
+        ("on the command line", {"print_config": None}),
+    ]
+    assert sources.config_files(args) == [Path("r.yaml")]
+
+
+def test_a_negative_number_is_a_value():
+    assert [source.tree for source in sources.read(["--a", "-1"])] == [{"a": -1}]
+
+
+@pytest.mark.parametrize(
+    "args", [["--config", "quickstart"], ["--config=quickstart"], ["-c", "recipes/quickstart.yaml"]]
+)
+def test_names_of_recipes_become_files(args):
+    found, (notice,) = sources.find_configs(["fit", *args, "--trainer.max_steps=1"])
+    assert sources.config_files(found) == [recipes.folder() / "quickstart.yaml"]
+    assert str(recipes.folder() / "quickstart.yaml") in notice
+    assert found[-1] == "--trainer.max_steps=1"
+
+
+def test_a_file_of_ones_own_comes_before_a_recipe_of_that_name():
+    Path("quickstart").write_text("model: {}")
+    assert sources.find_configs(["--config", "quickstart"]) == (["--config", "quickstart"], [])
+
+
+def test_settings_may_stand_in_the_place_of_a_file():
+    args = ["--config", "{trainer: {max_steps: 1}}"]
+    assert sources.find_configs(args) == (args, [])
+    assert sources.read(args)[0].tree == {"trainer": {"max_steps": 1}}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--config", "nowhere.yaml"], r"there is no file nowhere.yaml in .*Recipes: .*quickstart"),
+        (["--config", "recipes/quickstrat.yaml"], "Did you mean quickstart"),
+        (["--config"], "--config needs a file or the name of a recipe"),
+    ],
+)
+def test_what_is_no_file_is_named(args, said):
+    with pytest.raises(ConfigurationError, match=said):
+        sources.find_configs(args)
+
+
+def test_a_syntax_error_has_file_line_and_column():
+    Path("r.yaml").write_text("model:\n  seed: 1\n  a: b: c\n")
+    with pytest.raises(ConfigurationError, match=r"^r.yaml:3:7 is not valid YAML: .*\n.*a: b: c"):
+        sources.read(["--config", "r.yaml"])
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just text\n"])
+def test_a_file_without_keys_is_refused(text):
+    Path("r.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"r\.yaml must hold settings"):
+        sources.read(["--config", "r.yaml"])
+
+
+def test_an_empty_file_is_no_error():
+    Path("r.yaml").write_text("# nothing yet\n")
+    assert sources.read(["--config", "r.yaml"]) == []

@@ -1,0 +1,69 @@
+"""Rows from files, each with its place."""
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo_lightning.data.files import existing, read_file
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [(row.where.removeprefix(str(path)), row.parse()) for row in read_file(path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("a.jsonl", '{"p": 1}\n\n{"p": 2}', [(":1", {"p": 1}), (":3", {"p": 2})]),
+        ("a.JSON", '[{"p": 1}, {"p": 2}]', [(", element 1", {"p": 1}), (", element 2", {"p": 2})]),
+        ("a.csv", 'p,q\n1,"x, y"\n\n2,"a\nb"\n', [(":2", {"p": "1", "q": "x, y"}), (":5", {"p": "2", "q": "a\nb"})]),
+        ("a.csv", "\ufeffp\r\nä\r\n", [(":2", {"p": "ä"})]),
+    ],
+)
+def test_rows_and_their_places(folder, name, content, rows):
+    assert read(folder, name, content) == rows
+
+
+def test_parquet(folder):
+    rows = [
+        {"p": "a", "n": 1, "messages": [{"role": "user", "content": "x"}]},
+        {"p": None, "n": 2, "messages": []},
+    ] * 700
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+    found = list(read_file(folder / "a.parquet"))
+    assert [row.parse() for row in found] == rows
+    assert found[1100].where == f"{folder}/a.parquet, row 1101"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "p,q\n1,2\n1\n", r"a\.csv:3: 1 fields, the first line names 2: p, q\."),
+        ("a.csv", "p,q\n1,2,3\n", r"a\.csv:2: 3 fields"),
+        ("a.csv", 'p\n"open\n', r"a\.csv:2: not valid CSV"),
+        ("a.csv", "", r"a\.csv is empty"),
+        ("a.csv", "p,q\n", r"a\.csv is empty"),
+        ("a.csv", b"p\n\xe9\n", r"a\.csv is not UTF-8"),
+        ("a.parquet", "p\n1", r"a\.parquet is not a Parquet file"),
+        ("a.txt", "p\n1", r"a\.txt must end in \.json or \.jsonl or \.csv or \.parquet"),
+        ("a.json", '[{"p": 1},\n {"p" 2}]', r"a\.json:2: not valid JSON: Expecting ':' delimiter at column 7\.$"),
+        ("a.jsonl", '{"p": 1}\n{"p" 2}', r"a\.jsonl:2: not valid JSON: Expecting ':' delimiter at column 6\.$"),
+        ("a.jsonl", "[1]", r"a\.jsonl:1: a row must be an object"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_place(folder, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        read(folder, name, content)
+
+
+def test_a_missing_file_names_every_place_it_was_looked_for(folder):
+    with pytest.raises(FileNotFoundError, match=f"'a.json': no file {folder}/a.json or {folder}/x/a.json"):
+        existing("a.json", folder / "x")

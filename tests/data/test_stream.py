@@ -1,0 +1,139 @@
+"""A stream is shuffled within a buffer, by the seed alone, and goes on from any position."""
+
+import logging
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.stream import PromptStream, shuffled, stream_of
+from grpo_lightning.types import Prompt
+from tests.tiny_models import tiny_tokenizer
+
+
+def as_prompt(row, number):
+    return Prompt(row, index=number)
+
+
+def stream(count, **options):
+    return stream_of([f"p{i}" for i in range(count)], as_prompt, **options)
+
+
+def names(prompts):
+    return [prompt.content for prompt in prompts]
+
+
+@given(st.integers(0, 60), st.integers(1, 70), st.integers(0, 1000))
+def test_shuffling_draws_each_row_from_the_next_ones(count, buffer_size, seed):
+    order = list(shuffled(range(count), buffer_size, seed))
+    assert sorted(order) == list(range(count))
+    assert all(row < place + buffer_size for place, row in enumerate(order))
+    assert order == list(shuffled(iter(range(count)), buffer_size, seed))
+
+
+def test_shuffling_is_pinned_and_fair():
+    # Another machine, Python or release must draw the same order: these numbers never change.
+    assert list(shuffled(range(8), 4, 7)) == [1, 0, 2, 5, 6, 4, 7, 3]
+    assert list(shuffled(range(8), 1, 7)) == list(range(8))
+    firsts = [next(shuffled(range(4), 4, seed)) for seed in range(4000)]
+    assert all(850 < firsts.count(row) < 1150 for row in range(4))  # 1000 each, standard deviation 27
+
+
+@given(st.integers(1, 30), st.integers(1, 10), st.one_of(st.none(), st.integers(0, 9)), st.data())
+def test_blocks_by_position(count, buffer_size, seed, data):
+    whole, end = stream(count, shuffle_buffer=buffer_size).order(seed).take(0, count + 1)
+    assert (sorted(p.index for p in whole), end) == (list(range(count)), count)
+    order = stream(count, shuffle_buffer=buffer_size, num_workers=data.draw(st.integers(0, 2))).order(seed)
+    for _ in range(3):  # forward, back, and again the same
+        start, size = data.draw(st.integers(0, count)), data.draw(st.integers(0, count))
+        block, end = order.take(start, size)
+        assert block == whole[start : start + size]
+        assert end == start + len(block)
+
+
+def test_positions_count_what_is_left_out():
+    def even(row, number):
+        return Measured(Prompt(row, index=number) if number % 2 == 0 else None)
+
+    order = PromptStream([lambda: ((f"p{i}", even) for i in range(7))]).order(None)
+    block, end = order.take(0, 2)
+    assert (names(block), end) == (["p0", "p2"], 3)
+    block, end = order.take(end, 9)
+    assert (names(block), end) == (["p4", "p6"], 7)
+    assert order.take(end, 1) == ([], 7)
+
+
+def test_a_row_is_parsed_only_when_it_is_used():
+    parsed = []
+
+    def convert(row, number):
+        parsed.append(number)
+        return Prompt(row, index=number)
+
+    order = stream_of([f"p{i}" for i in range(100)], convert).order(None)
+    assert names(order.take(50, 2)[0]) == ["p50", "p51"]
+    assert parsed == [50, 51]
+
+
+def test_parts_follow_each_other_and_show_their_beginnings():
+    def part(name, count):
+        return lambda: ((f"{name}{i}", lambda row, number: Measured(Prompt(row, index=number))) for i in range(count))
+
+    both = PromptStream([part("a", 3), part("b", 2)])
+    assert [(p.content, p.index) for p in both.order(None).take(0, 9)[0]] == [
+        ("a0", 0),
+        ("a1", 1),
+        ("a2", 2),
+        ("b0", 3),
+        ("b1", 4),
+    ]
+    assert names(both.head(2)) == ["a0", "a1", "b0", "b1"]
+
+
+def test_an_error_is_no_end():
+    def convert(row, number):
+        if number == 2:
+            raise ValueError("bad row")
+        return Prompt(row, index=number)
+
+    order = stream_of([f"p{i}" for i in range(5)], convert).order(None)
+    assert names(order.take(0, 2)[0]) == ["p0", "p1"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad row"):
+            order.take(2, 1)
+
+
+def test_what_was_too_long_is_said_at_the_end(caplog):
+    limit = LengthLimit(tiny_tokenizer(), 2, "drop")
+
+    def convert(row, number):
+        return limit.measure(Prompt(row, index=number), f"row {number}")
+
+    order = PromptStream([lambda: ((f"p{i}", convert) for i in range(8, 12))], limit=limit).order(None)
+    with caplog.at_level(logging.WARNING):
+        assert names(order.take(0, 2)[0]) == ["p8", "p9"]
+        assert not caplog.records
+        assert names(order.take(2, 5)[0]) == []
+        order.take(2, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 4 prompts of the stream have more than 2 tokens and are left out; the longest has 3."
+    ]
+
+
+def test_a_stream_goes_to_other_processes():
+    there = pickle.loads(pickle.dumps(stream(5)))
+    assert there.order(3).take(0, 5) == stream(5).order(3).take(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
+        ({"num_workers": -1}, "num_workers must be 0 or more, got -1"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        stream(3, **options)

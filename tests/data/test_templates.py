@@ -1,0 +1,69 @@
+"""A template puts a system prompt and words around a question."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_lightning.data.templates import SHIPPED, PromptTemplate, shipped_names
+
+
+def test_shipped_texts_go_by_their_files():
+    assert shipped_names("system") == ["gsm8k_xml", "r1"]
+    assert shipped_names("question") == ["think_answer"]
+    for kind, key in {"system": "system_prompt", "question": "question_template"}.items():
+        for name in shipped_names(kind):
+            text = (SHIPPED / kind / f"{name}.txt").read_text()
+            assert getattr(PromptTemplate(**{key: name}), key) + "\n" == text
+
+
+def test_shipped_texts_ask_for_the_tags_they_are_named_by():
+    for template in (PromptTemplate(system_prompt="r1"), PromptTemplate(question_template="think_answer")):
+        text = template.system_prompt or template.question("1 + 1?")
+        assert all(tag in text for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    text = PromptTemplate(system_prompt="gsm8k_xml").system_prompt
+    assert all(tag in text for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"))
+
+
+def test_a_text_or_a_file(tmp_path):
+    assert PromptTemplate(system_prompt="Be brief.").system_prompt == "Be brief."
+    for name in ("mine.txt", "mine.md"):
+        (tmp_path / name).write_text("From a file.\nTwo lines.\n")
+        assert PromptTemplate(system_prompt=str(tmp_path / name)).system_prompt == "From a file.\nTwo lines."
+    assert PromptTemplate(question_template="{question}").question("x") == "x"
+
+
+@given(st.text(), st.text())
+def test_braces_elsewhere_stay(question, around):
+    template = PromptTemplate(question_template=f"{{a}} {{}} {{question}} {around.replace('{question}', '')} {{")
+    assert template.question(question) == f"{{a}} {{}} {question} {around.replace('{question}', '')} {{"
+
+
+def test_every_place_of_the_question_is_filled():
+    assert PromptTemplate(question_template="{question} Again: {question}").question("{question}?") == (
+        "{question}? Again: {question}?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"system_prompt": "r2"}, "system_prompt 'r2' is no shipped text, did you mean 'r1'.*There are: gsm8k_xml, r1"),
+        ({"system_prompt": "qwerty"}, "'qwerty' is no shipped text. There are: gsm8k_xml, r1"),
+        ({"question_template": "think_answr"}, "did you mean 'think_answer'"),
+        ({"question_template": "Say it: {Question}"}, "question_template must contain {question}, got 'Say it"),
+        ({"system_prompt": "  "}, "system_prompt must be text that is not empty"),
+        ({"system_prompt": 3}, "system_prompt must be text"),
+        ({"prompt_as": "words"}, "prompt_as must be one of auto, text, chat, got 'words'"),
+        ({"prompt_as": "text", "system_prompt": "r1"}, "system_prompt needs a chat"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PromptTemplate(**settings)
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "prompts/mine", "my prompt.md"])
+def test_a_missing_file_is_named_with_the_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"system_prompt '{name}': no file {tmp_path}/{name}"):
+        PromptTemplate(system_prompt=name)

@@ -1,0 +1,81 @@
+"""Which names on a page are settings, classes or arguments of this package."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+import lightning as L
+
+from grpo_lightning import schedules
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.evaluation import Validation
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.types import SamplingParams
+
+SCHEDULES = [
+    kind for kind in vars(schedules).values() if inspect.isclass(kind) and issubclass(kind, schedules.Schedule)
+]
+SETTINGS: dict[str, list[Any]] = {
+    "trainer": [L.Trainer],
+    "data": [PromptDataModule],
+    "data.datasets": [DatasetEntry],
+    "data.val_datasets": [DatasetEntry],
+    "model": [GRPOLightningModule],
+    "model.engine": [LocalEngine],
+    "model.objective": [Objective],
+    "model.optimizer": [schedules.AdamW],
+    "model.policy": [PolicyLoader],
+    "model.sampling": [SamplingParams],
+    "model.scheduler": SCHEDULES,
+    "model.validation": [Validation],
+}
+"""Where the settings below a key are defined."""
+
+TOP = {"run_name", "seed_everything", "ckpt_path"}
+CLASSES = (
+    "grpo_lightning",
+    "grpo_lightning.rewards",
+    "grpo_lightning.callbacks",
+    "grpo_lightning.schedules",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.plugins.io",
+)
+"""Where a class named on a page can be."""
+
+
+def class_named(name: str) -> Any:
+    """The class of a name as pages and recipes use it; None if there is none."""
+    return next((found for home in CLASSES if (found := getattr(importlib.import_module(home), name, None))), None)
+
+
+def arguments(kind: Any) -> set[str]:
+    """What a class is made with."""
+    return set(inspect.signature(kind).parameters)
+
+
+def problem(name: str) -> str | None:
+    """What is wrong with a key (`model.objective.beta`) or a class (`Cosine.max_len`); None if it is there."""
+    if name in TOP or name in SETTINGS:
+        return None
+    group, _, key = name.rpartition(".")
+    if group in SETTINGS:
+        is_there = any(key in arguments(kind) for kind in SETTINGS[group])
+        return None if is_there else f"there is no setting {name}"
+    kind = class_named(group or name)
+    if kind is None:
+        return f"there is no setting or class {name}"
+    return None if not group or key in arguments(kind) else f"{group} has no argument {key}"
+
+
+def keys_in(text: str) -> set[str]:
+    """The settings a text names between backticks; the short `objective.beta` stands for `model.objective.beta`."""
+    found = set(re.findall(r"`((?:data|model|trainer|objective|policy|sampling)\.[a-z_.]+)(?:: [^`]*)?`", text))
+    names = {name if name.split(".")[0] in ("data", "model", "trainer") else f"model.{name}" for name in found}
+    return {name for name in names if not name.endswith(".py")}

@@ -1,0 +1,53 @@
+"""The pages under docs/ taken apart: their code blocks and tables."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row of a Markdown table."""
+
+    heading: str
+    """Of the section it stands in."""
+
+    cells: tuple[str, ...]
+
+    def names(self, column: int = 0) -> list[str]:
+        """What stands between backticks in a cell."""
+        return re.findall(r"`([^`]+)`", self.cells[column])
+
+
+def read(name: str) -> str:
+    """A page's text."""
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """The text without code blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def tables(text: str) -> list[TableRow]:
+    """The rows of all tables, headings of columns left out."""
+    rows, heading, is_body = [], "", False
+    for line in prose(text).splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ").strip()
+        if not line.startswith("|"):
+            is_body = False
+        elif set(line) <= set("|-: "):
+            is_body = True
+        elif is_body:
+            rows.append(TableRow(heading, tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])))
+    return rows

@@ -1,0 +1,131 @@
+"""The parts of a device's memory and their highest moment."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from grpo_lightning.planning.activations import ScoredBatch
+from grpo_lightning.planning.memory import MOMENTS, MemorySettings, memory_parts, peak
+from grpo_lightning.planning.precision import Precision
+from grpo_lightning.planning.shape import ModelShape, shape_of
+from grpo_lightning.planning.states import optimizer_bytes_per_weight, sharding_of
+from grpo_lightning.policy.reference import frozen_copy
+from grpo_lightning.schedules import AdamW
+from tests.tiny_models import tiny_model
+
+SETTINGS = MemorySettings(
+    batch=ScoredBatch(2, 8, 10, 6),
+    sampling_rows=8,
+    sampling_prompts=2,
+    precision=Precision(4, 4),
+    optimizer_bytes=8,
+)
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=4,
+    intermediate_size=8,
+    vocab_size=10,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+    windows=(None, None),
+    num_weights=1000,
+    num_matrix_weights=900,
+)
+
+
+def sizes(shape=SHAPE, **changes):
+    """Bytes by name."""
+    return {part.name: part.num_bytes for part in memory_parts(shape, dataclasses.replace(SETTINGS, **changes))}
+
+
+def test_states_are_exactly_those_of_a_real_module():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    optimizer = AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    settings = dataclasses.replace(SETTINGS, optimizer_bytes=optimizer_bytes_per_weight(AdamW, torch.float32))
+    parts = {part.name: part for part in memory_parts(shape_of(model), settings)}
+    real = {
+        "weights": sum(parameter.nbytes for parameter in model.parameters()),
+        "reference": sum(parameter.nbytes for parameter in frozen_copy(model).parameters()),
+        "gradients": sum(parameter.grad.nbytes for parameter in model.parameters()),
+        "optimizer states": sum(
+            value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1
+        ),
+    }
+    assert {name: parts[name].num_bytes for name in real} == real
+    assert all(parts[name].is_exact for name in real)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [("zero1", 31.4e9), ("zero2", 16.6e9), ("zero3", 1.9e9)], ids=["os", "os+g", "os+g+p"]
+)
+def test_the_zero_papers_example(stage, expected):
+    """7.5 billion weights on 64 devices with Adam: 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
+    shape = dataclasses.replace(SHAPE, num_weights=7_500_000_000)
+    found = sizes(shape, precision=Precision(2, 2), sharding=sharding_of(stage, 64), has_reference=False)
+    states = sum(found[name] for name in ("weights", "gradients", "optimizer states", "master weights"))
+    assert states == pytest.approx(expected, rel=0.02)
+
+
+def test_without_sharding_the_papers_baseline():
+    """(2 + 2) bytes for weights and gradients in 16 bits, and with masters 12 more: 120 GB."""
+    shape = dataclasses.replace(SHAPE, num_weights=7_500_000_000)
+    found = sizes(shape, precision=Precision(2, 2), sharding=sharding_of("zero1", 1), has_reference=False)
+    states = sum(found[name] for name in ("weights", "gradients", "optimizer states", "master weights"))
+    assert states == 120e9
+
+
+def test_parts_come_and_go_with_the_settings():
+    base = sizes()
+    assert "gradient buckets" not in base
+    assert sizes(sharding=sharding_of("ddp", 2))["gradient buckets"] == base["gradients"] == 4000
+    assert "reference" not in sizes(has_reference=False)
+    assert {"key-value cache", "growing the cache"}.isdisjoint(sizes(sampling_rows=0))
+    mixed = sizes(precision=Precision(4, 2, is_mixed=True))
+    assert mixed["16-bit weights"] == 2 * 900
+    assert "16-bit weights" not in base
+    # DeepSpeed converts the model: 16-bit weights instead of copies of 32-bit ones.
+    deepspeed = sizes(precision=Precision(4, 2, is_mixed=True), sharding=sharding_of("zero2", 2))
+    assert (deepspeed["weights"], deepspeed["master weights"]) == (2000, 2000)
+    assert "16-bit weights" not in deepspeed
+    assert sizes(sharding=sharding_of("fsdp2", 2))["gathered layers"] == 2 * 450 * 4
+
+
+def test_gradients_count_in_the_update_only_where_an_earlier_one_left_them():
+    def moments(**changes):
+        parts = memory_parts(SHAPE, dataclasses.replace(SETTINGS, **changes))
+        return next(part.moments for part in parts if part.name == "gradients")
+
+    assert moments() == {"step"}
+    assert moments(accumulates=True) == {"update", "step"}
+    chunked = dataclasses.replace(SETTINGS.batch, chunk_size=4)
+    assert moments(batch=chunked) == {"step"}
+    assert moments(batch=chunked, checkpointing="chunks") == {"update", "step"}
+
+
+def test_a_moment_is_the_sum_of_its_parts():
+    parts = memory_parts(SHAPE, SETTINGS)
+    for moment in MOMENTS:
+        assert peak(parts, moment) == sum(part.num_bytes for part in parts if moment in part.moments)
+    assert not any(part.moments >= {"sampling", "step"} for part in parts if "logits" in part.name)
+
+
+def test_smaller_chunks_and_recomputing_need_less():
+    def needed(checkpointing="none", chunk_size=None):
+        batch = dataclasses.replace(SETTINGS.batch, chunk_size=chunk_size)
+        return peak(
+            memory_parts(SHAPE, dataclasses.replace(SETTINGS, batch=batch, checkpointing=checkpointing)), "update"
+        )
+
+    assert needed("chunks", 2) < needed("none", 2) < needed()
+    assert needed("layers") < needed()
+
+
+def test_a_recomputed_layer_counts_where_it_is_larger_than_the_logits():
+    assert "recomputed layer" in sizes(checkpointing="layers")
+    large = dataclasses.replace(SHAPE, vocab_size=10_000)
+    assert "logits, passing" in sizes(large, checkpointing="layers")

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+from grpo_lightning.rewards import Accuracy, RewardSet, WeightedReward
+from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
+from grpo_lightning.types import Completion, Group, Prompt
+
+pytest.importorskip("math_verify")
+
+
+def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
+    """The reward of one completion; the chat form must give the same as the text form."""
+    reward = Accuracy(**settings)
+    chat = [{"role": "assistant", "content": completion}]
+    as_text, as_chat = reward(completions=[completion, chat], solution=[solution] * 2, prompts=["", ""])
+    assert as_text == as_chat
+    return as_text
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "value"),
+    [
+        # where the answer is
+        ("<think>..</think><answer>72</answer>", "72", 1),
+        ("<answer>71</answer> no: <answer>72</answer>", "72", 1),
+        (r"<answer>72</answer> \boxed{71}", "72", 1),  # tags come first
+        (r"<answer>so $\boxed{72}$</answer>", "72", 1),
+        (r"it is \boxed{72}.", "72", 1),
+        (r"\boxed{71} no: \boxed{72}", "72", 1),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1),
+        ("The final answer is $72$. I hope it is correct.", "72", 1),
+        ("72", "72", 0),
+        ("<answer>72", "72", 0),
+        (r"\boxed{72", "72", 0),
+        ("", "72", 0),
+        ("<answer></answer>", "72", 0),
+        (r"\boxed{}", "72", 0),
+        ("<answer><answer>72</answer></answer>", "72", 1),
+        # where the right answer is
+        ("<answer>72</answer>", "48 + 24 = 72\n#### 72", 1),
+        ("<answer>72</answer>", "<answer> 72 </answer>", 1),
+        ("<answer>72</answer>", r"Adding, we find $x = \boxed{72}$.", 1),
+        ("<answer>72</answer>", 72, 1),
+        ("<answer>72</answer>", 72.0, 1),
+        # equal and different
+        ("<answer>1/2</answer>", r"\frac{1}{2}", 1),
+        (r"<answer>\frac12</answer>", "0.5", 1),
+        ("<answer>0.333333333</answer>", "1/3", 1),
+        ("<answer>$1,000.</answer>", "1000", 1),
+        ("<answer>1000</answer>", "1,000", 1),
+        (r"<answer>50\%</answer>", "0.5", 1),
+        ("<answer>1e5</answer>", "100000", 1),
+        ("<answer>1e5</answer>", "1", 0),
+        ("<answer>\u22123</answer>", "-3", 1),  # the sign of typography
+        ("<answer>3</answer>", "-3", 0),
+        ("<answer>2π</answer>", r"2\pi", 1),
+        ("<answer>2π</answer>", "2", 0),
+        (r"<answer>2\pi</answer>", "2", 0),
+        ("<answer>x^2 + 2x + 1</answer>", "(x+1)^2", 1),
+        ("<answer>x = 5</answer>", "5", 1),
+        ("<answer>5</answer>", "x = 5", 1),
+        ("<answer>5 cm</answer>", "5", 1),
+        ("<answer>5</answer>", "5 cm", 1),
+        ("<answer>12 dollars</answer>", "12", 1),
+        ("<answer>1, 2</answer>", "2", 0),
+        ("<answer>1 or 2</answer>", "{2, 1}", 1),
+        ("<answer>x = 5</answer>", "y = 5", 0),
+        ("<answer>(1, 2)</answer>", "(1,2)", 1),
+        ("<answer>(2, 1)</answer>", "(1,2)", 0),
+        (r"<answer>\{2, 1\}</answer>", r"\{1, 2\}", 1),
+        (r"<answer>\text{Evelyn}</answer>", r"\boxed{\text{Evelyn}}", 1),
+        (r"<answer>\text{Evelyn}</answer>", r"\text{Eve}", 0),
+        ("<answer>日本</answer>", "72", 0),
+        ("<answer>" + "(" * 900 + "</answer>", "72", 0),
+        ("<answer>" + "1" * 5000 + "</answer>", "1", 0),
+        # no right answer to compare with
+        ("<answer>72</answer>", None, None),
+        ("<answer>72</answer>", " ", None),
+        ("<answer>Paris</answer>", "Paris", None),
+        ("<answer>god</answer>", "dog", None),
+        ("<answer>72</answer>", "7" * 2000, None),
+    ],
+)
+def test_accuracy_by_hand(completion: str, solution: Any, value: float | None):
+    assert accuracy(completion, solution) == value
+
+
+@pytest.mark.parametrize("solution", [r"\frac{1}{2}", "$x^2 + 1$", "72", "1,000", r"\boxed{3}", "Paris", r"$\sqrt{2}$"])
+def test_accuracy_equals_the_peer_on_boxes(solution: str):
+    rewards = pytest.importorskip("trl.rewards")
+    answers = [r"\frac{1}{2}", "0.5", "1+x^2", "72", "1000", "3", "Paris", "2^{1/2}", ""]
+    chats = [[{"role": "assistant", "content": rf"so it is $\boxed{{{answer}}}$"}] for answer in answers]
+    theirs = rewards.accuracy_reward(completions=chats, solution=[solution] * len(chats))
+    assert Accuracy()(completions=chats, solution=[solution] * len(chats)) == theirs
+
+
+def test_the_right_answer_comes_first():
+    # Not symmetric: a relation given as the right answer may be answered by a set of its solutions.
+    assert accuracy("<answer>$(1, 2)$</answer>", "$1 < x < 2$") == 1
+    assert accuracy("<answer>$1 < x < 2$</answer>", "$(1, 2)$") == 0
+
+
+def test_the_column_is_configurable():
+    reward = Accuracy("answer")
+    assert reward.required_columns == ("answer",)
+    assert reward(completions=["<answer>1</answer>"], answer=["1"], solution=["2"]) == [1]
+
+
+def test_an_announced_answer_must_be_near_the_end():
+    text = "The final answer is $72$. I hope it is correct." + " " * 100
+    assert accuracy(text, "72", max_answer_characters=200) == 1
+    assert accuracy(text, "72", max_answer_characters=50) == 0
+
+
+def test_a_long_answer_is_not_read():
+    assert accuracy("<answer>" + " " * 20 + "72</answer>", "72", max_answer_characters=22) == 1
+    assert accuracy("<answer>" + " " * 20 + "72</answer>", "72", max_answer_characters=21) == 0
+
+
+def test_any_thread_gives_the_same():
+    found: dict[str, Any] = {}
+
+    def run(name: str) -> None:
+        found[name] = Accuracy()(completions=["<answer>0.5</answer>", "<answer>2</answer>"], solution=["1/2"] * 2)
+
+    threads = [threading.Thread(target=run, args=(str(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run("main")
+    assert found == {name: [1, 0] for name in [*"0123", "main"]}
+
+
+def test_what_takes_too_long_is_not_scorable(caplog: pytest.LogCaptureFixture):
+    reward = Accuracy(timeout_seconds=2)
+    completions = ["<answer>$9^{9^{9^{9}}}$</answer>", "<answer>3</answer>", "<answer>2</answer>"]
+    assert reward(completions=completions, solution=["3"] * 3) == [None, 1, 0]
+    assert r"'$9^{9^{9^{9}}}$' could not be compared with '3': took longer than 2 s." in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_failed_comparison_is_no_silent_zero(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def fails(*_: Any, **__: Any) -> bool:
+        raise UndecidedError("TypeError: cannot determine truth value")
+
+    monkeypatch.setattr(Equivalence, "decide", fails)
+    groups = [Group(Prompt("p", {"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)]
+    scores = RewardSet([Accuracy()]).score(groups)
+    assert scores.total.isnan().all()
+    assert "could not be compared with '3': TypeError: cannot determine truth value" in caplog.text
+
+
+def test_a_broken_process_follows_the_failure_policy(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any, **__: Any) -> bool:
+        raise RuntimeError("did not start")
+
+    monkeypatch.setattr(Equivalence, "decide", broken)
+    groups = [Group(Prompt("p", {"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)]
+    with pytest.raises(RuntimeError, match="'accuracy' raised RuntimeError: did not start"):
+        RewardSet([Accuracy()]).score(groups)
+    scores = RewardSet([WeightedReward(Accuracy(), on_error="value", error_value=-1)]).score(groups)
+    assert scores.total.tolist() == [[-1, -1]]
+    assert scores.failures["accuracy/exception"] == 2
+
+
+def test_an_unreadable_right_answer_is_said(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        assert Accuracy()(completions=["<answer>a</answer>"] * 3, solution=["Paris"] * 3) == [None] * 3
+    assert "the right answer 'Paris' cannot be read as mathematics" in caplog.text
+    assert len(caplog.records) == 1  # completions of a group are compared once
+
+
+def test_a_column_of_the_wrong_kind_is_an_error():
+    with pytest.raises(ValueError, match=r"column 'solution' must hold text or a number, got \[1\]"):
+        accuracy("<answer>1</answer>", [1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),
+        ({"timeout_seconds": math.nan}, "timeout_seconds must be positive, got nan"),
+        ({"max_answer_characters": 0}, "max_answer_characters must be at least 1, got 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Accuracy(**settings)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"Accuracy needs math-verify: pip install 'grpo-lightning\[math\]'"):
+        Accuracy()
+
+
+def test_it_is_picklable_after_use():
+    reward = Accuracy(timeout_seconds=4)
+    assert reward(completions=["<answer>1</answer>"], solution=["1"]) == [1]
+    again = pickle.loads(pickle.dumps(reward))
+    assert vars(again) == vars(reward)
+    assert again(completions=["<answer>1</answer>"], solution=["1"]) == [1]

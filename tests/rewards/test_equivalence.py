@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grpo_lightning.rewards import equivalence as module
+from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError, equivalence
+from grpo_lightning.rewards.equivalence_worker import nesting, parsed
+
+pytest.importorskip("math_verify")
+
+
+@pytest.fixture
+def process() -> Iterator[Equivalence]:
+    """One of its own, so that killing it disturbs no other test."""
+    made = Equivalence()
+    yield made
+    if made._process is not None:
+        module._end(made._process)
+
+
+def decide(
+    process: Equivalence, gold: str, answer: str, *, is_anchored: bool = False, seconds: float = 60
+) -> bool | None:
+    return process.decide(gold, answer, is_anchored=is_anchored, timeout_seconds=seconds)
+
+
+def test_it_decides(process: Equivalence):
+    assert decide(process, "1/2", "0.5") is True
+    assert decide(process, "1/2", "0.6") is False
+    assert decide(process, "1/2", "no number") is False
+    assert decide(process, "no number", "1/2") is None
+    assert decide(process, "1/2", "The final answer is $0.5$.", is_anchored=True) is True
+    assert decide(process, "1/2", "0.5", is_anchored=True) is False
+    assert decide(process, "1/2", 'quotes " and\nnew\u2028lines, \ud83d') is False
+
+
+def test_it_goes_on_after_the_time_is_up(process: Equivalence):
+    assert decide(process, "3", "3") is True
+    before = process._process
+    with pytest.raises(UndecidedError, match=r"took longer than 0\.5 s"):
+        decide(process, "3", "$9^{9^{9^{9}}}$", seconds=0.5)
+    assert before is not None
+    assert before.poll() is not None  # not left computing
+    assert decide(process, "3", "3") is True
+    assert process._process is not before
+
+
+def test_starting_does_not_count_as_time(process: Equivalence, monkeypatch: pytest.MonkeyPatch):
+    exchange, limits = module._exchange, []
+
+    def watched(running: Any, question: str | None, timeout_seconds: float) -> Any:
+        limits.append((question is None, timeout_seconds))
+        return exchange(running, question, timeout_seconds)
+
+    monkeypatch.setattr(module, "_exchange", watched)
+    for _ in range(2):
+        assert decide(process, "3", "3", seconds=7) is True
+    assert limits == [(True, module.START_SECONDS), (False, 7), (False, 7)]
+
+
+def test_it_goes_on_after_the_process_was_killed(process: Equivalence):
+    assert decide(process, "3", "3") is True
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    assert decide(process, "3", "3") is True
+
+
+def test_a_process_that_dies_is_no_answer(process: Equivalence, monkeypatch: pytest.MonkeyPatch):
+    assert decide(process, "3", "3") is True
+    running = process._process
+    assert running is not None
+    running.kill()
+    running.wait()
+    monkeypatch.setattr(process, "_running", lambda: running)
+    with pytest.raises(UndecidedError, match="the comparing process died"):
+        decide(process, "3", "3")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="no signals here")
+def test_an_interrupt_at_the_terminal_leaves_it_running(process: Equivalence):
+    assert decide(process, "3", "3") is True
+    before = process._process
+    assert before is not None
+    before.send_signal(signal.SIGINT)
+    assert decide(process, "3", "3") is True
+    assert process._process is before
+
+
+def test_a_process_that_does_not_start_is_an_error(process: Equivalence, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.executable", "/bin/false" if os.path.exists("/bin/false") else "false")
+    with pytest.raises(RuntimeError, match=r"did not start \(exit status 1\)"):
+        decide(process, "3", "3")
+
+
+def test_a_fork_gets_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    mine = equivalence()
+    assert equivalence() is mine
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert equivalence() is not mine
+
+
+def test_a_bare_formula_is_read_whole():
+    assert [str(expression) for expression in parsed(r"2\pi")] == ["2*pi", r"2\pi"]
+    assert parsed("god") == []
+    assert parsed("(" * 31 + "1") == []
+
+
+def test_nesting():
+    assert nesting("") == nesting("a)") == 0
+    assert nesting("(a)[b]{c}") == 1
+    assert nesting("([{") == 3

@@ -1,0 +1,145 @@
+"""Completions are untrusted text: ten times as long costs ten times as much, whatever they hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from grpo_lightning.rewards import (
+    Accuracy,
+    AllMatch,
+    AnyAnswer,
+    ExactMatch,
+    Format,
+    MultipleChoice,
+    ReactFormat,
+    Repetition,
+    YesNo,
+)
+from grpo_lightning.rewards import accuracy as accuracy_module
+from grpo_lightning.rewards.methods import similarity
+
+MOST = 15.0
+"""What 100,000 characters may cost, in units of what 10,000 cost."""
+
+SHAPES = {
+    "opened": "<think>",
+    "closed": "</think>",
+    "answers": "<answer>1</answer>",
+    "closed answers": "</answer>",
+    "nested": "<think><answer>",
+    "lists": "[1,",
+    "braces": "{",
+    "boxes": "\\boxed{",
+    "whole boxes": "\\boxed{1}",
+    "backslashes": "\\",
+    "digits": "1",
+    "grouped digits": "1,111",
+    "numbers": "1 ",
+    "points": "1.",
+    "signs": "+-",
+    "spaces": " ",
+    "newlines": "\n",
+    "hashes": "#",
+    "letters": "A ",
+    "marked letters": "(A)(",
+    "stars": "*",
+    "named": "answer is ",
+    "yes and no": "yesno ",
+    "actions": "Action: ",
+    "words": "so it is ",
+    "unicode": "日本é🙂",
+}
+
+WRAPS = {"answer": ("<answer>", "!</answer>"), "box": ("\\boxed{", "a}"), "think": ("<think>", "</think>a")}
+
+PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "Format": ("think", lambda text: Format()(completions=[text])),
+    "Format, opened": ("think", lambda text: Format(prompt_opens_first=True, text_after=True)(completions=[text])),
+    "ReactFormat": ("think", lambda text: ReactFormat()(completions=[text])),
+    "ExactMatch, tags": ("answer", lambda text: ExactMatch()(completions=[text], answer=["1"])),
+    "ExactMatch, box": ("box", lambda text: ExactMatch(extract="boxed")(completions=[text], answer=["1"])),
+    "ExactMatch, hashes": ("answer", lambda text: ExactMatch(extract="hashes")(completions=[text], answer=["1"])),
+    "ExactMatch, text": ("answer", lambda text: ExactMatch(extract="text")(completions=[text], answer=["1"])),
+    "Accuracy": ("box", lambda text: Accuracy()(completions=[text], solution=["3"])),
+    "AnyAnswer, number": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3"])),
+    "AnyAnswer, formula": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3^4"])),
+    "MultipleChoice": ("answer", lambda text: MultipleChoice()(completions=[text], solution=["B"])),
+    "YesNo": ("answer", lambda text: YesNo()(completions=[text], solution=["yes"])),
+    "AllMatch": ("answer", lambda text: AllMatch()(completions=[text], solution=["a b"])),
+    "Repetition": ("think", lambda text: Repetition()(completions=[text], completion_ids=[[1]])),
+    "similarity": ("think", lambda text: similarity(text, "a red car on the left")),
+}
+
+
+class Comparison:
+    """Instead of the process that compares: notes how long what it is given is."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def decide(self, gold: str, answer: str, *, is_anchored: bool, timeout_seconds: float) -> bool:
+        self.sizes.append(len(answer))
+        return False
+
+
+@pytest.fixture
+def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
+    made = Comparison()
+    monkeypatch.setattr(accuracy_module, "equivalence", lambda: made)
+    monkeypatch.setattr(accuracy_module, "check_installed", lambda name: None)
+    return made
+
+
+def seconds(parse: Callable[[str], object], text: str, times: int) -> float:
+    """The least CPU time of several runs."""
+    best = float("inf")
+    for _ in range(times):
+        start = time.process_time()
+        parse(text)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def ratio(parse: Callable[[str], object], piece: str, beginning: str = "", end: str = "") -> float:
+    """What 100,000 characters cost in units of what 10,000 cost."""
+    short, long = (beginning + piece * (length // len(piece)) + end for length in (10_000, 100_000))
+    worst = float("inf")
+    for times in (1, 5, 15):  # a machine that is busy at the wrong moment gets another look
+        # Below a fraction of a millisecond the clock says nothing, and nothing is wrong either.
+        worst = min(worst, seconds(parse, long, times) / max(seconds(parse, short, times), 3e-4))
+        if worst <= MOST:
+            break
+    return worst
+
+
+@pytest.mark.usefixtures("comparison")
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_long_text_costs_linear_time(name: str):
+    wrap, parse = PARSERS[name]
+    ratios = {
+        (shape, beginning): ratio(parse, piece, beginning, end)
+        for shape, piece in SHAPES.items()
+        for beginning, end in (("", ""), WRAPS[wrap])
+    }
+    assert max(ratios.values()) <= MOST, ratios
+
+
+def test_the_measure_sees_a_parser_that_looks_again_and_again():
+    def quadratic(text: str) -> object:
+        return [position for position in range(0, len(text), 5) if text.find("\0", position) >= 0]
+
+    assert ratio(quadratic, " ") > MOST
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}"])
+def test_what_is_compared_as_mathematics_is_short(shape: str, wrap: str, comparison: Comparison):
+    piece = SHAPES[shape]
+    completion = wrap.format(piece * (100_000 // len(piece)))
+    Accuracy()(completions=[completion], solution=["3"])
+    AnyAnswer()(completions=[completion], solution=["2^9"])
+    assert len(comparison.sizes) == 2
+    assert max(comparison.sizes) <= 1000

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_lightning.rewards import AllMatch, AnyAnswer, MultipleChoice, YesNo
+from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
+from grpo_lightning.rewards.methods import Method, choice, similarity
+
+
+def value(method: Method, completion: str, solution: Any) -> float | None:
+    """The reward of one completion; the chat form and answer tags must give the same as the bare text."""
+    chat = [{"role": "assistant", "content": completion}]
+    forms = [completion, chat] + (
+        [] if "<answer>" in completion else [f"<think>A, no, yes</think><answer>{completion}</answer>"]
+    )
+    first, *others = method(completions=forms, solution=[solution] * len(forms), prompts=[""] * len(forms))
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        *(
+            (text, "B")
+            for text in ["B", "b", " B ", "B.", "(B)", "(b)", "B)", "[B]", "**B**", "**(B)**", "$B$", "'B'", "B:"]
+        ),
+        *((text, "B") for text in ["B) because C is too small", "B. Paris", "B, because I think so", "**B** is right"]),
+        ("A, because I.", "A"),
+        ("A. A dog", "A"),
+        ("Option B is right", "B"),
+        ("The answer is B", "B"),
+        ("the correct answer: (B)", "B"),
+        ("The answer is **B**.", "B"),
+        ("At first the answer is A, but then the answer is B", "B"),
+        ("I think it must be (B), clearly", "B"),
+        ("I think B", "B"),
+        ("B is right", "B"),
+        ("A cat", None),
+        ("I am not sure", None),
+        ("either (A) or (B)", None),
+        ("A or B", None),
+        ("A dog bites B", None),
+        ("Paris", None),
+        ("", None),
+        ("...", None),
+        ("42", None),
+        ("日本 B", "B"),
+        ("ABC", None),
+        ("It's C's fault", None),
+    ],
+)
+def test_choice(text: str, letter: str | None):
+    assert choice(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("B", "B", 1),
+        ("(B)", "<answer> B </answer>", 1),
+        ("B. Paris", "B", 1),
+        ("B", "B. Paris", 1),
+        ("C", "B", 0),
+        ("A, because I.", "B", 0),
+        ("nothing", "B", 0),
+        ("", "B", 0),
+        ("B", "Paris", None),
+        ("B", "", None),
+        ("B", None, None),
+        (r"\boxed{B}", "B", 1),
+        ("<answer>B</answer> or <answer>C</answer>", "C", 1),
+    ],
+)
+def test_multiple_choice_by_hand(completion: str, solution: Any, reward: float | None):
+    assert value(MultipleChoice(), completion, solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("yes", "yes", 1),
+        ("Yes.", "yes", 1),
+        ("I know: yes", "yes", 1),  # "know" has a "no" in it
+        ("I know: yes", "no", 0),
+        ("NO", "No, it is not", 1),
+        ("no, yes is wrong", "no", 1),
+        ("yesterday", "yes", 0),
+        ("maybe", "yes", 0),
+        ("", "no", 0),
+        ("maybe", "maybe", None),
+        ("yes", "42", None),
+        ("yes", None, None),
+    ],
+)
+def test_yes_no_by_hand(completion: str, solution: Any, reward: float | None):
+    assert value(YesNo(), completion, solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("Click  the\nButton.", "click the button", 1),
+        ("ΣΊΣΥΦΟΣ", "σίσυφος", 1),
+        ("click a button", "click the button", 0),
+        ("", "click", 0),
+        ("click", "", None),
+        ("click", None, None),
+    ],
+)
+def test_all_match_by_hand(completion: str, solution: Any, reward: float | None):
+    assert value(AllMatch(), completion, solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("3", 3, 1),
+        ("There are 3 dogs.", "3", 1),
+        ("There are 3 dogs and 2 cats.", "3", 0),
+        ("3 dogs, really 3", "3", 1),
+        ("1,000", "1000", 1),
+        ("3.0", "3", 1),
+        ("-3", "3", 0),
+        ("13", "3", 0),
+        ("three", "3", 0),
+        ("B3", "3", 0),
+        ("(B)", "B", 1),
+        ("b", "B", 1),
+        ("C", "B", 0),
+        (r"\frac{2}{4}", r"\frac12", 1),
+        ("0.25", "1/4", 1),
+        ("0.3", "1/4", 0),
+        ("Paris.", "paris", 1),
+        ("Rome", "Paris", 0),
+        ("London 2024", "Paris 2024", 0),
+        ("god", "dog", 0),
+        ("", "Paris", 0),
+        ("Paris", None, None),
+    ],
+)
+def test_any_answer_by_hand(completion: str, solution: Any, reward: float | None):
+    pytest.importorskip("math_verify")
+    assert value(AnyAnswer(), completion, solution) == reward
+
+
+def test_partial_credit_by_hand():
+    pytest.importorskip("math_verify")
+    method = AnyAnswer(has_partial_credit=True)
+    assert value(method, "Paris", "Paris") == 1
+    assert value(method, "a red car", "a red cat") == pytest.approx(16 / 18)
+    assert value(method, "xyz", "abc") == 0
+    assert value(method, "2", "3") == 0  # numbers are right or wrong
+
+
+def test_a_failed_comparison_is_no_silent_zero(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    pytest.importorskip("math_verify")
+
+    def fails(*_: Any, **__: Any) -> bool:
+        raise UndecidedError("took longer than 5 s")
+
+    monkeypatch.setattr(Equivalence, "decide", fails)
+    with caplog.at_level(logging.WARNING):
+        assert AnyAnswer()(completions=["<answer>2^9</answer>"], solution=["9^9"]) == [None]
+    assert "'2^9' could not be compared with '9^9': took longer than 5 s" in caplog.text
+
+
+def lcs(a: str, b: str) -> int:
+    """The longest common subsequence by the textbook table."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        before = row[:]
+        for j, y in enumerate(b):
+            row[j + 1] = before[j] + 1 if x == y else max(before[j + 1], row[j])
+    return row[-1]
+
+
+@given(st.text("abcé", max_size=12), st.text("abcé", max_size=12))
+def test_similarity_equals_the_table(a: str, b: str):
+    expected = 2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0
+    assert similarity(a, b) == pytest.approx(expected)
+    assert similarity(b, a) == pytest.approx(expected)
+
+
+def test_the_column_is_configurable():
+    method = MultipleChoice("answer")
+    assert method.required_columns == ("answer",)
+    assert method(completions=["B"], answer=["B"], solution=["C"]) == [1]
+
+
+@pytest.mark.parametrize("kind", [AllMatch, MultipleChoice, YesNo])
+def test_methods_are_picklable(kind: type[Method]):
+    method = kind("answer")
+    assert vars(pickle.loads(pickle.dumps(method))) == vars(method)

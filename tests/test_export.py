@@ -1,0 +1,256 @@
+"""Export: what transformers loads from the folder scores exactly as the module that was trained."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from grpo_lightning.export import export
+from tests.module_runs import SMALL, fit, make_module
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+def save_policy(folder, **changes):
+    """A tiny policy as a folder, its generation config told apart from a default one."""
+    model = tiny_model("qwen2", **(SMALL | changes))
+    model.generation_config = GenerationConfig(eos_token_id=[1, 7], pad_token_id=0, do_sample=True, temperature=0.7)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def run(request, tmp_path_factory):
+    """(a trained module, its checkpoint file)."""
+    folder = tmp_path_factory.mktemp("run")
+    module = make_module(policy=str(save_policy(folder / "policy", tie_word_embeddings=request.param)), lr=1e-2)
+    trainer = fit(module, max_steps=2)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return module, folder / "last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """(a folder to work in, the content of a checkpoint of the untied policy in it)."""
+    folder = tmp_path_factory.mktemp("untied")
+    module = make_module(policy=str(save_policy(folder / "policy")), lr=1e-2)
+    trainer = fit(module, max_steps=1)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return folder, torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def logprobs(model):
+    """[1, 12, V] of a fixed text."""
+    with torch.no_grad():
+        return torch.log_softmax(model.eval()(torch.arange(2, 14)[None]).logits.float(), -1)
+
+
+def changed(untied, change):
+    """The path of a copy of the checkpoint with its content changed in place."""
+    folder, content = untied
+    copy = dict(content) | {"state_dict": dict(content["state_dict"])}
+    change(copy)
+    torch.save(copy, folder / "changed.ckpt")
+    return folder / "changed.ckpt"
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def test_the_exported_model_is_the_trained_one(run, tmp_path):
+    module, checkpoint = run
+    base = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "policy")
+    assert (logprobs(base) - logprobs(module.policy)).abs().max() > 1e-3, "nothing was learned"
+    result = export(checkpoint, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert (logprobs(loaded) - logprobs(module.policy)).abs().max() <= 1e-6
+    trained = dict(module.policy.named_parameters())
+    assert all(torch.equal(weight, trained[name]) for name, weight in loaded.named_parameters())
+    assert result.num_weights == sum(weight.numel() for weight in trained.values())
+    assert (result.num_from_policy, result.dtype) == (0, torch.float32)
+    assert {path.name for path in result.files} >= {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_tokenizer_generation_config_and_dropout_are_the_policys(run, tmp_path):
+    _, checkpoint = run
+    config = checkpoint.parent / "policy" / "config.json"
+    original = json.loads(config.read_text())
+    config.write_text(json.dumps(original | {"attention_dropout": 0.1}))  # a run switches it off; the model keeps it
+    try:
+        export(checkpoint, tmp_path / "model")
+    finally:
+        config.write_text(json.dumps(original))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer("ab<eos>")["input_ids"] == tiny_tokenizer()("ab<eos>")["input_ids"]
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [1, 7]
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["attention_dropout"] == 0.1
+
+
+def test_another_dtype(run, tmp_path):
+    module, checkpoint = run
+    assert export(checkpoint, tmp_path / "model", dtype="bfloat16").dtype == torch.bfloat16
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    assert all(
+        torch.equal(weight, dict(module.policy.named_parameters())[name].bfloat16())
+        for name, weight in loaded.named_parameters()
+    )
+
+
+def test_a_folder_of_shards(untied, tmp_path):
+    """As Lightning's FSDP2 strategy writes it: tensors in shards, the rest in meta.pt."""
+    folder, content = untied
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"state_dict": content["state_dict"]}, checkpoint_id=tmp_path / "sharded.ckpt", no_dist=True)
+    rest = {name: value for name, value in content.items() if name not in ("state_dict", "optimizer_states")}
+    torch.save(rest, tmp_path / "sharded.ckpt" / "meta.pt")
+    export(tmp_path / "sharded.ckpt", tmp_path / "from_shards")
+    export(folder / "last.ckpt", tmp_path / "from_file")
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("from_shards", "from_file"))
+    assert torch.equal(logprobs(one), logprobs(other))
+    assert not list(tmp_path.glob("joined-*"))
+
+
+def test_frozen_weights_are_the_policys(untied, tmp_path):
+    """The optimizer says how many were trained: a checkpoint that holds as many lacks frozen ones only."""
+    folder, content = untied
+    frozen = "policy.model.embed_tokens.weight"
+
+    def freeze(copy):
+        del copy["state_dict"][frozen]
+        group = copy["optimizer_states"][0]["param_groups"][0]
+        copy["optimizer_states"] = [{"param_groups": [group | {"params": group["params"][1:]}]}]
+
+    result = export(changed(untied, freeze), tmp_path / "model")
+    assert result.num_from_policy == content["state_dict"][frozen].numel()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    assert torch.equal(loaded.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    assert torch.equal(loaded.lm_head.weight, content["state_dict"]["policy.lm_head.weight"])
+
+
+# ------------------------------------------------------------------------------------------------- where the policy is
+
+
+def forget(copy):
+    copy.pop("hyper_parameters", None)
+
+
+def test_the_policy_is_found_in_the_runs_config(untied, tmp_path):
+    folder, _ = untied
+    checkpoint = changed(untied, forget)
+    run_folder = tmp_path / "run"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    checkpoint.rename(run_folder / "checkpoints" / "last.ckpt")
+    loader = {"class_path": "grpo_lightning.policy.loading.PolicyLoader", "init_args": {"name": str(folder / "policy")}}
+    for policy in (str(folder / "policy"), loader):
+        (run_folder / "config.yaml").write_text(yaml.safe_dump({"model": {"policy": policy}}))
+        result = export(run_folder / "checkpoints" / "last.ckpt", tmp_path / "model", force=True)
+        assert result.policy == str(folder / "policy")
+
+
+def test_a_policy_that_is_not_named_must_be_given(untied, tmp_path):
+    folder, _ = untied
+    checkpoint = changed(untied, forget)
+    with pytest.raises(ValueError, match="does not say which policy it was trained from: give it by --policy NAME"):
+        export(checkpoint, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    export(checkpoint, tmp_path / "model", policy=str(folder / "policy"))
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def lack(copy):
+    del copy["state_dict"]["policy.lm_head.weight"]
+
+
+def lack_and_forget(copy):
+    lack(copy)
+    del copy["optimizer_states"]
+
+
+def add(copy):
+    copy["state_dict"]["policy.value_head.weight"] = torch.zeros(2)
+
+
+def reshape(copy):
+    copy["state_dict"]["policy.lm_head.weight"] = torch.zeros(3, 4)
+
+
+def adapt(copy):
+    copy["state_dict"]["policy.base_model.layers.0.lora_A.default.weight"] = torch.zeros(2)
+
+
+def rename(copy):
+    copy["state_dict"] = {name.replace("policy.", "net."): value for name, value in copy["state_dict"].items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lack, r"lacks 1 weights of the policy, lm_head\.weight first\. 27 weights were trained, and 26 are there"),
+        (lack_and_forget, r"lm_head\.weight first\. Nothing in it says that they were frozen.*--fill_missing"),
+        (add, r"1 weights that the policy does not have, value_head\.weight first"),
+        (reshape, r"lm_head\.weight is \[3, 4\] in the checkpoint and \[120, 32\] in the policy"),
+        (adapt, r"LoRA adapters \(1 weights, base_model\.layers\.0\.lora_A"),
+        (rename, r"holds no weights of a policy: none of its 27 keys begins with 'policy\.'"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(untied, tmp_path, change, said):
+    with pytest.raises(ValueError, match=said):
+        export(changed(untied, change), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_missing_weights_can_be_asked_for(untied, tmp_path):
+    assert export(changed(untied, lack_and_forget), tmp_path / "model", fill_missing=True).num_from_policy == 120 * 32
+
+
+def test_a_tied_policy_refuses_weights_that_differ(untied, tmp_path):
+    folder, _ = untied
+    save_policy(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"are one weight in the policy and two in the checkpoint"):
+        export(folder / "last.ckpt", tmp_path / "model", policy=str(tmp_path / "tied"))
+
+
+def test_folders_with_files_are_left_alone(untied, tmp_path):
+    folder, _ = untied
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("mine")
+    (tmp_path / "model" / "model-00001-of-00002.safetensors").write_text("stale")
+    with pytest.raises(FileExistsError, match=r"is not empty\. Give another folder, or --force"):
+        export(folder / "last.ckpt", tmp_path / "model")
+    export(folder / "last.ckpt", tmp_path / "model", force=True)
+    assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
+    assert not (tmp_path / "model" / "model-00001-of-00002.safetensors").exists()
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        export(folder / "last.ckpt", tmp_path / "model" / "mine.txt")
+    with pytest.raises(ValueError, match="is the folder of the policy itself"):
+        export(folder / "last.ckpt", folder / "policy", force=True)
+
+
+def test_what_is_no_checkpoint(tmp_path, untied):
+    folder, _ = untied
+    with pytest.raises(FileNotFoundError, match=r"No checkpoint .*nowhere\.ckpt"):
+        export(tmp_path / "nowhere.ckpt", tmp_path / "model")
+    half = (folder / "last.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(half[: len(half) // 2])
+    with pytest.raises(ValueError, match=r"half\.ckpt cannot be read as a checkpoint; it may be incomplete"):
+        export(tmp_path / "half.ckpt", tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"is a folder, but no checkpoint"):
+        export(tmp_path / "empty", tmp_path / "model")
+
+
+def test_a_deepspeed_folder_names_the_tool_that_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "zero.ckpt").mkdir()
+    (tmp_path / "zero.ckpt" / "latest").write_text("checkpoint")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'grpo-lightning[deepspeed]'")):
+        export(tmp_path / "zero.ckpt", tmp_path / "model")

@@ -1,0 +1,78 @@
+"""What is said, and what is not."""
+
+import logging
+import warnings
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from grpo_lightning.messages import NoTips, quiet_libraries, show_messages
+
+RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
+
+
+@pytest.fixture(autouse=True)
+def restore():
+    yield
+    transformers_logging.enable_progress_bar()
+    logger = logging.getLogger(RANK_ZERO)
+    logger.filters[:] = [known for known in logger.filters if not isinstance(known, NoTips)]
+
+
+def shown(text, *, has_validation):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_libraries(has_validation=has_validation)
+        warnings.warn(text, stacklevel=1)
+    return bool(caught)
+
+
+LEAF = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec)`"
+NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop."
+
+
+@pytest.mark.parametrize(
+    ("text", "has_validation", "is_shown"),
+    [
+        (LEAF, True, False),
+        (NO_LOADER, False, False),
+        (NO_LOADER, True, True),
+        ("Total length of `list` across ranks is zero.", False, False),
+        ("Total length of `list` across ranks is zero.", True, True),
+        ("The loss is nan.", False, True),
+        ("`torch.jit` is deprecated", False, True),
+    ],
+)
+def test_only_what_is_harmless_is_left_out(text, has_validation, is_shown):
+    assert shown(text, has_validation=has_validation) == is_shown
+
+
+def test_tips_are_left_out_and_nothing_else(caplog):
+    quiet_libraries(has_validation=True)
+    quiet_libraries(has_validation=True)
+    logger = logging.getLogger(RANK_ZERO)
+    assert sum(isinstance(known, NoTips) for known in logger.filters) == 1
+    with caplog.at_level("INFO", RANK_ZERO):
+        logger.info("💡 Tip: For seamless cloud logging and experiment tracking, try installing [litlogger](...)")
+        logger.info("The `litmodels` package is not installed.")
+    assert caplog.messages == ["The `litmodels` package is not installed."]
+
+
+def test_importing_the_module_leaves_other_programs_alone():
+    import grpo_lightning.module  # noqa: F401
+
+    assert transformers_logging.is_progress_bar_enabled()
+    assert not [known for known in logging.getLogger(RANK_ZERO).filters if isinstance(known, NoTips)]
+
+
+def test_messages_are_shown_only_where_nobody_set_up_logging(monkeypatch):
+    logger = logging.getLogger("grpo_lightning")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    show_messages()
+    show_messages()
+    assert len(logger.handlers) == 1
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    show_messages()
+    assert logger.handlers == []

@@ -1,0 +1,100 @@
+"""validate, test and predict: what is drawn, what is logged, and that no loss is computed."""
+
+import pytest
+
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.evaluation import Validation
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.types import SamplingParams
+from tests.module_runs import ScriptedEngine, make_module, make_trainer
+from tests.tiny_models import EOS
+
+ROWS = [{"prompt": f"prompt {i}", "answer": str(i)} for i in range(5)]
+
+
+def has_text(completions, answer):
+    return [float(len(text) > 2) for text in completions]
+
+
+def run(stage, module, *, batch_size=2, rows=ROWS):
+    """The metrics of `validate` or `test`."""
+    source = PromptSource(rows, batch_size, shuffle=False)
+    (metrics,) = getattr(make_trainer(), stage)(module, source, verbose=False)
+    return metrics
+
+
+def scripted(**validation):
+    """A module whose four completions of a prompt are right, right, wrong and wrong."""
+    right, wrong = [6, 7, 8, 9, EOS], [6, EOS]
+    return make_module(
+        engine=ScriptedEngine([right, right, wrong, wrong]),
+        rewards=[has_text],
+        validation=Validation(num_generations=4, **validation),
+    )
+
+
+def test_numbers_by_hand():
+    metrics = run("validate", scripted(pass_at=[2]))
+    assert metrics["val/avg@4"] == 0.5
+    assert metrics["val/pass@2"] == pytest.approx(5 / 6)
+    assert metrics["val/reward"] == metrics["val/has_text"] == 0.5
+    assert metrics["val/length"] == 3.5
+    assert metrics["val/truncated"] == 0
+    assert metrics["val/greedy/avg@1"] == 1.0
+    assert metrics["val/avg@4/low"] < 0.5 < metrics["val/avg@4/high"]
+
+
+def test_test_is_validation_under_another_name():
+    validated, tested = run("validate", scripted()), run("test", scripted())
+    assert tested == {name.replace("val/", "test/"): value for name, value in validated.items()}
+
+
+def test_greedy_can_be_left_out():
+    assert not [name for name in run("validate", scripted(greedy=False)) if "greedy" in name]
+
+
+def test_numbers_do_not_depend_on_the_batch_size():
+    by_batch = [run("validate", scripted(), batch_size=size) for size in (1, 2, 5)]
+    assert by_batch[0] == by_batch[1] == by_batch[2]
+
+
+def test_own_sampling():
+    module = make_module(length=8, validation=Validation(sampling=SamplingParams(max_completion_length=3)))
+    assert run("validate", module)["val/length"] <= 3
+
+
+def test_sources_are_told_apart():
+    module = scripted()
+    prompts = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    source = PromptSource(prompts, 2, shuffle=False)
+    for prompt, name in zip(source.prompts, ["easy", "hard"], strict=True):
+        prompt.source = name
+    (metrics,) = make_trainer().validate(module, source, verbose=False)
+    assert metrics["val/source/easy/avg@4"] == metrics["val/source/hard/avg@4"] == 0.5
+
+
+def test_no_loss_is_computed():
+    class NoUpdates(GRPOLightningModule):
+        def update(self, turn):
+            raise AssertionError("a loss")
+
+        def logprobs(self, model, batch):
+            raise AssertionError("a scoring pass")
+
+    assert run("validate", make_module(NoUpdates))["val/length"] > 0
+
+
+def test_predictions():
+    module = scripted()
+    batches = make_trainer().predict(module, PromptSource(ROWS, 2, shuffle=False))
+    lines = [line for batch in batches for line in batch]
+    assert [(line["prompt_index"], line["reward"]) for line in lines[:5]] == [
+        (0, 1.0),
+        (0, 1.0),
+        (0, 0.0),
+        (0, 0.0),
+        (1, 1.0),
+    ]
+    assert len(lines) == 20
+    assert lines[0]["prompt"] == "prompt 0"
+    assert lines[0]["columns"] == {"answer": "0"}
