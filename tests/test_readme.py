@@ -1,19 +1,122 @@
-"""The README's code runs, and what it shows of the package is what the package has."""
+"""The README's files, code and commands run, one after the other as a newcomer would, with a tiny model."""
 
+import glob
 import inspect
 import re
+import shlex
+import sys
 from pathlib import Path
 
+import pytest
+import yaml
+
+from grpo_lightning.cli import main, parse
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+# What makes a command short enough for a test; the last flag of a name counts.
+SHORT = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--model.sampling.max_completion_length=4"]
 
 
 def blocks(language: str) -> list[str]:
     """The code blocks of one language."""
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def files() -> dict[str, str]:
+    """The blocks that are files: each follows a line with its name."""
+    return dict(re.findall(r"^`([\w.]+)`:\n```\w+\n(.*?)```", README, re.MULTILINE | re.DOTALL))
+
+
+def commands() -> list[str]:
+    """The `grpo-lightning` lines of the shell blocks, without comments."""
+    lines = [line.partition(" #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("grpo-lightning")]
+
+
+def save_policy(name: str) -> None:
+    """A tiny model with a chat template where the README names a model."""
+    tiny_model("qwen2").save_pretrained(name)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(name)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current folder with the README's files and its model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    for name, content in files().items():
+        Path(name).write_text(content)
+    save_policy("Qwen/Qwen2.5-0.5B-Instruct")
+    return tmp_path
+
+
+def test_the_files_and_commands_are_found():
+    assert list(files()) == ["rows.jsonl", "my_rewards.py", "my_run.yaml"]
+    assert [command.split()[1] for command in commands()] == [
+        *("fit", "recipes", "plan", "fit"),
+        *("fit", "validate", "export"),
+    ]
+
+
+def test_the_commands_run_one_after_the_other(folder, capsys):
+    for command in commands():
+        _, verb, *arguments = [word for part in shlex.split(command) for word in (glob.glob(part) or [part])]
+        if "quickstart" in arguments:
+            parse(arguments)  # tests/test_recipes.py runs it
+        elif verb in ("fit", "validate"):
+            main([verb, *arguments, *(["--trainer.max_steps=4"] if "auto" in arguments else []), *SHORT[:1], SHORT[2]]
+                 + ([] if "auto" in arguments else SHORT[1:2]))  # fmt: skip
+        else:
+            main([verb, *arguments])
+    said = capsys.readouterr().out
+    assert "completions per rollout" in said  # plan
+    assert "val/reward" in said  # validate
+    assert Path("my-model/config.json").is_file()
+    run = Path("runs/my_run/version_0")
+    for name in ("metrics.csv", "completions.jsonl", "config.yaml", "checkpoints"):
+        assert (run / name).exists(), name
+    steps = {line.split('"step": ')[1][0] for line in (run / "completions.jsonl").read_text().splitlines()}
+    assert steps == {"0", "1", "2", "3"}  # the second run went on where the first stopped
+
+
+def test_yaml_examples_are_settings(folder):
+    """Each one that is no file, on top of the README's recipe."""
+    examples = [block for block in blocks("yaml") if block not in files().values()]
+    assert examples
+    for block in examples:
+        Path("more.yaml").write_text(block)
+        config = parse(["--config", "my_run.yaml", "--config", "more.yaml"])
+        for section, settings in yaml.safe_load(block).items():
+            assert set(settings) <= set(vars(config[section]))
+    entries = yaml.safe_load(examples[0])["data"]["datasets"]
+    assert [DatasetEntry(**entry).rewards for entry in entries] == [None, ["exact_match"]]
+
+
+def test_every_reward_of_the_table_exists():
+    table = README[README.index("| reward |") :].split("\n\n")[0]
+    names = re.findall(r"`([A-Z]\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()))
+    assert len(names) > 10
+    module = __import__("grpo_lightning.rewards", fromlist=["rewards"])
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_python_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_policy("name-or-path")
+    for block in blocks("python"):
+        if "def training_step" not in block:
+            block = block.replace("L.Trainer(", 'L.Trainer(accelerator="cpu", logger=False, ')
+            exec(compile(block, "README.md", "exec"), {})
 
 
 def code_lines(text: str) -> list[str]:
@@ -32,26 +135,16 @@ def test_the_step_shown_is_the_step():
     assert code_lines(shown) == code_lines("\n".join(line for line in real if not line.strip().startswith("#")))
 
 
-def test_python_examples_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tiny_model("qwen2").save_pretrained("name-or-path")
-    tiny_tokenizer().save_pretrained("name-or-path")
-    for block in blocks("python"):
-        if "def training_step" not in block:
-            exec(
-                compile(
-                    block.replace("L.Trainer(", 'L.Trainer(accelerator="cpu", logger=False, '), "README.md", "exec"
-                ),
-                {},
-            )
-
-
 def test_make_targets_exist():
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE):
         assert f"\n{target}:" in MAKEFILE, target
 
 
-def test_files_named_exist():
-    root = Path(__file__).parents[1]
-    for name in re.findall(r"recipes/[\w/.]+\.yaml|grpo_lightning/[\w/]+\.py", README):
-        assert (root / name).is_file(), name
+def test_files_and_settings_named_exist():
+    for name in re.findall(r"(?:recipes|docs|grpo_lightning|benchmarks)/[\w/.]+\.(?:yaml|py|md|json)\b", README):
+        assert (ROOT / name).is_file(), name
+    for name in re.findall(r"\]\((docs/[\w.]+|notebooks)", README):
+        assert (ROOT / name).exists(), name
+    known = inspect.signature(PromptDataModule).parameters
+    for name in ("val_split", "system_prompt", "question_template", "max_prompt_length", "overlong_prompts"):
+        assert name in known

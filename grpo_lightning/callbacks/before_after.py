@@ -105,11 +105,11 @@ class BeforeAfter(L.Callback):
         tables = evaluation_tables(pl_module.reward_set.names, pl_module.validation, sources, pl_module.device)
         with self.progress(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as bar:
             for kind, table in tables.items():
-                for number, batch in enumerate(batches):
+                self.samples[when] = []
+                for batch in batches:
                     evaluation = pl_module.evaluate(batch.prompts, is_greedy=kind == "greedy")
                     table.update(evaluation)
-                    if number == 0:
-                        self.samples[when] = samples(evaluation, self.num_samples)
+                    self.samples[when] += samples(evaluation, self.num_samples - len(self.samples[when]))
                     bar.update()
         return {kind: table.compute() for kind, table in tables.items()}
 

@@ -47,6 +47,15 @@ class ProgressBar(TQDMProgressBar):
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Start the bar with the first epoch; a resumed run goes on at its step."""
+        self.start(trainer)
+        self.describe(trainer, "")
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start it here where a run is resumed inside an epoch: Lightning does not begin that one again."""
+        self.start(trainer)
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Make the bar if there is none yet."""
         if self._train_progress_bar is None:
             steps = trainer.estimated_stepping_batches
             self.train_progress_bar = Tqdm(
@@ -61,7 +70,6 @@ class ProgressBar(TQDMProgressBar):
                 smoothing=0,
                 bar_format=self.RUN_FORMAT,
             )
-        self.describe(trainer, "")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

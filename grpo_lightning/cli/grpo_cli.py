@@ -7,14 +7,14 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from typing_extensions import Self
 
 from grpo_lightning.callbacks import CompletionLog, ProgressBar, WritePredictions
 from grpo_lightning.cli import diagnosis, resuming, run_folder, sources
@@ -24,6 +24,9 @@ from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.messages import quiet_libraries, show_messages
 from grpo_lightning.module import GRPOLightningModule
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +177,8 @@ class GRPOCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """What is shown and written whatever the recipe's own callbacks are."""
         settings = self.config[self.subcommand]
-        quiet_libraries(has_validation=settings.data.val_datasets is not None)
+        has_validation = settings.data.val_datasets is not None or settings.data.val_split is not None
+        quiet_libraries(has_validation=has_validation)
         if self.subcommand != "fit":  # the callbacks of training have nothing to restore where nothing is trained
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
         if self.continued is not None:  # its folder holds checkpoints on purpose
@@ -215,8 +219,14 @@ class GRPOCLI(LightningCLI):
         # What is saved as config.yaml is what was asked for: with this run's folder in it, it could not be run again.
         self.config = self.asked
         own = self.config_init[self.subcommand].trainer.callbacks or []
+        own = own if isinstance(own, list) else [own]
         # Asked before: the Trainer appends its callbacks to this very list.
-        has_summary = any(isinstance(callback, ModelSummary) for callback in (own if isinstance(own, list) else [own]))
+        has_summary = any(isinstance(callback, ModelSummary) for callback in own)
+        self.trainer_defaults["callbacks"] = [  # a recipe's own bar or log stands in for ours
+            callback
+            for callback in self.trainer_defaults["callbacks"]
+            if not any(isinstance(other, kind_of_default(callback)) for other in own)
+        ]
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
@@ -260,8 +270,15 @@ def instantiate(config: Namespace, names: Sequence[str]) -> tuple[Any, ...]:
     for name in names:
         parser = LightningArgumentParser()
         parser.add_lightning_class_args(PARTS[name], name)
-        made.append(parser.instantiate_classes(Namespace({name: config[name]}))[name])
+        # Renamed in 4.49.
+        build = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        made.append(build(Namespace({name: config[name]}))[name])
     return tuple(made)
+
+
+def kind_of_default(callback: L.Callback) -> type[L.Callback]:
+    """What one of our default callbacks is an instance of: a run has one progress bar, whosever it is."""
+    return AnyProgressBar if isinstance(callback, AnyProgressBar) else type(callback)
 
 
 def default_loggers() -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ def run(callback: Any, steps: int = 2) -> None:
     """Two steps on eight prompts, which are held-out ones too."""
     module = make_module(length=3, num_generations=2)
     runner = make_trainer(max_steps=steps, num_sanity_val_steps=0, callbacks=[callback])
-    runner.fit(module, make_source(module, shuffle=False), make_source(module, batch_size=8, shuffle=False))
+    runner.fit(module, make_source(module, shuffle=False), make_source(module, batch_size=2, shuffle=False))
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,16 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.schedules import AdamW, Linear
 from grpo_lightning.types import SamplingParams
 from tests.arguments.registry import case
-from tests.module_runs import SMALL, History, ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer
-from tests.module_runs import vowel_share, weights_of
+from tests.module_runs import (
+    SMALL,
+    History,
+    ScriptedEngine,
+    fit,
+    make_module,
+    make_source,
+    make_trainer,
+    weights_of,
+)
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -36,7 +36,9 @@ def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0)) ->
 @case(Objective, "ratio")
 def test_ratio():
     # the geometric mean of 3, 1/2, 1 is 1.145, inside the clip range; so is 1.8 of 3, 1 where the advantage is negative
-    assert loss(Objective(beta=0.0, ratio="sequence")) == pytest.approx((-3 * 1.5 ** (1 / 3) + 2 * 3**0.5) / 5, abs=1e-6)
+    assert loss(Objective(beta=0.0, ratio="sequence")) == pytest.approx(
+        (-3 * 1.5 ** (1 / 3) + 2 * 3**0.5) / 5, abs=1e-6
+    )
     assert loss(Objective(beta=0.0, ratio="token")) == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
 
 

@@ -160,7 +160,7 @@ def test_streamed_rows_are_read_when_they_are_used(files):
         with open(files["b"], "a") as file:
             file.write("no row\n")
         if streaming:
-            with pytest.raises(ValueError, match="b.jsonl:3: not valid JSON"):
+            with pytest.raises(ValueError, match=r"b\.jsonl:3: not valid JSON"):
                 prompts.order(None).take(0, 3)
         else:
             assert len(prompts) == 2

@@ -55,7 +55,9 @@ def test_one_step():
 
 @case(AdamW, "betas")
 def test_betas():
-    assert trained(betas=(0.0, 0.999)) == pytest.approx(1.0, abs=1e-5)  # no momentum: the second step takes the first one back
+    assert trained(betas=(0.0, 0.999)) == pytest.approx(
+        1.0, abs=1e-5
+    )  # no momentum: the second step takes the first one back
     assert trained(betas=(0.9, 0.999)) < 0.92
 
 

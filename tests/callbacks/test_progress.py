@@ -118,6 +118,11 @@ def test_a_resumed_run_goes_on_at_its_step(tmp_path):
     assert steps_shown(max_steps=4, max_epochs=-1, ckpt_path=str(tmp_path / "last.ckpt")) == [(3, 4, 2), (4, 4, 2)]
 
 
+def test_a_run_resumed_inside_an_epoch_goes_on_at_its_step(tmp_path):
+    fit(make_module(length=2), batch_size=4, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    assert steps_shown(max_steps=3, max_epochs=-1, ckpt_path=str(tmp_path / "last.ckpt")) == [(2, 3, 1), (3, 3, 1)]
+
+
 def test_the_clock_starts_with_the_first_step():
     """An evaluation at the start, counted as training, would make the ETA of the first steps absurd."""
     bar, started = ProgressBar(), []

@@ -410,7 +410,6 @@ def test_flags_beat_the_checkpoint_and_differences_are_said(recipe, caplog):
         "recipe.yaml",
         f"--ckpt_path={path}",
         "--trainer.max_steps=2",
-        "--trainer.enable_progress_bar=false",
     ]
     with caplog.at_level("INFO", "grpo_lightning"):
         cli = main([*flags, "--model.objective.beta=0.5", "--model.sampling.max_completion_length=5"])
@@ -493,3 +492,21 @@ def test_the_progress_bar_can_be_switched_off(recipe):
     cli = main(["fit", "--config", recipe(), "--trainer.max_steps=1", "--trainer.enable_progress_bar=false"])
     assert ProgressBar not in {type(callback) for callback in cli.trainer.callbacks}
     assert CompletionLog in {type(callback) for callback in cli.trainer.callbacks}
+
+
+@pytest.mark.parametrize(
+    "name", ["lightning.pytorch.callbacks.RichProgressBar", "grpo_lightning.callbacks.ProgressBar"]
+)
+def test_a_recipe_has_its_own_progress_bar(recipe, name):
+    callbacks = [{"class_path": name, "init_args": {"refresh_rate": 5}}]
+    cli = main(["fit", "--config", recipe(trainer={"callbacks": callbacks}), "--trainer.max_steps=1"])
+    (bar,) = cli.trainer.progress_bar_callbacks
+    assert f"{type(bar).__module__}.{type(bar).__name__}".endswith(name.rsplit(".", 1)[1])
+    assert bar.refresh_rate == 5
+
+
+def test_a_recipe_has_its_own_completion_log(recipe):
+    callbacks = [{"class_path": "grpo_lightning.callbacks.CompletionLog", "init_args": {"every_n_rollouts": 2}}]
+    cli = main(["fit", "--config", recipe(trainer={"callbacks": callbacks}), "--trainer.max_steps=1"])
+    (log,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, CompletionLog)]
+    assert log.every_n_rollouts == 2
