@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -129,16 +130,26 @@ def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none.
+    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none."""
+    return training_data(trainer) + evaluation_data(trainer)
 
-    Of data that are read as they are used, the first prompts.
-    """
-    owner = getattr(trainer, "datamodule", None)
-    names = ("train_prompts", "val_prompts", "test_prompts")
-    data = [getattr(owner, name, None) for name in names]
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loader = loop._data_source.instance
-        data.append(loader.prompts if isinstance(loader, PromptSource) else None)
+
+def training_data(trainer: L.Trainer) -> list[list[Prompt]]:
+    """What of `known_data` is trained on."""
+    return _known(trainer, ["train_prompts"], [trainer.fit_loop])
+
+
+def evaluation_data(trainer: L.Trainer) -> list[list[Prompt]]:
+    """What of `known_data` is validated, tested or predicted on."""
+    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    return _known(trainer, ["val_prompts", "test_prompts"], loops)
+
+
+def _known(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[list[Prompt]]:
+    """Data sets of the data module by name, and of prompt sources; of data that are read when used, the first rows."""
+    data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
+    loaders = [loop._data_source.instance for loop in loops]
+    data += [loader.prompts for loader in loaders if isinstance(loader, PromptSource)]
     return [known_prompts(prompts) for prompts in data if prompts]
 
 
@@ -170,10 +181,12 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     limit = num_positions(config)
     if limit is None:
         return
-    room = limit - module.sampling.max_completion_length
-    for prompt in prompts:
-        if num_bytes(prompt) + TEMPLATE_TOKENS > room:
-            check_length(prompt, tokenize(prompt, tokenizer), limit, module.sampling.max_completion_length)
+    validation = module.validation.sampling or module.sampling
+    for data, sampling in ((training_data(trainer), module.sampling), (evaluation_data(trainer), validation)):
+        longest = sampling.max_completion_length
+        for prompt in itertools.chain.from_iterable(data):
+            if num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
+                check_length(prompt, tokenize(prompt, tokenizer), limit, longest)
 
 
 TEMPLATE_TOKENS = 256

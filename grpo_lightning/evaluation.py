@@ -38,7 +38,7 @@ class Validation:
     """The least value of that reward which counts as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone."""
+    """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone, where that is above 1."""
 
     confidence: float = 0.95
     """Of the intervals `.../low` and `.../high`."""
@@ -145,7 +145,8 @@ class EvaluationTable(Metric):
         solved = rows[..., 1]
         counts = solved.nansum(dim=1), (~solved.isnan()).sum(dim=1)
         attempts = {f"avg@{self.num_generations}": 1}
-        attempts |= {f"pass@{k}": k for k in self.validation.pass_at or [self.num_generations] if k > 1}
+        all_at_once = [self.num_generations] if self.num_generations > 1 else []
+        attempts |= {f"pass@{k}": k for k in self.validation.pass_at or all_at_once if k <= self.num_generations}
         for name, k in attempts.items():
             chances = pass_at_k(*counts, k)
             low, high = interval(chances, self.validation.confidence, self.num_generations if k == 1 else 1)

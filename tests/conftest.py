@@ -1,5 +1,6 @@
 """What holds for every test: offline, seeded, and no state left for the next one."""
 
+import logging
 import os
 import random
 import sys
@@ -43,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def isolation() -> Iterator[None]:
     """Seed every generator; afterwards undo what a Trainer or a test left behind in this process."""
     environment, arguments = dict(os.environ), sys.argv
+    messages = logging.getLogger("grpo_lightning")
+    said = messages.level, messages.handlers[:], messages.propagate
     sys.argv = arguments[:1]  # LightningCLI warns about pytest's own arguments
     random.seed(0)
     np.random.seed(0)
@@ -54,6 +57,8 @@ def isolation() -> Iterator[None]:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
+    messages.level, messages.handlers, messages.propagate = said
+    logging.getLogger().manager._clear_cache()  # of which levels are enabled
     sys.argv = arguments
     os.environ.clear()  # Lightning leaves PL_GLOBAL_SEED, MASTER_PORT and others
     os.environ.update(environment)

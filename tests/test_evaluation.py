@@ -73,7 +73,8 @@ def test_what_counts_as_solved(settings, average):
 def test_pass_at_several_k():
     result = evaluation([[0.0] * 4], [[1] * 4], right=[[1.0, 0.0, 0.0, 0.0]])
     numbers = means([result], Validation(num_generations=4, pass_at=[1, 2, 4]))
-    assert (numbers["avg@4"], numbers["pass@2"], numbers["pass@4"]) == (0.25, 0.5, 1.0)
+    assert (numbers["avg@4"], numbers["pass@1"], numbers["pass@2"], numbers["pass@4"]) == (0.25, 0.25, 0.5, 1.0)
+    assert [name for name in means([result]) if name.startswith("pass@") and "/" not in name] == ["pass@4"]
 
 
 def test_confidence_widens_the_interval():

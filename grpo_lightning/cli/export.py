@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def run(args: list[str]) -> None:
@@ -10,6 +11,7 @@ def run(args: list[str]) -> None:
     options = vars(parser().parse_args(args))
     from grpo_lightning.export import export
 
+    options["checkpoint"] = checkpoint_of(Path(options["checkpoint"]))
     written = export(**options)
     folder, dtype = written.folder, str(written.dtype).removeprefix("torch.")
     print(f"Exported {written.num_weights:,} weights ({dtype}) to {folder}:")
@@ -22,6 +24,25 @@ def run(args: list[str]) -> None:
     print(f'  tokenizer = AutoTokenizer.from_pretrained("{folder}")')
 
 
+def checkpoint_of(path: Path) -> Path:
+    """The newest complete checkpoint if the path is the folder of a run or of its versions, else the path itself.
+
+    Raises:
+        ConfigurationError: If the run has none.
+    """
+    from grpo_lightning.cli import resuming, run_folder
+    from grpo_lightning.cli.errors import ConfigurationError
+
+    runs = [path] if (path / "checkpoints").is_dir() else list(run_folder.versions(path).values())
+    if not path.is_dir() or not runs:
+        return path
+    newest, skipped = resuming.newest(runs)
+    if newest is None:
+        raise ConfigurationError(f"{path} has no complete checkpoint ({len(skipped)} half-written). Give a file.")
+    print(f"Checkpoint: {newest}")
+    return newest
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(
@@ -30,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
         "config and tokenizer.",
     )
-    parser.add_argument("checkpoint", help="a .ckpt file of a run, or the folder of a sharded one")
+    parser.add_argument("checkpoint", help="a .ckpt file, the folder of a sharded one, or of a run: its newest")
     parser.add_argument("folder", help="where the model goes")
     parser.add_argument("--policy", help="the policy before training; by default as the checkpoint or its run names it")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; by default the checkpoint's")

@@ -66,6 +66,8 @@ class PromptSource:
         for name, value in {"batch_size": batch_size, "cycle": cycle, "world_size": world_size}.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if isinstance(prompts, PromptStream) and (template, shuffle_buffer, num_workers) != (None, 1000, 0):
+            raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
         self.prompts = _readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
         self.batch_size, self.cycle = batch_size, cycle

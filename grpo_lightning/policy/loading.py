@@ -86,6 +86,13 @@ class PolicyLoader:
                 f"policy.dtype ({dtype}) and policy.attention ({attention}) say how a model is loaded; the one given "
                 "is loaded already. Set them when you load it."
             )
+        if model is not None and (
+            revision != "main" or trust_remote_code or (from_scratch and hasattr(model, "parameters"))
+        ):
+            raise ValueError(
+                f"policy.revision ({revision}), policy.trust_remote_code ({trust_remote_code}) and policy.from_scratch "
+                f"({from_scratch}) say how a name is loaded; what is given is in memory already. Leave them out."
+            )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
         self.name = name

@@ -1,10 +1,12 @@
 """`grpo-lightning export`: what it prints loads the model."""
 
 import re
+import shutil
 
 import pytest
 import torch
 
+from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.export import run
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -49,3 +51,17 @@ def test_wrong_arguments_end_with_usage(args, capsys):
         run(args)
     assert stopped.value.code == 2
     assert "usage: grpo-lightning export" in capsys.readouterr().err
+
+
+def test_a_run_stands_for_its_newest_checkpoint(checkpoint, tmp_path, capsys):
+    for number, name in ((0, "old.ckpt"), (1, "new.ckpt")):
+        folder = tmp_path / f"run/version_{number}/checkpoints"
+        folder.mkdir(parents=True)
+        shutil.copy(checkpoint[1], folder / name)
+    newest = tmp_path / "run/version_1/checkpoints/new.ckpt"
+    for given in ("run", "run/version_1"):
+        run([str(tmp_path / given), str(tmp_path / "model"), "--force"])
+        assert f"Checkpoint: {newest}" in capsys.readouterr().out
+    newest.unlink()
+    with pytest.raises(ConfigurationError, match="has no complete checkpoint"):
+        run([str(tmp_path / "run/version_1"), str(tmp_path / "model"), "--force"])

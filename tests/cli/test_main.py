@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.callbacks import CompletionLog, ProgressBar
@@ -494,14 +494,12 @@ def test_the_progress_bar_can_be_switched_off(recipe):
     assert CompletionLog in {type(callback) for callback in cli.trainer.callbacks}
 
 
-@pytest.mark.parametrize(
-    "name", ["lightning.pytorch.callbacks.RichProgressBar", "grpo_lightning.callbacks.ProgressBar"]
-)
-def test_a_recipe_has_its_own_progress_bar(recipe, name):
-    callbacks = [{"class_path": name, "init_args": {"refresh_rate": 5}}]
+@pytest.mark.parametrize("kind", [RichProgressBar, ProgressBar])
+def test_a_recipe_has_its_own_progress_bar(recipe, kind):
+    callbacks = [{"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": {"refresh_rate": 5}}]
     cli = main(["fit", "--config", recipe(trainer={"callbacks": callbacks}), "--trainer.max_steps=1"])
-    (bar,) = cli.trainer.progress_bar_callbacks
-    assert f"{type(bar).__module__}.{type(bar).__name__}".endswith(name.rsplit(".", 1)[1])
+    bar = cli.trainer.progress_bar_callback
+    assert type(bar) is kind
     assert bar.refresh_rate == 5
 
 
