@@ -508,3 +508,20 @@ def test_a_recipe_has_its_own_completion_log(recipe):
     cli = main(["fit", "--config", recipe(trainer={"callbacks": callbacks}), "--trainer.max_steps=1"])
     (log,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, CompletionLog)]
     assert log.every_n_rollouts == 2
+
+
+def test_a_checkpoint_of_the_command_line_loads_with_rewards_given_anew(recipe):
+    policy = {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "policy", "chunk_size": 2}}
+    flags = ["--trainer.max_steps=1", "--model.objective.beta=0.5", "--model.validation.num_generations=3"]
+    cli = main(["fit", "--config", recipe(trainer={"enable_checkpointing": True}, policy=policy), *flags])
+    (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
+    loaded = GRPOLightningModule.load_from_checkpoint(path, rewards=[vowels], weights_only=True)
+    assert (loaded.objective.beta, loaded.validation.num_generations, loaded.loader.chunk_size) == (0.5, 3, 2)
+    assert (loaded.num_generations, loaded.sampling.max_completion_length) == (2, 4)
+    trained = cli.model.state_dict()
+    assert loaded.state_dict().keys() == trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
+
+
+def vowels(completions, answer):
+    return [float(len(text)) for text in completions]
