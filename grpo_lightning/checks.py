@@ -181,7 +181,7 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     limit = num_positions(config)
     if limit is None:
         return
-    validation = module.validation.sampling or module.sampling
+    _, validation = module.validation.draw(module.sampling, is_greedy=False)
     for data, sampling in ((training_data(trainer), module.sampling), (evaluation_data(trainer), validation)):
         longest = sampling.max_completion_length
         for prompt in itertools.chain.from_iterable(data):

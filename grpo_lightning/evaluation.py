@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ class Validation:
     num_generations: int = 1
     """Sampled completions per prompt."""
 
-    sampling: SamplingParams | None = None
-    """How they are drawn; null is as in training."""
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What differs from the sampling of training: `{temperature: 0.6}`."""
 
     greedy: bool = True
     """Also take the greedy completion of every prompt (`val/greedy/...`)."""
@@ -45,12 +46,23 @@ class Validation:
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
-        is_greedy = self.sampling is not None and self.sampling.is_greedy
+        fields = [field.name for field in dataclasses.fields(SamplingParams)]
+        is_greedy = isinstance(self.sampling, Mapping) and self.sampling.get("temperature") == 0
         limits = [
-            ("num_generations", self.num_generations >= 1, "at least 1"),
+            ("num_generations", is_count(self.num_generations), "a whole number, at least 1"),
             ("num_generations", not is_greedy or self.num_generations == 1, "1 at temperature 0: all would be equal"),
-            ("pass_at", all(1 <= k <= self.num_generations for k in self.pass_at), "from 1 to num_generations"),
+            (
+                "pass_at",
+                all(is_count(k) and k <= self.num_generations for k in self.pass_at),
+                "whole numbers from 1 to num_generations",
+            ),
+            ("success_value", math.isfinite(self.success_value), "a finite number"),
             ("confidence", 0 < self.confidence < 1, "between 0 and 1"),
+            (
+                "sampling",
+                isinstance(self.sampling, Mapping) and set(self.sampling) <= set(fields),
+                f"a mapping of what differs from training, of {', '.join(fields)}",
+            ),
         ]
         for name, is_valid, allowed in limits:
             if not is_valid:
@@ -63,8 +75,13 @@ class Validation:
             training: The sampling of rollouts.
             is_greedy: The most likely completion alone.
         """
-        sampling = self.sampling or training
+        sampling = dataclasses.replace(training, **self.sampling)
         return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)
+
+
+def is_count(value: Any) -> bool:
+    """True for a whole number of at least 1."""
+    return type(value) is int and value >= 1
 
 
 @dataclass
@@ -157,8 +174,12 @@ class EvaluationTable(Metric):
 def evaluation_tables(
     rewards: Sequence[str], validation: Validation, sources: Sequence[str], device: torch.device
 ) -> dict[str, EvaluationTable]:
-    """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for."""
-    draws = {"sampled": validation.num_generations} | ({"greedy": 1} if validation.greedy else {})
+    """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for.
+
+    Where sampling is greedy itself, its completions are not drawn twice.
+    """
+    has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
+    draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
     return {kind: EvaluationTable(rewards, size, validation, sources).to(device) for kind, size in draws.items()}
 
 

@@ -145,7 +145,7 @@ class GRPOLightningModule(L.LightningModule):
     def score_rewards(self, groups: list[Group]) -> Tensor:
         """[N, G] the weighted reward of every completion; nan where it is not scorable."""
         with self.phase("reward"):
-            scores = self.value(groups, self.sampling)
+            scores = self.value(groups)
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
@@ -233,9 +233,9 @@ class GRPOLightningModule(L.LightningModule):
             for prompt, ids, completions in zip(prompts, prompt_ids, drawn, strict=True)
         ]
 
-    def value(self, groups: list[Group], sampling: SamplingParams) -> Scores:
-        """What the rewards say about completions drawn under `sampling`."""
-        limit = sampling.max_completion_length
+    def value(self, groups: list[Group]) -> Scores:
+        """What the rewards say, by the length limit of training also where completions are only evaluated."""
+        limit = self.sampling.max_completion_length
         return self.reward_set.score(groups, trainer_state=self.trainer, max_completion_length=limit)
 
     def logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -249,9 +249,10 @@ class GRPOLightningModule(L.LightningModule):
         """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed."""
         num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
-        seed = derived_seed(run_seed(self.seed), "evaluation", *(prompt.index for prompt in prompts))
+        identity = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
+        seed = derived_seed(run_seed(self.seed), "evaluation", *identity)
         groups = self.generate(prompts, num_generations, sampling, seed)
-        return Evaluation(groups, self.value(groups, sampling))
+        return Evaluation(groups, self.value(groups))
 
     def on_validation_epoch_start(self) -> None:
         """Begin a table of every kind of completions."""

@@ -116,9 +116,17 @@ def test_records_have_what_a_reader_needs():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_generations": 0}, "validation.num_generations must be at least 1, got 0"),
-        ({"num_generations": 2, "sampling": SamplingParams(temperature=0)}, "1 at temperature 0: all would be equal"),
-        ({"num_generations": 4, "pass_at": [8]}, r"validation.pass_at must be from 1 to num_generations, got \[8\]"),
+        ({"num_generations": 0}, "validation.num_generations must be a whole number, at least 1, got 0"),
+        ({"num_generations": 2, "sampling": {"temperature": 0}}, "1 at temperature 0: all would be equal"),
+        (
+            {"num_generations": 4, "pass_at": [8]},
+            r"validation.pass_at must be whole numbers from 1 to num_generations, got \[8\]",
+        ),
+        ({"num_generations": 2.5}, "validation.num_generations must be a whole number, at least 1, got 2.5"),
+        ({"pass_at": [1.5]}, "validation.pass_at must be whole numbers from 1 to num_generations, got"),
+        ({"success_value": NAN}, "validation.success_value must be a finite number, got nan"),
+        ({"sampling": SamplingParams()}, "validation.sampling must be a mapping of what differs from training"),
+        ({"sampling": {"temprature": 1}}, "validation.sampling must be a mapping .*top_p.*got {'temprature': 1}"),
         ({"confidence": 1.0}, "validation.confidence must be between 0 and 1, got 1.0"),
     ],
 )
@@ -134,5 +142,6 @@ def test_how_completions_are_drawn():
         1,
         SamplingParams(temperature=0.0, max_completion_length=9),
     )
-    own = SamplingParams(temperature=0.2)
-    assert Validation(sampling=own).draw(training, is_greedy=False) == (1, own)
+    own = {"temperature": 0.2}
+    expected = SamplingParams(temperature=0.2, max_completion_length=9)
+    assert Validation(sampling=own).draw(training, is_greedy=False) == (1, expected)

@@ -44,7 +44,7 @@ def test_only_the_rewards_are_given_anew(folder):
         "policy": PolicyLoader("policy", chunk_size=2),
         "sampling": SamplingParams(max_completion_length=3, temperature=0.8),
         "objective": Objective(beta=0.2, epsilon_high=0.3),
-        "validation": Validation(num_generations=4, pass_at=[2]),
+        "validation": Validation(num_generations=4, pass_at=[2], sampling={"temperature": 0.5}),
         "reward_weights": [2.0],
         "seed": 7,
     }

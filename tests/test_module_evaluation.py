@@ -1,11 +1,12 @@
 """validate, test and predict: what is drawn, what is logged, and that no loss is computed."""
 
 import pytest
+from torch.utils.data import DataLoader
 
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.rollout.local import LocalEngine
 from tests.module_runs import ScriptedEngine, make_module, make_trainer
 from tests.tiny_models import EOS
 
@@ -59,8 +60,41 @@ def test_numbers_do_not_depend_on_the_batch_size():
 
 
 def test_own_sampling():
-    module = make_module(length=8, validation=Validation(sampling=SamplingParams(max_completion_length=3)))
+    module = make_module(length=8, validation=Validation(sampling={"max_completion_length": 3}))
     assert run("validate", module)["val/length"] <= 3
+
+
+def test_greedy_sampling_is_not_drawn_twice():
+    metrics = run("validate", make_module(validation=Validation(sampling={"temperature": 0})))
+    assert "val/avg@1" in metrics
+    assert not [name for name in metrics if "greedy" in name]
+
+
+def test_batches_of_a_plain_loader_draw_differently():
+    """Their prompts have no place in the data: what they say stands for it."""
+    drawn = []
+
+    class Seeds(LocalEngine):
+        def generate(self, prompts, num_generations, sampling, seed, progress=None):
+            drawn.append(seed)
+            return super().generate(prompts, num_generations, sampling, seed, progress)
+
+    make_trainer().validate(make_module(engine=Seeds()), DataLoader(["a", "b", "c"]), verbose=False)
+    assert len(set(drawn[::2])) == 3
+
+
+def test_a_lone_source_is_not_logged_twice():
+    assert not [name for name in run("validate", scripted()) if "source" in name]
+
+
+def test_the_interval_knows_how_many_were_drawn():
+    agreeing = make_module(
+        engine=ScriptedEngine([[6, 7, 8, 9, EOS]] * 4), rewards=[has_text], validation=Validation(num_generations=4)
+    )
+    mixed = run("validate", scripted())
+    alike = run("validate", agreeing)
+    assert mixed["val/avg@4/high"] - mixed["val/avg@4/low"] == pytest.approx(0.41, abs=0.02)  # 20 draws, not 5 prompts
+    assert alike["val/avg@4/low"] == pytest.approx(0.57, abs=0.02)  # all solved: 5 prompts
 
 
 def test_sources_are_told_apart():

@@ -191,7 +191,7 @@ def test_what_counts_as_solved():
 def test_how_validation_draws():
     for settings, temperatures in (
         ({}, [1.0, 0.0]),
-        ({"sampling": SamplingParams(max_completion_length=6, temperature=0.5)}, [0.5, 0.0]),
+        ({"sampling": {"temperature": 0.5}}, [0.5, 0.0]),
         ({"greedy": False}, [1.0]),
     ):
         engine = Mixed()
