@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.utils.data import DataLoader
+
 from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts
 from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
 from grpo_lightning.types import Prompt
@@ -200,6 +202,35 @@ def num_bytes(prompt: Prompt) -> int:
     return sum(len(str(message.get("content")).encode()) for message in prompt.content)
 
 
+def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check, where the loader can be seen yet, that it repeats the prompts of a cycle.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    loader, cycle = trainer.fit_loop._data_source.instance, module.cycle_length(trainer.accumulate_grad_batches)
+    if isinstance(loader, PromptSource) and loader.cycle != cycle:
+        raise ValueError(wrong_cycle(module, trainer, loader.cycle, is_from_source=True))
+    if isinstance(loader, DataLoader | list) and cycle != 1:
+        raise ValueError(wrong_cycle(module, trainer, 1, is_from_source=False))
+
+
+def wrong_cycle(module: GRPOLightningModule, trainer: L.Trainer, given: int, *, is_from_source: bool) -> str:
+    """What is wrong with a loader that gives every batch `given` times, and what to do."""
+    accumulate = trainer.accumulate_grad_batches
+    cycle = f"cycle=module.cycle_length({accumulate})"
+    return (
+        f"A rollout is trained for {module.cycle_length(accumulate)} micro-steps (accumulate_grad_batches {accumulate} "
+        f"x updates_per_rollout {module.updates_per_rollout} x num_iterations {module.num_iterations}), but the "
+        f"training loader gives every batch {given} time(s). "
+        + (
+            f"Give the PromptSource {cycle}."
+            if is_from_source
+            else f"Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., {cycle})."
+        )
+    )
+
+
 def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) -> None:
     """Check that a micro-step can be trained.
 
@@ -212,20 +243,9 @@ def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) 
         RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's rollout
             is lost.
     """
-    accumulate = module.trainer.accumulate_grad_batches
-    cycle = module.cycle_length(accumulate)
+    cycle = module.cycle_length(module.trainer.accumulate_grad_batches)
     if batch.cycle != cycle:
-        raise RuntimeError(
-            f"A rollout is trained for {cycle} micro-steps (accumulate_grad_batches {accumulate} x updates_per_rollout "
-            f"{module.updates_per_rollout} x num_iterations {module.num_iterations}), but the training loader gives "
-            f"every batch {batch.cycle} time(s). "
-            + (
-                f"Give the PromptSource cycle=module.cycle_length({accumulate})."
-                if batch.is_from_source
-                else "Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., "
-                f"cycle=module.cycle_length({accumulate}))."
-            )
-        )
+        raise RuntimeError(wrong_cycle(module, module.trainer, batch.cycle, is_from_source=batch.is_from_source))
     if batch.position != position:
         raise RuntimeError(
             f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint was "

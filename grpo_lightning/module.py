@@ -287,6 +287,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_rewards(self, self.trainer)
         checks.check_prompts(self, self.trainer)
         if stage == "fit":
+            checks.check_loader(self, self.trainer)
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:

@@ -95,7 +95,7 @@ def test_yaml_examples_are_settings(folder):
         Path("more.yaml").write_text(block)
         config = parse(["--config", "my_run.yaml", "--config", "more.yaml"])
         for section, settings in yaml.safe_load(block).items():
-            assert set(settings) <= set(vars(config[section]))
+            assert {name.removesuffix("+") for name in settings} <= set(vars(config[section]))
     entries = yaml.safe_load(examples[0])["data"]["datasets"]
     assert [DatasetEntry(**entry).rewards for entry in entries] == [None, ["exact_match"]]
 

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 Line = Mapping[str, Any]
 """One completion, as `completions.jsonl` has it."""
 
+NUMBERS = frozenset({"step", "epoch", "rollout", "prompt_index", "length", "reward", "advantage"})
+"""The fields of a line that are numbers or None in every row."""
+
 ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
 """What would be taken for markup or for the end of a table's cell, and how it is written instead."""
 
@@ -108,22 +111,24 @@ def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
 
 
 def cells(line: Line) -> dict[str, Any]:
-    """A line as a flat row: rewards in columns of their own, numbers as numbers, everything else as text.
+    """A line as a flat row: rewards in columns of their own, our own numbers as numbers, everything else as text.
 
-    A table column has one type: a number in one rollout and a list in the next would be an error.
+    A table column has one type, or Weights & Biases stops the run: what rewards gave to `log_extra` may be a number in
+    one row and a list in the next.
     """
-    flat = {name: value for name, value in line.items() if name != "rewards"}
-    flat |= {f"rewards/{name}": value for name, value in line["rewards"].items()}
-    return {name: as_cell(value) for name, value in flat.items()}
+    flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
+    del flat["rewards"]
+    return flat | {f"rewards/{name}": as_number(value) for name, value in line["rewards"].items()}
 
 
-def as_cell(value: Any) -> float | str | None:
-    """A number, None, or a text."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        return float(value)
-    return json.dumps(value, ensure_ascii=False, default=str)
+def as_number(value: float | None) -> float | None:
+    """A number as float, None as it is."""
+    return None if value is None else float(value)
+
+
+def as_text(value: Any) -> str | None:
+    """A text or None as it is, anything else as JSON."""
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def markdown(chosen: Iterable[tuple[str, Line]]) -> str:

@@ -82,7 +82,7 @@ class CompletionLog(L.Callback):
 def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
     """The last rollout, completion by completion.
 
-    A column from `log_extra` with the name of a field of ours is written as `extra/<name>`.
+    A column from `log_extra` with the name of a field of ours, or of one of the tables, is written as `extra/<name>`.
     """
     assert module.samples is not None
     groups, scores, advantages = module.samples
@@ -90,6 +90,6 @@ def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
     for row, (record, advantage) in enumerate(completions):
         del record["columns"]  # of the data, which prompt_index finds
         line = {"rollout": module.rollout_index - 1, **record, "advantage": advantage}
-        taken = {"step", "epoch", *line}
+        taken = {"step", "epoch", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}
         yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}

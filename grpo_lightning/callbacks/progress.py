@@ -96,6 +96,17 @@ class ProgressBar(TQDMProgressBar):
         if self._train_progress_bar is not None:
             self.train_progress_bar.close()
 
+    def on_exception(self, *_: Any) -> None:
+        """Close whichever bar is shown: what is said about the error begins on a line of its own."""
+        for bar in (
+            self._train_progress_bar,
+            self._val_progress_bar,
+            self._test_progress_bar,
+            self._predict_progress_bar,
+        ):
+            if bar is not None:
+                bar.close()
+
     def on_phase(self, trainer: L.Trainer, phase: str) -> None:
         """Show what the step is doing."""
         self.phase = phase

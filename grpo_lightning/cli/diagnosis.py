@@ -54,6 +54,26 @@ def actions(parser: ArgumentParser) -> dict[str, Any]:
     }
 
 
+def below_one_value(parser: ArgumentParser, sources: Iterable[Source]) -> str | None:
+    """A flag below a key that takes one value of any kind: the parser would hand it on as an object of its own."""
+    known = actions(parser)
+    for source in sources:
+        if source.is_flag and (key := below_any(source.tree, "", known)):
+            return f"{source.where}: {unknown_key(key, (), known)}"
+    return None
+
+
+def below_any(tree: Any, prefix: str, known: Mapping[str, Any]) -> str | None:
+    """The first key that lies below one of type Any."""
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        key = f"{prefix}{name}"
+        if getattr(known.get(key), "_typehint", None) is Any and isinstance(value, Mapping):
+            return f"{key}.{next(iter(value))}"
+        if problem := below_any(value, f"{key}.", known):
+            return problem
+    return None
+
+
 def defaults_of_null(parser: ArgumentParser) -> dict[str, dict[str, Any]]:
     """What null means where settings of a dataclass are expected: its defaults, by dotted key."""
     kinds = {
@@ -142,6 +162,8 @@ def unknown_key(key: str, allowed: Iterable[str], known: Iterable[str] = ()) -> 
     # Written into the wrong group: the name is right, or nearly.
     near += [other for other in known if other.rpartition(".")[2] == name and other not in near]
     hint = f" Did you mean {' or '.join(near[:3])}?" if near else ""
+    if not allowed:
+        return f"there is no key {key}. {group} takes one value.{hint}"
     listed = ", ".join(allowed[:MAX_LISTED]) + (", ..." if len(allowed) > MAX_LISTED else "")
     where = f"Keys of {group}" if group else "Keys"
     return f"there is no key {key}.{hint}\n{where}: {listed}."
@@ -237,7 +259,9 @@ def import_problem(path: str, members: list[Any], key: str) -> str | None:
     except Exception as error:  # noqa: BLE001 - whatever the user's module raises is what is wrong with the setting
         return f"{key}: importing {module_name} for {path} failed: {type(error).__name__}: {error}."
     if hasattr(module, name):
-        return None
+        value = getattr(module, name)
+        # What it is called on is judged by the parser; what cannot be called at all is neither function nor class.
+        return None if callable(value) else f"{key}: {path} is {value!r}, not a function."
     near = difflib.get_close_matches(name, public_names(module))
     hint = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else ""
     listed = "" if near else f"It has: {', '.join(public_names(module)[:MAX_LISTED])}."

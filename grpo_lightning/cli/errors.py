@@ -84,14 +84,21 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
     return any(frame.f_code.co_name == "_run_stage" for frame, _ in traceback.walk_tb(tb))
 
 
+def plain_refusal(raised: BaseException) -> BaseException | None:
+    """What this package says about a setting, when that is all there is to say: no cause, and not from a loop."""
+    error = expected(raised)
+    is_plain = isinstance(error, ValueError | TypeError | OSError) and innermost_module(error) == "grpo_lightning"
+    return error if is_plain and error.__cause__ is None and not is_inside_a_loop(error.__traceback__) else None
+
+
 def lines(error: BaseException) -> list[str]:
     """What is printed: the error, what caused it and where, and how to see more."""
     said = [f"error: {error}"]
+    if isinstance(error, ConfigurationError) or plain_refusal(error) is not None:
+        return said
     cause = error.__cause__
-    if not isinstance(error, ConfigurationError) and cause is not None:
+    if cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         said.append(f"caused by {type(cause).__name__}: {cause}{where}")
-    if not isinstance(error, ConfigurationError):
-        said.append(f"({TRACEBACK}=1 shows the whole traceback.)")
-    return said
+    return [*said, f"({TRACEBACK}=1 shows the whole traceback.)"]

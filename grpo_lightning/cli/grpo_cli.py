@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 from collections.abc import Sequence
@@ -13,13 +12,14 @@ import jsonargparse
 import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from grpo_lightning.callbacks import CompletionLog, ProgressBar, WritePredictions
-from grpo_lightning.cli import diagnosis, resuming, run_folder, sources
-from grpo_lightning.cli.errors import ConfigurationError, rank
-from grpo_lightning.cli.loggers import ContinuedSteps, MetricsLogger
+from grpo_lightning.cli import diagnosis, resuming, run_folder, short_names, sources
+from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_saving, kind_of_default
+from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
+from grpo_lightning.cli.interrupt import GracefulStop
+from grpo_lightning.cli.loggers import without_anonymous
 from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.messages import quiet_libraries, show_messages
@@ -32,12 +32,17 @@ log = logging.getLogger(__name__)
 
 PARTS = {"model": GRPOLightningModule, "data": PromptDataModule}
 LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
+# The parser's own way out is sixty lines of usage: `parse_arguments` says what is wrong. It would also take the
+# beginning of a flag for the flag, which a YAML key cannot be.
+PARSING = {"exit_on_error": False, "allow_abbrev": False}
 DESCRIPTIONS = {
     "fit": (
         "Train. Outputs go to runs/<run_name>/version_<N>. Without trainer.max_epochs, max_steps or max_time a run has "
         "one epoch. --ckpt_path auto goes on from the newest complete checkpoint of runs/<run_name>, in its folder, or "
         "starts afresh; from --ckpt_path FILE a run goes on in a new folder. Settings are those of the command line, "
-        "never the checkpoint's."
+        "never the checkpoint's. "
+        "Checkpoints are written at the end of every epoch and every 15 minutes, the newest of each kept, unless "
+        "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
@@ -74,9 +79,9 @@ class GRPOCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            # The parser's own way out is sixty lines of usage: `parse_arguments` says what is wrong.
-            parser_kwargs={"exit_on_error": False, "prog": "grpo-lightning"}
-            | {name: {"exit_on_error": False, "description": text} for name, text in DESCRIPTIONS.items()},
+            parser_class=short_names.Parser,
+            parser_kwargs={**PARSING, "prog": "grpo-lightning"}
+            | {name: {**PARSING, "description": text} for name, text in DESCRIPTIONS.items()},
             args=list(args),
         )
 
@@ -106,11 +111,14 @@ class GRPOCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
         args, notices = sources.find_configs(args)
-        given = sources.read(args)  # a syntax error is said with its file and line
+        args = short_names.in_flags(args)
+        self.given = given = sources.read(args)  # a syntax error is said with its file and line
+        subparser = self._subcommand_parsers.get(args[0] if args else "", parser)
+        if problem := diagnosis.below_one_value(subparser, given):
+            raise ConfigurationError(problem)
         try:
             self.config = parser.parse_args(args)
         except jsonargparse.ArgumentError as error:
-            subparser = self._subcommand_parsers.get(args[0] if args else "", parser)
             raise ConfigurationError(diagnosis.explain(error.message, subparser, given)) from error
         settings = self.config[self.config.subcommand]
         if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.config.subcommand], settings):
@@ -185,34 +193,60 @@ class GRPOCLI(LightningCLI):
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         elif settings.get("ckpt_path"):  # a folder of its own is what an explicit checkpoint gets
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
-        callbacks: list[L.Callback] = [WritePredictions()] if self.subcommand == "predict" else [CompletionLog()]
-        # Lightning refuses a progress bar that is there although it is switched off.
-        if settings.trainer.get("enable_progress_bar") is not False:
-            callbacks.append(ProgressBar())
-        if self.subcommand == "fit" and settings.get("ckpt_path"):
-            callbacks.append(ContinuedSteps())
-        self.trainer_defaults = {"callbacks": callbacks}
+        self.trainer_defaults = {"callbacks": default_callbacks(str(self.subcommand), settings)}
 
     def instantiate_classes(self) -> None:
         """Take a folder for the run and point the loggers at it."""
         self.asked = self.config
+        self.folder: Path | None = None
+        self.stop: GracefulStop | None = None
         settings = self.asked[self.subcommand]
         if settings.trainer.get("fast_dev_run"):  # logs nothing and saves nothing
-            super().instantiate_classes()
+            self.instantiate_parts()
             return
         runs = run_folder.runs_folder(settings.trainer, settings.run_name)
-        folder = self.continued or run_folder.take_next(runs)
+        self.folder = self.continued or run_folder.take_next(runs)
         self.config = self.asked.clone()
-        run_folder.place(self.config[self.subcommand].trainer, folder)
+        run_folder.place(self.config[self.subcommand].trainer, self.folder)
+        if self.subcommand == "fit":
+            self.stop = GracefulStop(self.folder / "checkpoints", is_saving=is_saving(settings.trainer))
         try:
-            super().instantiate_classes()
+            self.instantiate_parts()
         except BaseException:
-            if self.continued is None and rank() == 0:
-                with contextlib.suppress(OSError):  # it holds something: then it stays
-                    folder.rmdir()
+            self.leave_nothing()
             raise
         if rank() == 0:
-            log.info(f"Run folder: {folder}")
+            log.info(f"Run folder: {self.folder}")
+
+    def instantiate_parts(self) -> None:
+        """Make model, data and Trainer. Raises: ConfigurationError, if one of them refuses a setting."""
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            refusal = plain_refusal(error)
+            if refusal is None:
+                raise
+            raise ConfigurationError(sources.with_origin(str(refusal), self.given)) from error
+
+    def leave_nothing(self) -> None:
+        """After a run that did nothing: remove its folder, if it is this run's own and holds no results."""
+        if self.folder is not None and self.continued is None and rank() == 0:
+            run_folder.remove_without_results(self.folder)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the command; a run that a signal stopped says how to go on."""
+        try:
+            super()._run_subcommand(subcommand)
+        except SIGTERMException:
+            if self.stop is None or self.stop.stopped_at is None:
+                raise
+            if rank() == 0:
+                log.info(self.stop.last_words())
+            raise SystemExit(self.stop.exit_code) from None
+        except BaseException:
+            if self.trainer.global_step == 0:
+                self.leave_nothing()
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The Trainer, with a line for a model summary."""
@@ -231,6 +265,10 @@ class GRPOCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
             raise ConfigurationError(f"trainer: {error}") from error
+        for logger in trainer.loggers:
+            without_anonymous(logger)
+        if self.stop is not None:
+            trainer.callbacks.append(self.stop)  # type: ignore[attr-defined]
         if not has_summary:
             # Put in the place of Lightning's: handed to the Trainer, it would be reported as one that is already there.
             trainer.callbacks = [  # type: ignore[attr-defined]
@@ -274,16 +312,3 @@ def instantiate(config: Namespace, names: Sequence[str]) -> tuple[Any, ...]:
         build = getattr(parser, "instantiate", None) or parser.instantiate_classes
         made.append(build(Namespace({name: config[name]}))[name])
     return tuple(made)
-
-
-def kind_of_default(callback: L.Callback) -> type[L.Callback]:
-    """What one of our default callbacks is an instance of: a run has one progress bar, whosever it is."""
-    return AnyProgressBar if isinstance(callback, AnyProgressBar) else type(callback)
-
-
-def default_loggers() -> list[dict[str, Any]]:
-    """TensorBoard and metrics.csv, which get the run's folder."""
-    return [
-        {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs"}},
-        {"class_path": f"{MetricsLogger.__module__}.MetricsLogger"},
-    ]

@@ -90,3 +90,10 @@ class MetricsLogger(CSVLogger):
         if self._experiment is None:
             self._experiment = MetricsWriter(self.log_dir)
         return self._experiment
+
+
+def without_anonymous(logger: Any) -> None:
+    """Keep a WandbLogger from handing on `anonymous`, which it does even unset: W&B warns that it has no effect."""
+    settings = getattr(logger, "_wandb_init", {})
+    if settings.get("anonymous", "") is None:
+        del settings["anonymous"]

@@ -137,6 +137,8 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
     train, val = (prompts if isinstance(prompts, list) else None for prompts in (data.train_prompts, data.val_prompts))
     if train is None and not why_no_prompts:
         why_no_prompts = "the data are streamed"
+    for prompts in (train, val):  # what `fit` refuses is not planned
+        module.reward_set.validate_prompts(prompts or [])
     if own.prompt_tokens is not None:
         tokens, why_tokens = own.prompt_tokens, "as --prompt_tokens says"
     else:
@@ -181,10 +183,10 @@ def longest_prompt(
         measured = sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:MEASURED_PROMPTS]
         try:
             tokenizer = module.loader.load_tokenizer()
-            tokens = max(len(tokenize(prompt, tokenizer)) for prompt in measured)
-        except (OSError, ValueError) as error:  # a folder with a config alone can be planned for, too
-            why_not = f"the policy's tokenizer cannot be used: {str(error).strip().partition(chr(10))[0]}"
+        except OSError as error:  # a folder with a config alone can be planned for, too
+            why_not = f"the policy's tokenizer cannot be loaded: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         else:
+            tokens = max(len(tokenize(prompt, tokenizer)) for prompt in measured)
             of = "all" if len(measured) == len(prompts) else f"the {len(measured)} longest texts of all"
             return tokens, f"the longest of {of} {len(prompts):,} prompts, by the policy's tokenizer"
     if data.max_prompt_length is not None:

@@ -80,12 +80,12 @@ def header(path: Path) -> dict[str, str]:
 
 def run(args: list[str]) -> None:
     """The command `recipes`."""
-    parser = argparse.ArgumentParser(prog="grpo-lightning recipes", description=__doc__)
+    parser = argparse.ArgumentParser(prog="grpo-lightning recipes", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="name, what it shows, and on what hardware")
-    show_parser = commands.add_parser("show", help="print a recipe")
+    commands.add_parser("list", allow_abbrev=False, help="name, and what it shows")
+    show_parser = commands.add_parser("show", allow_abbrev=False, help="print a recipe")
     show_parser.add_argument("name")
-    copy_parser = commands.add_parser("copy", help="copy a recipe, to change it")
+    copy_parser = commands.add_parser("copy", allow_abbrev=False, help="copy a recipe, to change it")
     copy_parser.add_argument("name")
     copy_parser.add_argument("target", nargs="?", default=".", help="folder or .yaml file (default: here)")
     copy_parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
@@ -99,26 +99,18 @@ def run(args: list[str]) -> None:
 
 
 def list_all() -> None:
-    """Print the table."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("recipe", "shows", "hardware", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.columns[0].no_wrap = True
+    """Print two lines a recipe; its hardware is told by `show`."""
     for name in names():
-        said = header(named(name))
-        hardware = said.get("Hardware", "that of the recipe it is added to")
-        table.add_row(Text(name), Text(first_sentence(said.get("Shows", ""))), Text(hardware))
-    Console().print(table)
+        print(name)
+        print(f"    {first_sentence(header(named(name)).get('Shows', ''))}")
+    print()
     print("Run one:  grpo-lightning fit --config quickstart")
     print("Add one:  grpo-lightning fit --config quickstart --config objectives/dapo")
     print("Own one:  grpo-lightning recipes copy quickstart my_recipe.yaml")
 
 
 def first_sentence(text: str) -> str:
-    """What a table has room for; the abbreviations that a text may begin with ("Dr.") end no sentence."""
+    """What a list has room for; the abbreviations that a text may begin with ("Dr.") end no sentence."""
     match = re.match(r".{20,}?\.(?= |$)", text)
     return match[0] if match else text
 

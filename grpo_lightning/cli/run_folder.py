@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from grpo_lightning.cli.loggers import MetricsLogger
 # Ranks that this process launches inherit the choice: looking for the next version, they would find this one taken.
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
+SETTINGS = ("config.yaml", "hparams.yaml")
 
 
 def run_name(given: str | None, config_files: Sequence[Path]) -> str:
@@ -67,7 +69,8 @@ def take_next(folder: Path) -> Path:
 def place(trainer: Namespace, folder: Path) -> None:
     """Point a Trainer's settings at the run's folder: where nothing is logged, and every logger without a name.
 
-    The first logger is where Lightning looks for the folder: where it is none that writes there, metrics.csv is added.
+    Every run that logs has metrics.csv. The first logger is where Lightning looks for the run's folder: metrics.csv
+    comes first where that one writes elsewhere.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -76,11 +79,11 @@ def place(trainer: Namespace, folder: Path) -> None:
     loggers = loggers if isinstance(loggers, list) else [loggers]
     for logger in loggers:
         place_logger(logger, folder)
-    kinds = ("TensorBoardLogger", "CSVLogger", "MetricsLogger")
-    if loggers[0].class_path.rpartition(".")[2] not in kinds:
+    kinds = [logger.class_path.rpartition(".")[2] for logger in loggers]
+    if not {"CSVLogger", "MetricsLogger"} & set(kinds):
         metrics = Namespace(class_path=f"{MetricsLogger.__module__}.MetricsLogger", init_args=Namespace())
         place_logger(metrics, folder, is_new=True)
-        loggers = [metrics, *loggers]
+        loggers = [*loggers, metrics] if kinds[0] == "TensorBoardLogger" else [metrics, *loggers]
     trainer.logger = loggers
 
 
@@ -88,7 +91,7 @@ def place_logger(logger: Namespace, folder: Path, *, is_new: bool = False) -> No
     """Let one logger write into the run's folder, unless its recipe names a place."""
     settings = logger.init_args
     if logger.class_path.endswith(".WandbLogger"):
-        if settings.get("save_dir") in (None, "."):
+        if settings.get("save_dir") in (None, ".") and settings.get("dir") is None:
             settings.save_dir = str(folder)
         if settings.get("name") is None:
             settings.name = f"{folder.parent.name}/{folder.name}"
@@ -102,3 +105,27 @@ def keep_old_config(folder: Path, text: str) -> None:
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         number = sum(1 for _ in folder.glob("config_*.yaml"))
         path.rename(folder / f"config_{number}.yaml")
+
+
+def remove_without_results(folder: Path) -> None:
+    """Remove the folder of a run that did nothing, if it holds settings and empty logs alone."""
+    paths = [path for path in folder.rglob("*") if not path.is_dir()]
+    if all(is_without_results(path) for path in paths):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_without_results(path: Path) -> bool:
+    """True for settings and for a log in which nothing stands."""
+    if path.name == "metrics.csv":
+        return path.stat().st_size == 0
+    return path.name in SETTINGS or (path.name.startswith("events.out.tfevents.") and not has_events(path))
+
+
+def has_events(path: Path) -> bool:
+    """True if a TensorBoard file holds more than hyperparameters; also where nobody can tell."""
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    except ImportError:
+        return True
+    tags = [value.tag for event in LegacyEventFileLoader(str(path)).Load() for value in event.summary.value]
+    return any(tag != "hp_metric" and not tag.startswith("_hparams_/") for tag in tags)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ class Source:
 
     tree: dict[str, Any]
     """Nested, not checked."""
+
+    is_flag: bool = False
 
 
 def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
@@ -89,7 +92,7 @@ def read(args: Sequence[str]) -> list[Source]:
             tree = load(value, flag) if value else None
             for key in reversed(flag.removeprefix("--").split(".")):
                 tree = {key: tree}
-            sources.append(Source("on the command line", tree))
+            sources.append(Source("on the command line", tree, is_flag=True))
     return sources
 
 
@@ -111,3 +114,28 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
         raise ConfigurationError(
             f"{where} is not valid YAML: {problem}." + (f"\n{snippet}" if snippet else "")
         ) from None
+
+
+def with_origin(message: str, sources: Iterable[Source]) -> str:
+    """What a constructor says about a setting, with the place it was given at and its whole key.
+
+    The constructor knows its arguments, but neither the section they stand in nor the file.
+    """
+    key = re.match(r"[A-Za-z_][\w.]*\w", message)
+    if key is None:
+        return message
+    for source in reversed(list(sources)):
+        for section in ("", "model.", "data."):
+            if holds(source.tree, f"{section}{key[0]}".split(".")):
+                return f"{source.where.removeprefix('in ')}: {section}{message}"
+    return message
+
+
+def holds(tree: Any, keys: Sequence[str]) -> bool:
+    """True if nested settings have a value at a dotted key; `init_args` may be left out of it."""
+    if not keys:
+        return True
+    if not isinstance(tree, Mapping):
+        return False
+    below = tree.get(keys[0], tree.get(f"{keys[0]}+"))
+    return (below is not None and holds(below, keys[1:])) or holds(tree.get("init_args"), keys)

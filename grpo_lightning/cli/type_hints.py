@@ -61,14 +61,19 @@ def imported(path: str, members: list[Any]) -> Any:
             return getattr(import_module(module_name), name, None)
         except ImportError:
             return None
-    subclasses: list[type] = [other for member in members if is_plain_class(member) for other in descendants(member)]
-    return next((other for other in subclasses if other.__name__ == name), None)
+    return next((other for other in named_classes(members) if other.__name__ == name), None)
 
 
 def class_names(members: list[Any]) -> list[str]:
     """The names that stand for a class without its module."""
-    found: list[type] = [other for member in members if is_plain_class(member) for other in descendants(member)]
-    return sorted({other.__name__ for other in found})
+    return sorted({other.__name__ for other in named_classes(members)})
+
+
+def named_classes(members: list[Any]) -> list[type]:
+    """The classes that may be named where an object or a `Callable[..., object]` is expected; the package's own first."""
+    made = [get_args(member)[-1] if is_callable(member) and get_args(member) else member for member in members]
+    found: list[type] = [other for kind in made if is_plain_class(kind) for other in descendants(kind)]
+    return sorted(found, key=lambda kind: not kind.__module__.startswith("grpo_lightning"))
 
 
 def descendants(kind: type) -> Iterable[type]:

@@ -79,13 +79,13 @@ def as_prompt(
         row: A `Prompt` stays as it is, but for an index if it has none.
         index: Its position in the data set.
         template: What is put around the text of a row.
-        where: What to call the row in errors; by default by its index.
+        where: What to call the row in errors; by default its number, from 1.
 
     Raises:
         TypeError: If it is none of these.
         ValueError: If it is a row without a prompt, or with an image.
     """
-    where = where or f"row {index}"
+    where = where or (f"row {index + 1}" if index >= 0 else "the row")
     if isinstance(row, Prompt):
         return replace(row, index=index) if row.index < 0 <= index else row
     if isinstance(row, str):
@@ -115,7 +115,7 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     if isinstance(batch, Mapping) and not any(isinstance(value, str) for value in batch.values()):
         batch = _rows_of_columns(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return PromptBatch([as_prompt(row, where=f"row {number} of the batch") for number, row in enumerate(batch)])
+        return PromptBatch([as_prompt(row, where=f"row {number} of the batch") for number, row in enumerate(batch, 1)])
     raise TypeError(
         f"A training batch must be prompts (a list of texts or rows, or a PromptBatch), got {type(batch).__name__}. "
         "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `collate_fn=list`."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
@@ -18,6 +19,8 @@ from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptAs, PromptTemplate
 from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.types import Prompt
+
+log = logging.getLogger(__name__)
 
 # Mappings first: overriding a list of dataclasses, the command line would keep the old entry's other fields.
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
@@ -101,6 +104,7 @@ class PromptDataModule(L.LightningDataModule):
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
+        self._unused: set[str] = set()  # settings that were said to have no effect
 
     def prepare_data(self) -> None:
         """Download or build the files."""
@@ -122,12 +126,18 @@ class PromptDataModule(L.LightningDataModule):
             self.val_prompts = self.load(self.val_datasets)
         if self.test_datasets is not None and self.test_prompts is None and stage in (None, "test", "predict"):
             self.test_prompts = self.load(self.test_datasets)
+        has_prompts = self.val_prompts is not None or (stage != "validate" and self.test_prompts is not None)
+        if stage in ("validate", "test", "predict") and not has_prompts:
+            settings = ["data.test_datasets"] * (stage != "validate") + ["data.val_datasets", "data.val_split"]
+            raise ValueError(f"There are no prompts to {getattr(stage, 'value', stage)} on: set {' or '.join(settings)}.")
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
         """The prompts of a mixture, or a stream of them."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
+            self._say_unused({"num_workers": 0, "shuffle_buffer": 1000}, "is read as a whole, and is no stream")
             return load_mixture(datasets, seed=seed, template=self.template, limit=limit, num_proc=self.num_proc)
+        self._say_unused({"num_proc": 1}, "is streaming: its threads are num_workers")
         stream = stream_mixture(
             datasets,
             seed=seed,
@@ -140,22 +150,26 @@ class PromptDataModule(L.LightningDataModule):
         return stream
 
     def length_limit(self) -> LengthLimit | None:
-        """The longest prompt allowed, counted by the policy's tokenizer."""
+        """The longest prompt allowed, counted by the policy's tokenizer.
+
+        Raises:
+            ValueError: If there is no trainer to know the policy.
+        """
         if self.max_prompt_length is None:
             return None
-        assert self.trainer is not None
-        tokenizer = self.trainer.lightning_module.loader.load_tokenizer()  # type: ignore[union-attr, operator]
+        tokenizer = self._attached_to().lightning_module.loader.load_tokenizer()  # type: ignore[union-attr, operator]
         return LengthLimit(tokenizer, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
         """The training prompts, each cycle's as often as the module's cycle has micro-steps.
 
         Raises:
-            ValueError: If they are a stream and nothing says when the run ends.
+            ValueError: If there is no trainer, nothing was read, or they are a stream and nothing says when the run
+                ends.
         """
-        trainer, prompts = self.trainer, self.train_prompts
-        assert prompts is not None
-        assert trainer is not None
+        trainer, prompts = self._attached_to(), self.train_prompts
+        if prompts is None:
+            raise ValueError("The training prompts are not read yet: call setup('fit') first, as a Trainer does.")
         if isinstance(prompts, PromptStream) and trainer.max_steps < 0:
             raise ValueError(
                 "data.datasets is streaming: nothing says how long an epoch is. Set trainer.max_steps to the optimizer "
@@ -172,40 +186,39 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """The validation prompts, once, in the order of the files; none if a training run has none.
-
-        Raises:
-            ValueError: If `validate` was asked for and there are none.
-        """
-        if self.val_prompts is not None:
-            return self.once(self.val_prompts)
-        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-            raise ValueError("There are no prompts to validate on: set data.val_datasets or data.val_split.")
-        return []
+        """The validation prompts, once, in the order of the files; none if a training run has none."""
+        return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:
-        """The test prompts, or else those of validation.
-
-        Raises:
-            ValueError: If there are neither.
-        """
+        """The test prompts, or else those of validation."""
         prompts = self.val_prompts if self.test_prompts is None else self.test_prompts
-        if prompts is None:
-            raise ValueError("There are no prompts for this: set data.test_datasets or data.val_datasets.")
+        assert prompts is not None  # `setup` has seen to it
         return self.once(prompts)
 
     predict_dataloader = test_dataloader
 
     def once(self, prompts: Prompts) -> PromptSource:
         """This rank's share of some prompts, once, in their order."""
-        assert self.trainer is not None
+        trainer = self._attached_to()
         return PromptSource(
-            prompts,
-            self.val_batch_size,
-            shuffle=False,
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
+            prompts, self.val_batch_size, shuffle=False, rank=trainer.global_rank, world_size=trainer.world_size
         )
+
+    def _attached_to(self) -> L.Trainer:
+        """The trainer. Raises: ValueError if there is none."""
+        if self.trainer is None:
+            raise ValueError(
+                "The PromptDataModule has no trainer, which knows the ranks, the cycle and the tokenizer that counts "
+                "max_prompt_length. Give it to one: trainer.fit(model, datamodule=data)."
+            )
+        return self.trainer
+
+    def _say_unused(self, defaults: dict[str, int], why: str) -> None:
+        """Say once of every setting that is not at its default that a mixture makes no use of it."""
+        for name, default in defaults.items():
+            if getattr(self, name) != default and name not in self._unused:
+                self._unused.add(name)
+                log.info("data.%s %s has no effect on a mixture that %s.", name, getattr(self, name), why)
 
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -224,7 +237,8 @@ def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[
     """
     if isinstance(prompts, PromptStream):
         raise ValueError("data.val_split needs all prompts at once, and data.datasets is streaming: give val_datasets.")
-    num_val = math.ceil(size * len(prompts)) if isinstance(size, float) else size
+    # As written, by its decimals: in floats 0.07 of 100 is 7.000000000000001, which rounds up to 8.
+    num_val = math.ceil(Fraction(str(size)) * len(prompts)) if isinstance(size, float) else size
     if num_val >= len(prompts):
         raise ValueError(f"data.val_split {size} leaves none of the {len(prompts)} prompts to train on: lower it.")
     generator = torch.Generator().manual_seed(derived_seed(seed, "val_split"))

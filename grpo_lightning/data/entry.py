@@ -87,7 +87,9 @@ class DatasetEntry:
     @property
     def source(self) -> str:
         """Its label in logs."""
-        return self.name or Path(self.location.name).stem
+        path = Path(self.location.name)
+        # What follows a dot is a file's suffix, but part of a data set's name (`NuminaMath-1.5`).
+        return self.name or (path.stem if self.json_path is not None else path.name or path.resolve().name)
 
     @property
     def strategy(self) -> str:

@@ -60,6 +60,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         hint = " One object per line is .jsonl, not .json." if error.msg == "Extra data" else ""
         place = f"{path}:{error.lineno}"
         raise ValueError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
+        raise ValueError(f"{path}: this JSON cannot be read: {error}.") from error
     if not isinstance(elements, list):
         raise ValueError(f"{path} must be a list of objects, got {elements!r:.80}. One object per line is .jsonl.")
     for number, element in enumerate(elements, start=1):

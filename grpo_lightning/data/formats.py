@@ -110,12 +110,14 @@ def _text(value: Any, where: str) -> str:
 
 
 def _chat(value: Any, where: str) -> list[Message]:
-    """The messages, checked. Raises: ValueError naming the message that is not one."""
+    """The messages, checked, their text parts joined. Raises: ValueError naming the message that is not one."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"{where} must be a list of messages that is not empty, got {value!r:.80}.")
+    messages = []
     for number, message in enumerate(value, start=1):
         _check_message(message, f"{where}, message {number}")
-    return list(value)
+        messages.append(_with_text(message))
+    return messages
 
 
 def _text_or_chat(value: Any, where: str) -> str | list[Message]:
@@ -203,6 +205,17 @@ def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
     return () if content is None or isinstance(content, str) else content
 
 
+def _with_text(message: Message) -> Message:
+    """The message with text for content if its parts are text alone.
+
+    The chat templates of text models write parts as nothing, or as Python would print the list.
+    """
+    parts = _parts(message)
+    if not parts or any(part["type"] != "text" for part in parts):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
 def _check_message(message: Any, where: str) -> None:
     """Raises: ValueError if `message` has no known role, or no content that a chat template can render."""
     if not isinstance(message, Mapping):
@@ -219,3 +232,6 @@ def _check_message(message: Any, where: str) -> None:
             f'{where}: the content must be text or a list of parts like {{"type": "text", "text": "..."}}, '
             f"got {content!r:.80}."
         )
+    for number, part in enumerate(_parts(message), start=1):
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            raise ValueError(f"{where}, part {number} is of type 'text' and must have a text, got {part!r:.80}.")

@@ -84,10 +84,10 @@ class DatasetRows(Sequence[Row]):
         """One row, or several."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return Row(f"{self.label}, row {index}", self.dataset[index])
+        return Row(f"{self.label}, row {index + 1}", self.dataset[index])
 
 
 def stream_dataset(dataset: Any, label: str) -> Iterator[Row]:
     """The rows of a data set, one after the other."""
-    for number, columns in enumerate(dataset):
+    for number, columns in enumerate(dataset, start=1):
         yield Row(f"{label}, row {number}", columns)

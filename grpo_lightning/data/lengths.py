@@ -33,6 +33,24 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class LengthCount:
+    """How many prompts were too long."""
+
+    num_prompts: int = 0
+    """Prompts seen."""
+
+    num_too_long: int = 0
+
+    longest: int = 0
+    """Tokens of the longest prompt seen."""
+
+    def with_one(self, num_tokens: int, max_prompt_length: int) -> LengthCount:
+        """The count with one more prompt, of `num_tokens` tokens."""
+        is_too_long = num_tokens > max_prompt_length
+        return LengthCount(self.num_prompts + 1, self.num_too_long + is_too_long, max(self.longest, num_tokens))
+
+
+@dataclass(frozen=True)
 class LengthLimit:
     """The longest prompt allowed, and what is done with longer ones. Picklable: other processes measure too."""
 
@@ -45,8 +63,12 @@ class LengthLimit:
     see the whole prompt."""
 
     def measure(self, prompt: Prompt, where: str) -> Measured:
-        """The prompt as it is to be used: itself, cut, or None for "drop" and "error" if it is too long."""
-        token_ids = tokenize(prompt, self.tokenizer)
+        """The prompt as it is to be used: itself, cut, or None for "drop" and "error" if it is too long.
+
+        Raises:
+            ValueError: Beginning with `where`, if the prompt cannot be tokenized.
+        """
+        token_ids = tokenize(prompt, self.tokenizer, where)
         kept: Prompt | None = prompt
         if len(token_ids) > self.max_prompt_length:
             is_cut = self.overlong_prompts == "truncate"
@@ -66,15 +88,24 @@ class LengthLimit:
         too_long = [m for m in measured if m.num_tokens > self.max_prompt_length]
         if not too_long:
             return
-        longest = max(m.num_tokens for m in too_long)
-        found = f"{len(too_long)} of {len(measured)} prompts of {of} have more than {self.max_prompt_length} tokens"
+        count = LengthCount(len(measured), len(too_long), max(m.num_tokens for m in too_long))
         if self.overlong_prompts == "error":
             raise ValueError(
-                f"{too_long[0].where}: the prompt has {too_long[0].num_tokens} tokens. {found}; the longest has "
-                f"{longest}. Raise max_prompt_length, or set overlong_prompts to 'drop' or 'truncate'."
+                f"{too_long[0].where}: the prompt has {too_long[0].num_tokens} tokens. {self._found(count, of)}; the "
+                f"longest has {count.longest}. Raise max_prompt_length, or set overlong_prompts to 'drop' or "
+                "'truncate'."
             )
+        self.warn(count, of=of)
+
+    def warn(self, count: LengthCount, *, of: str) -> None:
+        """Log how many prompts were left out or cut."""
         done = {"drop": "left out", "truncate": "cut to their last tokens"}[self.overlong_prompts]
-        log.warning("%s and are %s; the longest has %d.", found, done, longest)
+        log.warning("%s and are %s; the longest has %d.", self._found(count, of), done, count.longest)
+
+    def _found(self, count: LengthCount, of: str) -> str:
+        """The counts in words."""
+        number = f"{count.num_too_long} of {count.num_prompts} prompts of {of}"
+        return f"{number} have more than {self.max_prompt_length} tokens"
 
 
 def check_limit_settings(max_prompt_length: int | None, overlong_prompts: str) -> None:

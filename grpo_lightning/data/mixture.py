@@ -17,7 +17,6 @@ import functools
 import itertools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,12 +103,14 @@ def stream_mixture(
         FileNotFoundError: If a file or folder is not there.
     """
     parts = []
-    for source, entry in _named(as_entries(entries)):
+    named = _named(as_entries(entries))
+    for source, entry in named:
         if entry.json_path is not None:
             existing(entry.json_path)
         convert = _Convert(_reader(entry, source, template), limit)
         parts.append(functools.partial(_open_part, entry, source, seed, convert))
-    return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit)
+    sources = [source for source, _ in named]
+    return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
 
 
 def is_streaming(entries: Entries) -> bool:
@@ -157,10 +158,16 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
         entry = DatasetEntry.of(item, where=f"{file}, entry {number}")
         if entry.json_path is not None:
             entry = replace(entry, json_path=str(existing(entry.json_path, file.parent)))
-        elif entry.dataset is not None and (file.parent / entry.dataset).is_dir() and not Path(entry.dataset).is_dir():
+        elif entry.dataset is not None and _is_beside(entry, file.parent):
             entry = replace(entry, dataset=str(file.parent / entry.dataset))
         entries.append(entry)
     return entries
+
+
+def _is_beside(entry: DatasetEntry, folder: Path) -> bool:
+    """True if the data set of an entry, without `:subset` and `#N`, is a folder in `folder` and no current one."""
+    names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the whole name goes first
+    return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 
 @dataclass(frozen=True)
@@ -187,13 +194,15 @@ def _reader(entry: DatasetEntry, source: str, template: PromptTemplate | None) -
 
 def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
     """Every entry with its own name: they are kept apart in logs, and draw their random rows apart."""
-    seen: Counter[str] = Counter()
-    named = []
+    own = {entry.source for entry in entries}
+    named: dict[str, DatasetEntry] = {}
     for entry in entries:
-        seen[entry.source] += 1
-        number = seen[entry.source]
-        named.append((entry.source if number == 1 else f"{entry.source}#{number}", entry))
-    return named
+        name, number = entry.source, 1
+        while name in named or (number > 1 and name in own):
+            number += 1
+            name = f"{entry.source}#{number}"
+        named[name] = entry
+    return list(named.items())
 
 
 def _all_rows(entry: DatasetEntry) -> Sequence[Row]:

@@ -32,6 +32,8 @@ class Row:
                 value = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{self.where}: not valid JSON: {error.msg} at column {error.colno}.") from error
+            except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
+                raise ValueError(f"{self.where}: this JSON cannot be read: {error}.") from error
         if not isinstance(value, dict):
             raise ValueError(f'{self.where}: a row must be an object like {{"prompt": "..."}}, got {value!r:.80}.')
         return value
@@ -54,7 +56,8 @@ class RowReader:
             ValueError: Naming file and line, if the row is none, lacks a renamed column, or is not text alone.
         """
         content = self._renamed(row.parse(), row.where)
-        if self.accu_reward_method is not None and content.get("accu_reward_method") is None:
+        # A CSV file has no other way to say "none" than an empty cell.
+        if self.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
             content["accu_reward_method"] = self.accu_reward_method
         prompt = to_prompt(content, where=row.where, index=index, source=self.source, template=self.template)
         refuse_media(prompt, row.where)

@@ -8,6 +8,7 @@ purpose: Lightning would replace a DataLoader's sampler by a shuffling one and s
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,7 +21,9 @@ from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.seeding import derived_seed
 from grpo_lightning.types import Prompt
 
-__all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch", "known_prompts"]
+__all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch", "known_prompts", "source_names"]
+
+log = logging.getLogger(__name__)
 
 
 class PromptSource:
@@ -70,6 +73,8 @@ class PromptSource:
             raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
         self.prompts = _readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
+        if not self.is_stream and (shuffle_buffer, num_workers) != (1000, 0):
+            log.info("shuffle_buffer and num_workers have no effect: the data set has a length, and is no stream.")
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
         self.rank, self.world_size = rank, world_size
@@ -140,9 +145,12 @@ class PromptSource:
         """Start the epoch, or go on in it where a checkpoint was taken.
 
         Raises:
-            ValueError: If a stream has no prompt at all.
+            ValueError: If a stream has no prompt at all, or the checkpoint was taken in another order.
         """
         resume, self.resume_from = self.resume_from, None
+        # Not when the state is loaded: `overfit_batches` stops the shuffling only after that.
+        if resume is not None and resume.get("shuffle") != self.shuffle:
+            raise ValueError(_other_settings([f"shuffle was {resume.get('shuffle')}, is {self.shuffle}"]))
         if resume is None or resume["epoch"] != self.epoch:
             resume = {"prompts_used": 0, "cycle_start": 0, "position": 0}
         self.prompts_used, self.cycle_start, self.position = (
@@ -192,22 +200,20 @@ class PromptSource:
             "prompts_used": 0 if is_epoch_over else self.prompts_used,
             "cycle_start": 0 if is_epoch_over else self.cycle_start,
             "position": self.position,
+            "shuffle": self.shuffle,
             **self._identity(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken.
+        """Go on where `state` was taken. That `shuffle` is as it was is checked when the epoch begins.
 
         Raises:
-            ValueError: If the data or the cycle are not those of the checkpoint.
+            ValueError: If the data, the seed or the cycle are not those of the checkpoint.
         """
         now = self._identity()
         changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
         if changed:
-            raise ValueError(
-                f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original "
-                "ones, or start a new run from the checkpoint's weights."
-            )
+            raise ValueError(_other_settings(changed))
         self.resume_from = dict(state)
 
     def _identity(self) -> dict[str, int]:
@@ -217,9 +223,24 @@ class PromptSource:
         return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
 
 
+def _other_settings(changed: Sequence[str]) -> str:
+    """What is said of a checkpoint whose position means nothing here."""
+    return (
+        f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original ones, "
+        "or start a new run from the checkpoint's weights."
+    )
+
+
 def known_prompts(data: Sequence[Prompt] | PromptStream) -> list[Prompt]:
     """The prompts that can be known without reading a data set: all of a list, the first of what is read when used."""
     return data.head() if isinstance(data, LazyPrompts | PromptStream) else list(data)
+
+
+def source_names(data: Sequence[Prompt] | PromptStream) -> list[str]:
+    """The names of the data's sources, sorted: all of a mixture, of other streams those of the first prompts."""
+    if isinstance(data, PromptStream) and data.sources:
+        return sorted(set(data.sources))
+    return sorted({prompt.source for prompt in known_prompts(data)})
 
 
 def _readable(data: Any, convert: Any, **stream: int) -> Sequence[Prompt] | PromptStream:

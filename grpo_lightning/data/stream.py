@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.workers import in_threads
 from grpo_lightning.types import Prompt
 
@@ -26,7 +26,8 @@ class PromptStream:
         parts: The data sets.
         shuffle_buffer: Rows kept to draw the next one from; 1 keeps the order.
         num_workers: Threads that read ahead.
-        limit: The limit the parts measure by, to say at the end how many prompts it concerned.
+        limit: The limit the parts measure by, to say how many prompts it concerned.
+        sources: The names of the sources the prompts come from, if they are known without reading.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PromptStream:
         shuffle_buffer: int = 1000,
         num_workers: int = 0,
         limit: LengthLimit | None = None,
+        sources: Sequence[str] = (),
     ) -> None:
         if shuffle_buffer < 1:
             raise ValueError(f"shuffle_buffer must be at least 1, got {shuffle_buffer}.")
@@ -45,13 +47,21 @@ class PromptStream:
         self.shuffle_buffer = shuffle_buffer
         self.num_workers = num_workers
         self.limit = limit
+        self.sources = tuple(sources)
+        self._heads: dict[int, list[Prompt]] = {}
 
     def order(self, seed: int | None) -> StreamOrder:
         """One pass over the data: shuffled by `seed`, or as it is for None."""
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first prompts of every part, unshuffled: what can be known of the data before training."""
+        """The first prompts of every part, unshuffled: what can be known of the data before training. Read once."""
+        if size not in self._heads:
+            self._heads[size] = self._read_head(size)
+        return list(self._heads[size])
+
+    def _read_head(self, size: int) -> list[Prompt]:
+        """Read the first prompts of every part. Raises: ValueError if one is too long, where that is an error."""
         measured = [
             convert(row, number)
             for part in self.parts
@@ -103,14 +113,16 @@ class StreamOrder:
         self.reading: Iterator[tuple[int, Measured]] | None = None
         self.start = 0
         self.window: deque[tuple[int, Prompt]] = deque()
-        self.measured: list[Measured] = []
+        self.lengths = LengthCount()
+        self.said = LengthCount()
+        """The counts that the log has."""
 
     def take(self, start: int, size: int) -> tuple[list[Prompt], int]:
         """Up to `size` prompts from position `start` on, fewer at the end, and the position after them."""
         if self.reading is None or start < self.start:
             self.reading = self.stream.read(self.seed, start)
             self.window.clear()
-            self.measured.clear()
+            self.lengths = LengthCount()  # rows that are read again must not count twice
         self.start = start
         while self.window and self.window[0][0] < start:
             self.window.popleft()
@@ -129,7 +141,7 @@ class StreamOrder:
         try:
             position, measured = next(self.reading)
         except StopIteration:
-            self._report()
+            self._report("the stream")
             return False
         except BaseException:
             self.reading = None  # a reader that has raised is over, which must not pass for the end of the data
@@ -137,16 +149,19 @@ class StreamOrder:
         if self.stream.limit is not None:
             if measured.prompt is None and self.stream.limit.overlong_prompts == "error":
                 self.stream.limit.check([measured], of="the stream")
-            self.measured.append(Measured(None, measured.num_tokens))
+            self.lengths = self.lengths.with_one(measured.num_tokens, self.stream.limit.max_prompt_length)
+            # A run that ends by max_steps never comes to the end of the data: said at the first and at doubling counts.
+            if self.lengths.num_too_long >= max(1, 2 * self.said.num_too_long):
+                self._report("the stream so far")
         if measured.prompt is not None and position >= self.start:
             self.window.append((position, measured.prompt))
         return True
 
-    def _report(self) -> None:
-        """Say once, at the end, how many prompts were left out or cut."""
-        if self.stream.limit is not None:
-            self.stream.limit.check(self.measured, of="the stream")
-            self.measured.clear()
+    def _report(self, of: str) -> None:
+        """Say how many prompts were left out or cut, unless the log has just these counts."""
+        if self.stream.limit is not None and self.lengths.num_too_long and self.lengths != self.said:
+            self.stream.limit.warn(self.lengths, of=of)
+            self.said = self.lengths
 
 
 def stream_of(rows: Iterable[T], convert: Callable[[T, int], Prompt], **options: Any) -> PromptStream:

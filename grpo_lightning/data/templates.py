@@ -19,6 +19,8 @@ PromptAs = Literal["auto", "text", "chat"]
 
 SHIPPED = Path(__file__).parent / "prompts"
 QUESTION = "{question}"
+LONGEST_NAME = 255
+"""Bytes that a name in a folder may have. Asking a file system for a longer one is an error."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,14 @@ def named_text(value: str, *, kind: str, key: str) -> str:
     """The text that `value` is, names, or is the file of; without the line end of the file's last line.
 
     Raises:
-        ValueError: If it is a single word that names no shipped text.
+        ValueError: If it looks like a name (`r2`) and is no shipped one.
         FileNotFoundError: If it looks like a file and is not there.
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key} must be text that is not empty, a file or a shipped name, got {value!r:.80}.")
     path = SHIPPED / kind / f"{value}.txt"
     if value not in shipped_names(kind):
-        is_text = re.search(r"\s", value.strip()) is not None and not value.endswith((".txt", ".md"))
-        if is_text or QUESTION in value:
+        if QUESTION in value or not (_is_file_name(value) or _is_word(value)):
             return value
         path = Path(value).expanduser()
     if not path.is_file():
@@ -128,3 +129,18 @@ def named_text(value: str, *, kind: str, key: str) -> str:
             f"{', '.join(shipped_names(kind))}. Give one of them, a file, or a text of more than one word."
         )
     return path.read_text(encoding="utf-8").removesuffix("\n")
+
+
+def _is_file_name(value: str) -> bool:
+    """True for a line that ends like a file with a text; spaces and every script may be in a file's name."""
+    is_short = len(value) < 1000 and all(len(part.encode()) <= LONGEST_NAME for part in value.split("/"))
+    return value.endswith((".txt", ".md")) and len(value.splitlines()) == 1 and is_short
+
+
+def _is_word(value: str) -> bool:
+    """True for what looks like a name or a path: short ASCII without spaces, with a slash or of letters and digits.
+
+    Languages without spaces write whole texts in one word: what is not ASCII is one.
+    """
+    is_short = len(value) <= LONGEST_NAME and value.isascii() and re.search(r"\s", value) is None
+    return is_short and ("/" in value or re.fullmatch(r"[\w.-]*[\w-]", value) is not None)

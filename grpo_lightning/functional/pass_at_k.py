@@ -59,4 +59,5 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
     n = num_prompts * min(max(worth, 1.0), draws)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     centre, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
-    return max(0.0, (centre - half) / (1 + z**2 / n)), min(1.0, (centre + half) / (1 + z**2 / n))
+    low, high = (centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)
+    return (0.0 if mean == 0 else low), (1.0 if mean == 1 else high)  # exact where rounding leaves 1e-17

@@ -214,8 +214,8 @@ class PolicyLoader:
         if has_flash and self.dtype != "float32":
             log.info("Attention: flash_attention_2 (flash-attn is installed).")
             return "flash_attention_2"
-        reason = "it needs 16-bit weights" if has_flash else "flash-attn with a CUDA device is not there"
-        log.info("Attention: the model's default, sdpa for most (flash_attention_2 not used: %s).", reason)
+        reason = "it needs 16-bit weights" if has_flash else "it needs flash-attn and a CUDA device"
+        log.info("Attention: the model's default, which is sdpa for most; not flash_attention_2: %s.", reason)
         return None
 
 
@@ -229,7 +229,7 @@ def naming(key: str, name: str) -> Iterator[None]:
         )
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a folder without a tokenizer
         found = (
             f"the folder {Path(name).resolve()}" if Path(name).is_dir() else "no such folder, nor a model on the hub"
         )

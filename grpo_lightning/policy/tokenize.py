@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateError
+
 from grpo_lightning.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
     """The prompt's token ids: text as it is, messages through the chat template with the assistant's turn opened.
 
+    Args:
+        prompt: Text or messages.
+        tokenizer: The policy's.
+        where: What to call the prompt in errors; by default by its source and index.
+
     Raises:
-        ValueError: If the prompt has no tokens, or messages meet a tokenizer without a chat template.
+        ValueError: If the prompt has no tokens, or its messages meet a tokenizer without a chat template or one that
+            cannot render them.
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
@@ -24,18 +32,25 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     else:
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"Prompt {prompt.index} is a list of messages, but the tokenizer has no chat template. Set "
-                "`tokenizer.chat_template`, use an instruction-tuned model, or give prompts as text."
+                f"{where or _name(prompt)} is a list of messages, but the tokenizer has no chat template. Take "
+                "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "
+                "text: then a question is continued as it is (in Python: PromptTemplate(prompt_as='text'))."
             )
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in prompt.content],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **prompt.chat_template_kwargs,
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                [dict(message) for message in prompt.content],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **prompt.chat_template_kwargs,
+            )
+        except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
+            raise ValueError(
+                f"{where or _name(prompt)}: the tokenizer's chat template cannot render the messages: {error}. Change "
+                "or remove the row, or set another `tokenizer.chat_template`."
+            ) from error
     if not ids:
-        raise ValueError(f"Prompt {prompt.index} has no tokens: {prompt.content!r}. Remove the row.")
+        raise ValueError(f"{where or _name(prompt)} has no tokens: {prompt.content!r}. Remove the row.")
     return list(ids)
 
 
@@ -62,12 +77,16 @@ def check_length(prompt: Prompt, prompt_ids: list[int], limit: int | None, max_c
         ValueError: If they do not, naming the prompt and the lengths.
     """
     if limit is not None and len(prompt_ids) + max_completion_length > limit:
-        where = f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}"
         raise ValueError(
-            f"{where} has {len(prompt_ids)} tokens; with sampling.max_completion_length {max_completion_length} that "
-            f"is more than the policy's {limit} positions. Lower the length, set data.max_prompt_length (with "
-            "overlong_prompts: drop or truncate), or leave the prompt out."
+            f"{_name(prompt)} has {len(prompt_ids)} tokens; with sampling.max_completion_length "
+            f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, set "
+            "data.max_prompt_length (with overlong_prompts: drop or truncate), or leave the prompt out."
         )
+
+
+def _name(prompt: Prompt) -> str:
+    """What to call a prompt in errors."""
+    return f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}"
 
 
 def num_positions(config: PretrainedConfig) -> int | None:

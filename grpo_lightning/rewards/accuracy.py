@@ -17,9 +17,9 @@ class Accuracy(Reward):
     r"""1 if the completion's answer equals the row's answer as mathematics, else 0: `\frac{1}{2}` is 0.5.
 
     The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else a
-    formula announced near the end ("the final answer is $x$"). No answer, and one that cannot be read, is a wrong
-    answer. A row whose right answer cannot be read as mathematics is not scorable, nor is a completion whose comparison
-    fails or takes too long; both are said in a warning.
+    formula announced near the end ("the final answer is $x$"). No answer is a wrong one, and so is what cannot be read,
+    and what tries several: "3 and 4", or a line each. A row whose right answer cannot be read as mathematics is not
+    scorable, nor is a completion whose comparison fails or takes too long; both are said in a warning.
 
     Comparing is done by math-verify (extra `math`) in a process of its own, from any thread.
 

@@ -9,14 +9,13 @@ import re
 from typing import Any
 
 _GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of the answer
+_BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of the answer
 
 
 def between_answer_tags(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds; None if there is none."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else text[start + len("<answer>") : end]
+    """What the last `<answer>...</answer>` holds, up to the first closing tag; None if there is none."""
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
 
 
 def after_hashes(text: str) -> str | None:
@@ -26,7 +25,10 @@ def after_hashes(text: str) -> str | None:
 
 
 def in_box(text: str) -> str | None:
-    r"""What the last closed `\boxed{...}` holds, braces inside it matched; None if there is none."""
+    r"""What the last closed `\boxed{...}` holds, braces inside it matched; None if there is none.
+
+    Data that were escaped once too often have `\\boxed{...}`, which is read too.
+    """
     opened: list[int | None] = []  # for every brace still open: where a box begins, None for other braces
     last: tuple[int, int] | None = None
     for found in _BRACES.finditer(text):

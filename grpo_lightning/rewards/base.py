@@ -37,6 +37,9 @@ CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", *SHARE
 Content = str | Sequence[Message]
 """A prompt or completion as rewards receive it: text, or chat messages."""
 
+METHOD_COLUMN = "accu_reward_method"
+"""The data column that names how a row is scored; `ByMethod` reads it."""
+
 OnError = Literal["raise", "none", "value"]
 
 CompletionsAs = Literal["auto", "text", "messages"]
@@ -54,6 +57,9 @@ class Reward(ABC):
     required_columns: tuple[str, ...] = ()
     """Data columns it needs beyond those its signature names."""
 
+    optional_columns: tuple[str, ...] = ()
+    """Data columns it reads where the data have them, beyond those its signature names."""
+
     completions_as: CompletionsAs = "auto"
     """The form it takes completions in; "auto" is the form of the prompt."""
 
@@ -65,6 +71,16 @@ class Reward(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Score completions; take by name what is needed. Returns: [B] numbers or None ([N] lists if `per_group`)."""
+
+    def check(self, max_completion_length: int) -> None:  # noqa: B027 (most rewards have nothing to check)
+        """Check the settings against the run's, before any weights load. A reward inside another is checked with it.
+
+        Args:
+            max_completion_length: The training run's limit, in tokens.
+
+        Raises:
+            ValueError: If they do not fit.
+        """
 
 
 RewardLike = Reward | Callable[..., Any]
@@ -123,6 +139,7 @@ class WeightedReward(Reward):
         self._accepted, needed = _keywords(reward, self._name)
         columns = [*needed, *getattr(_innermost(reward), "required_columns", ())]
         self.required_columns = tuple(column for column in columns if column not in CONTRACT)
+        self.optional_columns = tuple(getattr(_innermost(reward), "optional_columns", ()))
 
     @property
     def name(self) -> str:
@@ -134,6 +151,26 @@ class WeightedReward(Reward):
         if self._accepted is not None:
             available = {name: value for name, value in available.items() if name in self._accepted}
         return self.reward(**available)
+
+    def check(self, max_completion_length: int) -> None:
+        """Check the reward, if it is a `Reward`. Raises: ValueError as it does, with its name in front."""
+        inner = _innermost(self.reward)
+        if isinstance(inner, Reward):
+            try:
+                inner.check(max_completion_length)
+            except ValueError as error:
+                raise ValueError(f"Reward {self.name!r}: {error}") from error
+
+    def may_read(self, column: str) -> bool:
+        """Whether a data column can make a difference: False if it is named nowhere.
+
+        A function with `**kwargs` may read any column; a `Reward` says so in `optional_columns`.
+        """
+        if self._accepted is not None and column in self._accepted:
+            return True
+        if column in (*self.required_columns, *self.optional_columns):
+            return True
+        return self._accepted is None and not isinstance(_innermost(self.reward), Reward)
 
 
 def completion_text(completion: Content) -> str:

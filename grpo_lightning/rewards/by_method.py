@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.rewards.base import (
+    METHOD_COLUMN,
     SHARED,
     Content,
     Reward,
@@ -37,7 +38,7 @@ class ByMethod(Reward):
         methods: dict[str, RewardLike] | None = None,
         *,
         default: str = "default",
-        method_column: str = "accu_reward_method",
+        method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
         """Raises: ValueError if `default` is no method, or a method cannot be inside another reward."""
@@ -48,6 +49,7 @@ class ByMethod(Reward):
         self.method_column = method_column
         self.default = self._known(default)
         self.required_columns = self.methods[default].required_columns
+        self.optional_columns = (method_column,)
 
     @property
     def name(self) -> str:
@@ -87,10 +89,15 @@ class ByMethod(Reward):
 
         return later()
 
+    def check(self, max_completion_length: int) -> None:
+        """Check every method. Raises: ValueError as the methods do."""
+        for method in self.methods.values():
+            method.check(max_completion_length)
+
     def _known(self, name: Any) -> str:
         """The name of a method. Raises: ValueError if there is none of that name."""
-        if name in self.methods:
-            return str(name)
+        if isinstance(name, str) and name in self.methods:
+            return name
         close = difflib.get_close_matches(str(name), self.methods, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(

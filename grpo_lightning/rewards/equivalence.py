@@ -38,7 +38,7 @@ class Equivalence:
             gold: The right answer.
             answer: An answer, or a text that announces one.
             is_anchored: True if only a formula announced as the answer counts.
-            timeout_seconds: After which the process is killed.
+            timeout_seconds: After which the process is killed, also if this one is gone.
 
         Returns:
             Whether they are equal (False too if the answer cannot be read); None if `gold` cannot be read.
@@ -47,7 +47,9 @@ class Equivalence:
             UndecidedError: If the comparison failed or took too long.
             RuntimeError: If the process does not start.
         """
-        question = json.dumps({"gold": gold, "answer": answer, "is_anchored": is_anchored})
+        question = json.dumps(
+            {"gold": gold, "answer": answer, "is_anchored": is_anchored, "timeout_seconds": timeout_seconds}
+        )
         with self._lock:
             process = self._running()
             line, is_late = _exchange(process, question, timeout_seconds)

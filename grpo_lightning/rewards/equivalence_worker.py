@@ -9,9 +9,12 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import re
 import signal
 import sys
+import threading
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,17 @@ MEMORY_BYTES = 4 << 30
 MAX_NESTING = 30
 """Deeper brackets are no answer, and the LaTeX parser takes seconds on "((((((" instead of failing."""
 
+GRACE_SECONDS = 1.0
+"""How long after its time a comparison may still run: the process that asks ends it before, unless that was killed."""
+
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 _WITH_UNIT = re.compile(r"[+-]?[0-9.,]+\s+[A-Za-z]+\.?")
 _WORD = re.compile(r"[A-Za-z]{3}")
+_APART = re.compile(r"\\?\$|\\[()\[\]]|[\n\r\u2028](?![ \t]{0,8}=)|[.?]\s")
+_WORDS = re.compile(r"[A-Za-z]{2,}")
+_LINKED = re.compile(r"=>?|\||&|->|\u2192|\\\\|\\(?:to|rightarrow|Rightarrow|implies|cup)(?![A-Za-z])")
+_EDGES = " \t*:,;.=()"
 _SYMBOLS = str.maketrans(
     {"\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u03c0": r"\pi ", "\u221a": r"\sqrt "}
 )
@@ -36,11 +46,37 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not pass for an answer
     limit_memory()
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     verdict("1/2", "0.5", is_anchored=False)  # the first comparison builds parsers, which is no question's fault
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(verdict(**json.loads(line))), file=answers, flush=True)
+        question = json.loads(line)
+        limit_time(question.pop("timeout_seconds") + GRACE_SECONDS)
+        answer = json.dumps(verdict(**question))
+        limit_time(0)
+        print(answer, file=answers, flush=True)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone.
+
+    The end of `stdin` would not tell while it computes, or if another child of that process holds the pipe too.
+    """
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def limit_time(seconds: float) -> None:
+    """Let the system end this process after so long; 0 takes that back.
+
+    A large power is one step of the interpreter, in which no thread of ours gets its turn. (The parent-death signal of
+    Linux would come when the *thread* that started this process ends, in the middle of another thread's question.)
+    """
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def limit_memory() -> None:
@@ -68,6 +104,8 @@ def verdict(gold: str, answer: str, *, is_anchored: bool) -> dict[str, Any]:
     if not right:
         return {"value": None}
     given = announced(answer) if is_anchored else parsed(answer)
+    if not is_anchored and names_several(answer, given) and answer.casefold().split() != gold.casefold().split():
+        return {"value": False}
     try:
         # `verify` is not symmetric: the right answer comes first.
         return {"value": bool(verify(right, given, timeout_seconds=None, raise_on_error=True))}
@@ -101,6 +139,34 @@ def is_formula(text: str) -> bool:
     if _WORD.search(text) or _WITH_UNIT.fullmatch(text):
         return False
     return any(char.isdigit() or char in "^_=+-*/()[]{}<>|" for char in text)
+
+
+def names_several(text: str, expressions: list[Any]) -> bool:
+    """Whether a text tries more than one answer ("3 and 4", a line each): `math_verify` would take one of them.
+
+    Args:
+        text: An answer.
+        expressions: What was read off it. A set is one answer, whatever it holds.
+    """
+    if "\\begin" in text or any(getattr(expression, "is_FiniteSet", False) for expression in expressions):
+        return False
+    text = text.strip().translate(_SYMBOLS)
+    parts = _APART.split(text)
+    if "\\" not in text and not (is_formula(text) and len(parts) == 1):
+        parts = [piece for part in parts for piece in _WORDS.split(part)]
+    if len({reading(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
+        return True
+    linked = [reading(piece) for part in parts for piece in _LINKED.split(part)]
+    return len({piece for piece in linked if isinstance(piece, float)}) > 1
+
+
+def reading(part: str) -> float | str:
+    """A part of a text, as a number if it is one."""
+    part = part.strip(_EDGES)
+    try:
+        return float(part.replace(",", ""))
+    except ValueError:
+        return part
 
 
 def nesting(text: str) -> int:

@@ -70,17 +70,27 @@ class SoftOverlong(Reward):
         self.cache_length = cache_length
         self.max_length = max_length
 
+    def check(self, max_completion_length: int) -> None:
+        """Check the limit. Raises: ValueError unless `cache_length` is below it."""
+        self._limit(max_completion_length)
+
     def __call__(
         self, completion_ids: Sequence[Sequence[int]], max_completion_length: int | None = None, **_: Any
     ) -> list[float | None]:
         """Measure. Args: completion_ids: [B] lists of token ids. Returns: [B] in [-1, 0]."""
+        limit = self._limit(max_completion_length)
+        beyond = [len(ids) - (limit - self.cache_length) for ids in completion_ids]
+        return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
+
+    def _limit(self, max_completion_length: int | None) -> int:
+        """Where the punishment is full, in tokens. Raises: ValueError if that is nowhere, or within `cache_length`."""
         limit = _limit(self.max_length, max_completion_length, "SoftOverlong needs max_length")
         if limit <= self.cache_length:
             raise ValueError(
-                f"cache_length {self.cache_length} must be below the run's max_completion_length, {limit} tokens."
+                f"cache_length {self.cache_length} must be below the run's max_completion_length, {limit} tokens: "
+                "lower it, or set max_length."
             )
-        beyond = [len(ids) - (limit - self.cache_length) for ids in completion_ids]
-        return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
+        return limit
 
 
 class Cosine(Reward):
@@ -89,7 +99,9 @@ class Cosine(Reward):
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 
     It goes from start = `min_len_*` at length 0 to end = `max_len_*` at T and stays there beyond (Yeo et al.,
-    arXiv:2502.03373, app. C.1; names and values of ms-swift).
+    arXiv:2502.03373, app. C.1). The values are those of ms-swift. TRL's `get_cosine_scaled_reward` has
+    `min_len_wrong=-1, max_len_wrong=-0.5` and no default for `max_len`; VLM-R1's `length` is `max_len=1024` with every
+    answer taken for right.
 
     Args:
         min_len_correct: Reward of a right answer of length 0.
@@ -120,7 +132,12 @@ class Cosine(Reward):
         self.max_len = max_len
         self.accuracy = inner_reward(Accuracy() if accuracy is None else accuracy, "Cosine")
         self.required_columns = self.accuracy.required_columns
+        self.optional_columns = self.accuracy.optional_columns
         self.completions_as = self.accuracy.completions_as
+
+    def check(self, max_completion_length: int) -> None:
+        """Check `accuracy`. Raises: ValueError as it does."""
+        self.accuracy.check(max_completion_length)
 
     def __call__(
         self,

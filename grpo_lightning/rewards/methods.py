@@ -14,18 +14,15 @@ from typing import Any
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.answers import given_answer, normalized, right_answer
 from grpo_lightning.rewards.base import Content, Reward, completion_text
+from grpo_lightning.rewards.choices import choice
 from grpo_lightning.rewards.equivalence import UndecidedError
+from grpo_lightning.rewards.similarity import similarity
+from grpo_lightning.rewards.single_number import is_number, single_number
 
 logger = logging.getLogger(__name__)
 
-_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?![\w]|\.[0-9])")
 _YES_NO = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{3}")
-_LONE_LETTER = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
-_FIRST_LETTER = re.compile(r"[\s*_(\[$\"']*([A-Z])(?=[.):,\]*])")
-_NAMED_LETTER = re.compile(r"\b(?:answer|option|choice)s?(?:\s+is)?\b[\s:*_(\[$\"']{0,8}([A-Z])\b", re.IGNORECASE)
-_MARKED_LETTER = re.compile(r"\(([A-Z])\)|\*\*\(?([A-Z])\)?\*\*|\b([A-Z])\)")
-_WORD_LETTER = re.compile(r"\b[A-Z]\b(?!['\u2019])")
 
 
 class Method(Reward):
@@ -54,8 +51,8 @@ class Method(Reward):
 class MultipleChoice(Method):
     """1 if the same option is chosen: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
 
-    An answer that names no option, or several without choosing, is wrong. A right answer without a letter is not
-    scorable.
+    An answer that names no option, or lists several ("A, B", "(A) 1 (B) 2"), is wrong. A right answer that names none
+    is not scorable.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -65,17 +62,15 @@ class MultipleChoice(Method):
 
 
 class YesNo(Method):
-    """1 if the answer's first "yes" or "no", as a word of its own, is that of the right answer.
+    """1 if the answer has the word of the right answer, "yes" or "no", and not the other one.
 
-    A right answer with neither is not scorable.
+    A right answer with neither or both is not scorable.
     """
 
     def score(self, given: str, right: str) -> float | None:
         """Compare the words."""
-        wanted, found = _YES_NO.search(right), _YES_NO.search(given)
-        if wanted is None:
-            return None
-        return float(found is not None and found.group().lower() == wanted.group().lower())
+        wanted, found = ({word.lower() for word in _YES_NO.findall(text)} for text in (right, given))
+        return float(found == wanted) if len(wanted) == 1 else None
 
 
 class AllMatch(Method):
@@ -111,8 +106,8 @@ class AnyAnswer(Method):
         """Compare by the kind of the right answer."""
         if plain(given) == plain(right):
             return 1.0
-        if (number := _only_number(normalized(right))) is not None and _is_number(normalized(right)):
-            return float(_only_number(given) == number)
+        if (number := single_number(normalized(right))) is not None and is_number(normalized(right)):
+            return float(single_number(given) == number)
         if len(right) == 1 and right.isalpha():
             return float(choice(given) == choice(right))
         if _is_formula(right):
@@ -136,63 +131,9 @@ TEXT_METHODS: dict[str, type[Method] | type[Accuracy]] = {
 """The methods shipped, by their name in the column `accu_reward_method`."""
 
 
-def choice(text: str) -> str | None:
-    """The option a text chooses, as a capital letter; None if it chooses none.
-
-    In this order: it is one letter; it begins with a marked one ("B) because", "A, because I ..."); the last one that
-    is named ("the answer is B"); the only one that is marked ("(B)"); the only one that stands alone.
-    """
-    if lone := _LONE_LETTER.fullmatch(text):
-        return lone.group(1).upper()
-    if first := _FIRST_LETTER.match(text):
-        return first.group(1)
-    named = [letter for letter in _NAMED_LETTER.findall(text) if letter.isupper()]
-    if named:
-        return str(named[-1])
-    marked = {letter for letters in _MARKED_LETTER.findall(text) for letter in letters if letter}
-    alone = marked or {_option(found, text) for found in _WORD_LETTER.finditer(text) if found.group() != "I"}
-    return alone.pop() if len(alone) == 1 else None
-
-
 def plain(text: str) -> str:
     """The text in lower case, whitespace made single spaces, without a full stop at the end."""
     return " ".join(text.casefold().split()).rstrip(". ")
-
-
-def similarity(a: str, b: str) -> float:
-    """2 * LCS / (len(a) + len(b)), 1 for two empty texts.
-
-    LCS by bits of an integer (Hyyro 2004): as many steps as `a` has characters, each on an integer of `len(b)` bits.
-    """
-    total = len(a) + len(b)
-    if not total:
-        return 1.0
-    everywhere = (1 << len(b)) - 1
-    places: dict[str, int] = {}
-    for position, char in enumerate(b):
-        places[char] = places.get(char, 0) | 1 << position
-    row = everywhere
-    for char in a:
-        hits = row & places.get(char, 0)
-        row = ((row + hits) | (row - hits)) & everywhere
-    return 2 * (len(b) - row.bit_count()) / total
-
-
-def _option(found: re.Match[str], text: str) -> str | None:
-    """The option that a lone capital names; None for what may as well be the article ("A cat", but also "A or B")."""
-    following = text[found.end() : found.end() + 2]
-    return None if found.group() == "A" and following[:1] == " " and following[1:].islower() else found.group()
-
-
-def _only_number(text: str) -> float | None:
-    """The number in a text, if it has exactly one value."""
-    values = {float(number.replace(",", "")) for number in _NUMBER.findall(text)}
-    return values.pop() if len(values) == 1 else None
-
-
-def _is_number(text: str) -> bool:
-    """Whether the whole text is a number."""
-    return _NUMBER.fullmatch(text) is not None
 
 
 def _is_formula(text: str) -> bool:

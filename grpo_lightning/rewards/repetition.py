@@ -15,7 +15,9 @@ class Repetition(Reward):
 
         r = (1 - unique n-grams / n-grams) * max_penalty
 
-    0 for a completion shorter than n (Yeo et al., arXiv:2502.03373, app. C.2; names and values of ms-swift).
+    0 for a completion shorter than n (Yeo et al., arXiv:2502.03373, app. C.2). The defaults are the values of ms-swift.
+    TRL's `get_repetition_penalty_reward` is `unit="tokens"`. VLM-R1's `repetition` is `n_grams=6` on text; in a JSON
+    list it compares box labels, as `n_grams=1` would, for which there is no setting here.
 
     Args:
         n_grams: n, the length of what counts as a repetition.

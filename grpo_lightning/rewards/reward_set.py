@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,8 @@ class Scores:
     """The mean of the values each name was given by `log_metric`."""
 
     extras: dict[str, list[Any]]
-    """[N * G] values per column, from `log_extra`; None where the reward does not apply."""
+    """[N * G] values per column, from `log_extra`; None where the reward does not apply. A column that several rewards
+    log is `<reward>/<column>` for each."""
 
     failures: dict[str, int]
     """Completions per `reward/failure` (see `FAILURES`); every key is always there."""
@@ -39,11 +41,6 @@ class Scores:
 
 RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
 """Log names of the total and of completions; a reward of the same name would be mixed up with them."""
-
-COMPLETION_FIELDS = frozenset({"step", "epoch", "rank", "rollout", "source", "prompt_index", "prompt"}) | {
-    *("completion", "length", "finish_reason", "reward", "rewards", "advantage")
-}
-"""What the logs hold about every completion; a `log_extra` column of the same name would overwrite it."""
 
 
 class RewardSet:
@@ -108,9 +105,22 @@ class RewardSet:
         A reward is checked against the sources it applies to (`Prompt.rewards`).
 
         Raises:
-            ValueError: As `validate`, naming the sources.
+            ValueError: As `validate`, naming the sources; or if prompts name a method in `accu_reward_method` and none
+                of the rewards that apply to them reads it.
         """
         self._check(sources_of(prompts))
+
+    def check(self, max_completion_length: int) -> None:
+        """Check the rewards' settings against the run's, before any weights load.
+
+        Args:
+            max_completion_length: The training run's limit, in tokens.
+
+        Raises:
+            ValueError: If a reward's settings do not fit, naming the reward.
+        """
+        for reward in self.rewards:
+            reward.check(max_completion_length)
 
     def score(
         self, groups: Sequence[Group], *, trainer_state: Any = None, max_completion_length: int | None = None
@@ -126,12 +136,12 @@ class RewardSet:
         Args:
             groups: N groups of G completions each.
             trainer_state: Handed to the rewards as it is.
-            max_completion_length: The limit the completions were drawn under, in tokens; handed to the rewards.
+            max_completion_length: The training run's limit, in tokens; handed to the rewards.
 
         Raises:
             RuntimeError: If a reward raised and its `on_error` is "raise"; the cause is chained.
             ValueError: Likewise for what it returned; or if groups differ in size, a column is missing, prompts name
-                an unknown reward, or a reward logs under a name that is taken.
+                an unknown reward, or a reward logs a metric under a name that is taken.
         """
         sizes = sorted({len(group.completions) for group in groups})
         if len(sizes) != 1 or sizes == [0]:
@@ -217,26 +227,20 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
 def _merged_extras(calls: Sequence[RewardCall], rows: Mapping[str, list[int]], num_groups: int) -> dict[str, list[Any]]:
     """The columns of all rewards that did not fail, over all groups.
 
-    Raises:
-        ValueError: If two rewards log the same column, or one a field that the logs have anyway.
+    A column that several rewards log becomes `<reward>/<column>` for each of them.
     """
+    logged_by = collections.Counter(column for call in calls for column in call.extras)
     merged: dict[str, list[Any]] = {}
     for call in calls:
         if call.failures["exception"] or call.failures["wrong_length"]:
             continue
         group_size = call.size[1]
         for column, values in call.extras.items():
-            if column in COMPLETION_FIELDS:
-                raise ValueError(
-                    f"Reward {call.reward.name!r} calls log_extra({column!r}), which would overwrite what the logs "
-                    f"hold under that name; taken are: {', '.join(sorted(COMPLETION_FIELDS))}. Rename it."
-                )
-            if column in merged:
-                raise ValueError(f"Two rewards log_extra the column {column!r}: rename it in {call.reward.name!r}.")
-            merged[column] = [None] * (num_groups * group_size)
+            name = column if logged_by[column] == 1 else f"{call.reward.name}/{column}"
+            merged[name] = [None] * (num_groups * group_size)
             for position, n in enumerate(rows[call.reward.name]):
                 of_group = values[position * group_size : (position + 1) * group_size]
-                merged[column][n * group_size : (n + 1) * group_size] = of_group
+                merged[name][n * group_size : (n + 1) * group_size] = of_group
     return merged
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_lightning.rewards.base import CONTRACT, WeightedReward
+from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, WeightedReward
 from grpo_lightning.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ class Source:
     rewards: tuple[str, ...] | None = None
     """Names of the rewards that apply to them; None for all."""
 
+    method: str = ""
+    """The first method that one of them names in `accu_reward_method`; empty if none does."""
+
     def uses(self, reward: str) -> bool:
         """Whether a reward applies to these prompts."""
         return self.rewards is None or reward in self.rewards
@@ -38,6 +41,7 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
         ValueError: If the rewards of a prompt are text instead of a list of names.
     """
     columns: dict[tuple[str, tuple[str, ...] | None], dict[str, None]] = {}
+    methods: dict[tuple[str, tuple[str, ...] | None], str] = {}
     for prompt in prompts:
         if isinstance(prompt.rewards, str):
             raise ValueError(
@@ -46,7 +50,9 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
             )
         key = (prompt.source, None if prompt.rewards is None else tuple(prompt.rewards))
         columns.setdefault(key, {}).update(dict.fromkeys(prompt.columns))
-    return [Source(name, tuple(columns[name, rewards]), rewards) for name, rewards in columns]
+        if (method := prompt.columns.get(METHOD_COLUMN)) not in (None, ""):
+            methods.setdefault(key, str(method))
+    return [Source(key[0], tuple(columns[key]), key[1], methods.get(key, "")) for key in columns]
 
 
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
@@ -61,10 +67,12 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
 
     Raises:
         ValueError: If a column has the name of an argument that every reward gets; prompts name an unknown reward, or
-            none of nonzero weight; or no source that a reward applies to has a column the reward needs.
+            none of nonzero weight, or a method that none of their rewards reads; or no source that a reward applies to
+            has a column the reward needs.
     """
     for source in sources:
         _check_names(source, weights)
+        _check_method(source, rewards)
     for reward in rewards:
         used = [source for source in sources if source.uses(reward.name)]
         for column in reward.required_columns if used else ():
@@ -85,6 +93,16 @@ def _check_names(source: Source, weights: Mapping[str, float]) -> None:
         raise ValueError(
             f"No reward of nonzero weight applies to the prompts{of} (rewards: {list(source.rewards or ())}): nothing "
             f"would be learned from them. There are: {', '.join(weights)}."
+        )
+
+
+def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
+    """Check that a method named by the data has a reward that goes by it: it would be ignored without a word."""
+    if source.method and not any(reward.may_read(METHOD_COLUMN) for reward in rewards if source.uses(reward.name)):
+        of = f" of {source.name!r}" if source.name else ""
+        raise ValueError(
+            f"The prompts{of} name the method {source.method!r} in {METHOD_COLUMN!r}, and none of the rewards that "
+            f"apply to them reads that: add the reward ByMethod, or leave {METHOD_COLUMN} out."
         )
 
 

@@ -163,6 +163,17 @@ def test_what_cannot_be_scored_is_a_dash():
     assert markdown([("best 1", line_of(None))]).splitlines()[-1] == "| best 1 | - | - | 3 | p | c |"
 
 
+@pytest.mark.parametrize("column", [[None, 5.0, "abc"], [True, "n/a", None], [1, [1, 2], None], [5.0, {"a": 1}, 2]])
+def test_an_extra_of_any_types_is_a_column_of_text(column):
+    wandb = pytest.importorskip("wandb")
+    rows = [cells(line_of(1.0, extra=value)) for value in column]
+    assert [row["extra"] for row in rows] == [
+        value if value is None or isinstance(value, str) else json.dumps(value) for value in column
+    ]
+    table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])  # raises on mixed types
+    assert table.get_column("reward") == [1.0, 1.0, 1.0]
+
+
 def test_cells_have_one_type_each():
     line = line_of(1, prompt=[{"role": "user", "content": "ä"}], finish_reason="stop", extra={"a": 1}, flag=True)
     assert cells(line) == {
@@ -173,7 +184,7 @@ def test_cells_have_one_type_each():
         "completion": "c",
         "finish_reason": "stop",
         "extra": '{"a": 1}',
-        "flag": 1.0,
+        "flag": "true",
         "rewards/r": 1.0,
     }
 

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from grpo_lightning.callbacks import CompletionLog
-from grpo_lightning.callbacks.completions import lines as lines_of_rollout
 from grpo_lightning.types import Prompt
 from tests.module_runs import ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
@@ -196,18 +195,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
 
 def test_extras_do_not_replace_fields(tmp_path):
     def explained(completions, log_extra):
-        log_extra("hint", ["h"] * len(completions))
-        log_extra("mine", list(range(len(completions))))
-        return [1.0] * len(completions)
+        log_extra("reward", ["x", "y"])
+        log_extra("step", [7, 8])
+        log_extra("rewards/explained", ["r", "s"])
+        log_extra("mine", [0, 1])
+        log_extra("ours", ["a", "b"])
+        return [1.0, 1.0]
 
-    module = scripted([explained], "a", "b")
-    fit_and_read(tmp_path, module)
-    scores = module.samples[1]
-    scores.extras |= {"reward": ["x", "y"], "step": [7, 8]}
-    first, second = lines_of_rollout(module)
-    assert (first["reward"], first["extra/reward"], first["extra/step"], first["mine"]) == (1.0, "x", 7, 0)
-    assert (second["reward"], second["extra/reward"], second["extra/step"], second["mine"]) == (1.0, "y", 8, 1)
-    assert "step" not in first  # the callback adds it in front
+    def other(completions, log_extra):
+        log_extra("ours", ["c", "d"])
+        return [0.0, 0.0]
+
+    first, second = fit_and_read(tmp_path, scripted([explained, other], "a", "b"))
+    for line, reward, step, named, mine, ours in ((first, "x", 7, "r", 0, "ac"), (second, "y", 8, "s", 1, "bd")):
+        assert (line["reward"], line["step"], line["rewards"]["explained"]) == (1.0, 0, 1.0)
+        assert (line["extra/reward"], line["extra/step"], line["mine"]) == (reward, step, mine)
+        assert line["extra/rewards/explained"] == named
+        assert line["explained/ours"] + line["other/ours"] == ours
 
 
 @pytest.mark.parametrize(("setting", "value"), [("max_rows", 0), ("num_samples", -1)])

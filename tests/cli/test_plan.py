@@ -117,7 +117,7 @@ def test_memory_in_gib_for_a_published_model(recipe, said):
     """Llama-3.2-1B in float32: 1,235,814,400 x 4 bytes are 4.60 GiB; AdamW's states twice that. No tokenizer there."""
     llama_1b().save_pretrained("llama")
     out = said(recipe(policy="./llama", objective={"beta": 0.0}, trainer={"accumulate_grad_batches": 4}))
-    assert "Longest prompt: 512 tokens (assumed, as the policy's tokenizer cannot be used" in out
+    assert "Longest prompt: 512 tokens (assumed, as the policy's tokenizer cannot be loaded" in out
     assert "1,235,814,400 weights, 16 layers, 4 bytes each" in out
     assert re.search(r"weights │ 4\.60 │ 4\.60 │ 4\.60 │", out)
     assert re.search(r"gradients │ │ 4\.60 │ 4\.60 │", out)

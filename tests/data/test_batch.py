@@ -63,12 +63,19 @@ def test_the_rows_of_a_loader_have_no_place():
 
 
 def test_a_bad_row_of_a_batch_is_named():
-    with pytest.raises(ValueError, match="row 1 of the batch: the row has no prompt column"):
+    with pytest.raises(ValueError, match="row 2 of the batch: the row has no prompt column"):
         as_prompt_batch([{"prompt": "a"}, {"text": "b"}])
-    with pytest.raises(ValueError, match="row 0 of the batch: the row has column 'image'"):
+    with pytest.raises(ValueError, match="row 1 of the batch: the row has column 'image'"):
         as_prompt_batch([{"prompt": "a", "image": "x.png"}])
-    with pytest.raises(TypeError, match=r"row 0 of the batch must be a prompt.*got int"):
+    with pytest.raises(TypeError, match=r"row 1 of the batch must be a prompt.*got int"):
         as_prompt_batch([3])
+
+
+def test_a_row_is_named_by_its_number_from_one():
+    with pytest.raises(TypeError, match=r"^row 5 must be a prompt"):
+        as_prompt(3, 4)
+    with pytest.raises(TypeError, match=r"^the row must be a prompt"):
+        as_prompt(3)
 
 
 @pytest.mark.parametrize("column", ["prompt", "extra"])

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import logging
+import warnings
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import lightning as L
@@ -144,7 +147,8 @@ def test_sizes_below_one_are_refused(rows, name):
         ({"max_prompt_length": 0}, "max_prompt_length must be at least 1"),
         ({"overlong_prompts": "drop"}, "there is no max_prompt_length"),
         ({"system_prompt": "r2"}, "did you mean 'r1'"),
-        ({"question_template": "Think."}, "file or a shipped name|is no shipped text"),
+        ({"question_template": "Think"}, "is no shipped text"),
+        ({"question_template": "Think."}, "question_template must contain {question}, got 'Think.'"),
         ({"val_split": 0}, r"data.val_split must be a count \(200\) or a share between 0 and 1 \(0.05\), got 0"),
         ({"val_split": 1.5}, "got 1.5"),
         ({"val_split": 1.0}, "got 1.0"),
@@ -190,6 +194,39 @@ def test_no_tokenizer_is_loaded_without_need(rows):
     ready(rows["train"], facts={"lightning_module": SimpleNamespace(loader=None)})
 
 
+def test_without_a_trainer_it_is_said(rows):
+    message = r"The PromptDataModule has no trainer.*trainer\.fit\(model, datamodule=data\)"
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(rows["train"], max_prompt_length=4).setup()
+    data = PromptDataModule(rows["train"], rows["val"])
+    data.setup()
+    assert len(data.train_prompts) == 10
+    for loader in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(ValueError, match=message):
+            loader()
+    data = PromptDataModule(rows["train"])
+    data.trainer = trainer()
+    with pytest.raises(ValueError, match=r"not read yet: call setup\('fit'\)"):
+        data.train_dataloader()
+
+
+def test_settings_without_effect_are_said_once(rows, caplog):
+    stream, listed = stream_entries(rows), rows["val"]
+    with caplog.at_level(logging.INFO, "grpo_lightning.data.datamodule"):
+        ready(listed, num_proc=2)
+        ready(stream, num_workers=2, shuffle_buffer=3)
+        ready(stream)
+        ready(listed)
+        assert not caplog.records
+        ready(listed, listed, num_workers=2, shuffle_buffer=3)
+        ready(stream, num_proc=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "data.num_workers 2 has no effect on a mixture that is read as a whole, and is no stream.",
+        "data.shuffle_buffer 3 has no effect on a mixture that is read as a whole, and is no stream.",
+        "data.num_proc 2 has no effect on a mixture that is streaming: its threads are num_workers.",
+    ]
+
+
 def test_prepare_loads_what_the_hub_has(monkeypatch):
     loaded = []
     monkeypatch.setattr("grpo_lightning.data.datamodule.download", loaded.append)
@@ -208,8 +245,13 @@ def test_a_split_is_disjoint_complete_and_in_order(count, data, seed):
     assert sorted(p.index for p in train + val) == list(range(count))
     assert [p.index for p in train] == sorted(p.index for p in train)
     assert [p.index for p in val] == sorted(p.index for p in val)
-    assert len(val) == size or (isinstance(size, float) and len(val) - 1 < size * count <= len(val))
+    assert len(val) == size or (isinstance(size, float) and len(val) - 1 < Fraction(str(size)) * count <= len(val))
     assert split(prompts, size, seed) == (train, val)
+
+
+@pytest.mark.parametrize(("share", "count", "want"), [(0.07, 100, 7), (0.05, 10, 1), (0.29, 100, 29), (1e-05, 10, 1)])
+def test_a_share_is_the_decimals_that_were_written(share, count, want):
+    assert len(split([Prompt("p")] * count, share, 0)[1]) == want
 
 
 def test_a_split_follows_the_seed():
@@ -309,9 +351,29 @@ def test_a_run_on_a_stream_goes_on_where_it_was_killed(rows, tmp_path, num_itera
         assert run(tmp_path / "all" / f"step={killed}.ckpt") == whole[killed:]
 
 
+@pytest.mark.parametrize("is_own_source", [False, True])
+def test_a_run_that_overfits_batches_goes_on_where_it_was_killed(rows, tmp_path, is_own_source):
+    """Shuffling stops when training starts, after a resumed loader was told its place."""
+
+    def run(ckpt_path=None):
+        seen = Seen()
+        every = ModelCheckpoint(tmp_path / "all", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(max_epochs=2, overfit_batches=2, callbacks=[seen, every], enable_checkpointing=True)
+        data = PromptDataModule(rows["train"], batch_size=2)
+        data = {"train_dataloaders": PromptSource(["a", "b", "c"], 1)} if is_own_source else {"datamodule": data}
+        trainer.fit(make_module(), ckpt_path=ckpt_path, **data)
+        return seen.steps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of overfit_batches
+        whole = run()
+        assert len(whole) == 4
+        assert run(tmp_path / "all" / "step=1.ckpt") == whole[1:]
+
+
 def test_a_source_without_its_cycle_is_told_so(rows):
     data = PromptSource(["a", "b"], 2)
-    with pytest.raises(RuntimeError, match=r"Give the PromptSource cycle=module.cycle_length\(1\)"):
+    with pytest.raises(ValueError, match=r"Give the PromptSource cycle=module.cycle_length\(1\)"):
         make_trainer(max_epochs=1).fit(make_module(num_iterations=2), data)
 
 

@@ -31,10 +31,19 @@ def test_a_folder_is_taken_as_it_is_named(tmp_path):
         (DatasetEntry("data/train.jsonl", name="counting"), "counting"),
         (DatasetEntry(dataset="openai/gsm8k:main#10"), "gsm8k"),
         (DatasetEntry(dataset="data/folder/"), "folder"),
+        (DatasetEntry(dataset="AI-MO/NuminaMath-1.5"), "NuminaMath-1.5"),
+        (DatasetEntry(dataset="AI-MO/NuminaMath-1.5:main#10"), "NuminaMath-1.5"),
+        (DatasetEntry("data/math-1.5.jsonl"), "math-1.5"),
     ],
 )
 def test_names_in_logs(entry, source):
     assert entry.source == source
+
+
+def test_the_current_folder_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert DatasetEntry(dataset=".").source == "mine"
 
 
 def test_a_count_after_the_name_is_a_random_choice():

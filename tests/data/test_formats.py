@@ -66,6 +66,16 @@ def test_message_contents_a_chat_template_can_render():
     assert to_prompt({"prompt": messages}, where="x").content == messages
 
 
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_parts_of_text_become_text(column: str):
+    parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1?", "image": None}]
+    message = {"role": "user", "content": parts, "name": "Ann"}
+    prompt = to_prompt({column: [SYSTEM, message]}, where="f")
+    assert prompt.content == [SYSTEM, {"role": "user", "content": "1 + 1?", "name": "Ann"}]
+    assert message["content"] is parts, "the row must stay as it is"
+    refuse_media(prompt, "f")
+
+
 @pytest.mark.parametrize(
     ("row", "parts"),
     [
@@ -101,6 +111,11 @@ def test_exactly_one_prompt_column(row: dict[str, Any], parts: list[str]):
         ({"prompt": [{"role": "user", "content": ["Hi"]}]}, "the content must be"),
         ({"prompt": [{"role": "user", "content": []}]}, "the content must be"),
         ({"prompt": [{"role": "user", "content": {"type": "text"}}]}, "the content must be"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1, part 1 is of type 'text' and must"),
+        (
+            {"messages": [USER, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": None}]}]},
+            "message 2, part 2 is of type 'text' and must have a text, got {'type': 'text', 'text': None}",
+        ),
         ({"query": ""}, "column 'query' must be text that is not empty"),
         ({"conversations": []}, "column 'conversations' must be a list of turns that is not empty"),
         ({"conversations": [HUMAN, {"role": "user", "content": "Hi"}]}, "turn 2 must look like .* got {'role'"),
@@ -186,7 +201,10 @@ def test_media_are_refused(row: dict[str, Any], found: str):
 @pytest.mark.parametrize("value", [None, "", [], ()])
 def test_an_empty_media_column_is_none(value: Any):
     refuse_media(
-        to_prompt({"prompt": [{"role": "user", "content": [{"type": "text"}]}], "images": value}, where="f"), "f"
+        to_prompt(
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "images": value}, where="f"
+        ),
+        "f",
     )
 
 

@@ -66,7 +66,7 @@ def test_only_chosen_rows_are_read():
             return ROWS[index]
 
     rows = DatasetRows(Counted(), "d")
-    assert (len(rows), rows[2].where, rows[-1:][0].parse()) == (6, "d, row 2", ROWS[5])
+    assert (len(rows), rows[2].where, rows[-1:][0].parse()) == (6, "d, row 3", ROWS[5])
     assert reads == [2, 5]
 
 
@@ -83,8 +83,11 @@ def test_streaming_a_folder_reads_it_as_it_goes():
 
 def test_a_bad_row_is_named():
     datasets.Dataset.from_list([{"text": "x"}]).save_to_disk("bad")
-    with pytest.raises(ValueError, match=r"^bad, row 0: the row has no prompt column; its columns are: text"):
+    message = r"^bad, row 1: the row has no prompt column; its columns are: text"
+    with pytest.raises(ValueError, match=message):
         load_mixture([DatasetEntry(dataset="bad")], seed=0)
+    with pytest.raises(ValueError, match=message):
+        stream_mixture([DatasetEntry(dataset="bad", streaming=True)], seed=0).head()
 
 
 def test_a_folder_beside_the_yaml(folder):
@@ -92,6 +95,20 @@ def test_a_folder_beside_the_yaml(folder):
     datasets.Dataset.from_list(ROWS[:1]).save_to_disk("m/near")
     (folder / "m/m.yaml").write_text("datasets:\n  - dataset: near\n  - dataset: single\n")
     assert [entry.dataset for entry in read_mixture_yaml("m/m.yaml")] == ["m/near", "single"]
+
+
+def test_a_folder_beside_the_yaml_with_a_count_or_subset(folder):
+    (folder / "m").mkdir()
+    datasets.Dataset.from_list(ROWS).save_to_disk("m/near")
+    datasets.Dataset.from_list(ROWS).save_to_disk("m/single")
+    datasets.Dataset.from_list(ROWS).save_to_disk("m/odd#2")
+    (folder / "m/m.yaml").write_text(
+        "datasets:\n  - dataset: near#5\n  - dataset: near:main\n  - dataset: single#2\n  - dataset: odd#2\n"
+    )
+    near, subset, current, odd = read_mixture_yaml("m/m.yaml")
+    assert [entry.dataset for entry in (near, subset)] == ["m/near#5", "m/near:main"]
+    assert current.dataset == "single#2"  # the current folder goes first
+    assert [len(questions(entry)) for entry in (near, current, odd)] == [5, 2, 6]
 
 
 def test_download_loads_what_is_not_streamed(monkeypatch):

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from grpo_lightning.data.lengths import LengthLimit, Measured, check_limit_settings
+from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured, check_limit_settings
 from grpo_lightning.policy.tokenize import tokenize
 from grpo_lightning.types import Prompt
 from tests.tiny_models import tiny_tokenizer
@@ -42,6 +42,24 @@ def test_the_chat_template_counts_and_a_chat_loses_its_beginning():
     assert limit("truncate", 6, template).measure(prompt, "f").num_tokens == 6
     cut = limit("truncate", 4, template).measure(prompt, "f").prompt
     assert tiny_tokenizer().decode(cut.token_ids) == "bc]!"
+
+
+def test_what_cannot_be_measured_is_named_by_file_and_line():
+    with pytest.raises(
+        ValueError, match=r"^f:1: the tokenizer's chat template cannot render the messages: no such role"
+    ):
+        limit(template="{{ raise_exception('no such role') }}").measure(
+            Prompt([{"role": "user", "content": "a"}]), "f:1"
+        )
+    with pytest.raises(ValueError, match=r"^f:1 has no tokens"):
+        limit().measure(Prompt(""), "f:1")
+
+
+def test_counting_by_hand():
+    count = LengthCount()
+    for num_tokens in (4, 9, 5, 3):
+        count = count.with_one(num_tokens, 4)
+    assert count == LengthCount(num_prompts=4, num_too_long=2, longest=9)
 
 
 def test_what_is_said(caplog):

@@ -64,6 +64,21 @@ def test_entries_of_one_stem_keep_apart_and_draw_apart():
     assert len(draws) == 3
 
 
+def test_no_name_is_given_twice():
+    names = [str(number) for number in range(30)]
+    write("t.jsonl", rows(*names))
+    entries = [DatasetEntry("t.jsonl", "random:3", name=name) for name in ("t", "t", "t#2", "t", "t#2")]
+    prompts = load_mixture(entries, seed=0)
+    assert [p.source for p in prompts[::3]] == ["t", "t#3", "t#2", "t#4", "t#2#2"]
+
+
+def test_a_stream_knows_its_sources_without_reading():
+    write("a.jsonl", rows("a"))
+    write("b.jsonl", rows("b"))
+    entries = [DatasetEntry(f"{name}.jsonl", streaming=True) for name in "aba"]
+    assert stream_mixture(entries, seed=0).sources == ("a", "b", "a#2")
+
+
 def test_where_a_file_lies_does_not_change_the_draw(folder: Path):
     write("data/train.json", rows(*"abcdefghij"))
     relative = contents(DatasetEntry("data/train.json", "random:5"))

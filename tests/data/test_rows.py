@@ -18,6 +18,8 @@ def test_a_line_and_columns():
     [
         (Row("f:3", '{"prompt": }', is_line=True), r"^f:3: not valid JSON: Expecting value at column 12\.$"),
         (Row("f:3", "[1]", is_line=True), r"^f:3: a row must be an object .* got \[1\]"),
+        (Row("f:3", "1" * 5000, is_line=True), r"^f:3: this JSON cannot be read: .*digits"),
+        (Row("f:3", "[" * 100_000, is_line=True), r"^f:3: this JSON cannot be read: .*recursion"),
         (Row("f:3", "text"), r"^f:3: a row must be an object .* got 'text'"),
     ],
 )
@@ -34,3 +36,9 @@ def test_a_reader_leaves_the_row_as_it_is_and_goes_to_other_processes():
     assert prompt.columns == {"question": "1?", "accu_reward_method": "math"}
     assert [message["content"] for message in prompt.content] == ["Be brief.", "1?"]
     assert (prompt.index, prompt.source, prompt.rewards) == (4, "s", ["exact"])
+
+
+@pytest.mark.parametrize(("cell", "method"), [(None, "math"), ("", "math"), ("iou", "iou")])
+def test_an_empty_cell_says_no_reward_method(cell, method):
+    reader = RowReader("s", PromptTemplate(), accu_reward_method="math")
+    assert reader(Row("f:2", {"prompt": "a", "accu_reward_method": cell}), 0).columns["accu_reward_method"] == method

@@ -1,6 +1,7 @@
 """The source gives every prompt once per epoch, in one seeded order, and goes on exactly where it was."""
 
 import itertools
+import logging
 
 import datasets
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.listed import LazyPrompts
-from grpo_lightning.data.source import PromptSource, known_prompts
+from grpo_lightning.data.source import PromptSource, known_prompts, source_names
 from grpo_lightning.data.stream import PromptStream, stream_of
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.types import Prompt
@@ -171,6 +172,7 @@ def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next():
     }
     next(steps)
     want = {"epoch": 1, "prompts_used": 0, "cycle_start": 0, "position": 0, "num_prompts": 4, "seed": 0, "cycle": 2}
+    want["shuffle"] = True
     assert source.state_dict() == want
     assert next(steps, None) is None
     assert source.state_dict() == want
@@ -230,6 +232,30 @@ def test_other_data_or_settings_are_refused(changes, said):
     assert len(list(other)) == len(other), "a refused state must leave nothing behind"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_another_order_is_refused(stream, shuffle):
+    make = streaming if stream else source_of
+    source = make(shuffle=shuffle)
+    next(iter(source)).prompts  # noqa: B018 - a stream takes them when they are asked for
+    other = make(shuffle=not shuffle)
+    other.load_state_dict(source.state_dict())
+    with pytest.raises(ValueError, match=f"other data or settings: shuffle was {shuffle}, is {not shuffle}"):
+        next(iter(other)).prompts  # noqa: B018
+    assert [names(batch) for batch in other] == [names(batch) for batch in make(shuffle=not shuffle)]
+
+
+def test_shuffling_that_is_stopped_after_the_state_is_loaded_is_no_other_order():
+    """As `overfit_batches` stops it, in the first run and in the resumed one."""
+    first, resumed = source_of(), source_of()
+    first.shuffle = False
+    batches = iter(first)
+    next(batches)
+    resumed.load_state_dict(first.state_dict())
+    resumed.shuffle = False
+    assert [names(batch) for batch in resumed] == [names(batch) for batch in batches]
+
+
 # ------------------------------------------------------------------------------------------------------------- data
 
 
@@ -260,7 +286,7 @@ def test_rows_become_prompts():
 
 
 def test_a_bad_row_is_named():
-    with pytest.raises(ValueError, match="row 1: the row has no prompt column; its columns are: text"):
+    with pytest.raises(ValueError, match="row 2: the row has no prompt column; its columns are: text"):
         PromptSource([{"prompt": "a"}, {"text": "b"}], 1)
 
 
@@ -278,7 +304,7 @@ def test_the_template_is_put_around_rows():
 
 
 def test_an_image_is_refused():
-    with pytest.raises(ValueError, match="row 1: the row has column 'image'"):
+    with pytest.raises(ValueError, match="row 2: the row has column 'image'"):
         PromptSource([{"prompt": "a"}, {"prompt": "b", "image": "x.png"}], 1)
 
 
@@ -325,8 +351,8 @@ def test_a_hub_data_set_gives_what_its_rows_give(shuffle):
         (3, "needs a data set"),
         (iter(["a"]), "can be read only once"),
         ((text for text in "ab"), "a generator can be read only once.*from_generator"),
-        ([["a", "b"], ["c"]], "row 0 must be a prompt.*got list.*not batches of it"),
-        ([torch.zeros(2)], "row 0 must be a prompt.*got Tensor"),
+        ([["a", "b"], ["c"]], "row 1 must be a prompt.*got list.*not batches of it"),
+        ([torch.zeros(2)], "row 1 must be a prompt.*got Tensor"),
     ],
 )
 def test_what_is_no_data_set_is_refused(data, message):
@@ -492,3 +518,21 @@ def test_iterable_data_sets_are_streams():
     stream = stream_of(rows, lambda row, number: Prompt(row["prompt"], index=number))
     assert isinstance(stream, PromptStream)
     assert PromptSource(stream, 2).prompts is stream
+
+
+def test_settings_of_streams_that_have_no_effect_are_said(caplog):
+    with caplog.at_level(logging.INFO):
+        source_of()
+        streaming(num_workers=1)
+        assert not caplog.records
+        source_of(num_workers=2)
+    assert "shuffle_buffer and num_workers have no effect" in caplog.text
+
+
+def test_the_names_of_the_sources():
+    prompts = [Prompt("a", source="y"), Prompt("b", source="x"), Prompt("c", source="y")]
+    assert source_names(prompts) == ["x", "y"]
+    rows = stream_of(prompts, lambda prompt, number: prompt)
+    assert source_names(rows) == ["x", "y"]
+    named = PromptStream(rows.parts, sources=["z", "x", "y"])
+    assert source_names(named) == ["x", "y", "z"]

@@ -1,13 +1,13 @@
 """A stream is shuffled within a buffer, by the seed alone, and goes on from any position."""
 
-import logging
 import pickle
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.stream import PromptStream, shuffled, stream_of
 from grpo_lightning.types import Prompt
 from tests.tiny_models import tiny_tokenizer
@@ -105,21 +105,62 @@ def test_an_error_is_no_end():
             order.take(2, 1)
 
 
-def test_what_was_too_long_is_said_at_the_end(caplog):
-    limit = LengthLimit(tiny_tokenizer(), 2, "drop")
+def limited(start, stop, overlong="drop"):
+    """A stream of `p8`, `p9`, ..., of which those of more than two letters are too long."""
+    limit = LengthLimit(tiny_tokenizer(), 2, overlong)
 
     def convert(row, number):
         return limit.measure(Prompt(row, index=number), f"row {number}")
 
-    order = PromptStream([lambda: ((f"p{i}", convert) for i in range(8, 12))], limit=limit).order(None)
-    with caplog.at_level(logging.WARNING):
-        assert names(order.take(0, 2)[0]) == ["p8", "p9"]
-        assert not caplog.records
-        assert names(order.take(2, 5)[0]) == []
-        order.take(2, 5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "2 of 4 prompts of the stream have more than 2 tokens and are left out; the longest has 3."
-    ]
+    return PromptStream([lambda: ((f"p{i}", convert) for i in range(start, stop))], limit=limit)
+
+
+def said(caplog):
+    """(too long, of so many) of every warning, and what they are of."""
+    found = [re.match(r"(\d+) of (\d+) prompts of (.*) have", record.getMessage()) for record in caplog.records]
+    return [(int(match[1]), int(match[2]), match[3]) for match in found]
+
+
+def test_what_is_too_long_is_said_at_the_first_at_doubling_counts_and_at_the_end(caplog):
+    order = limited(8, 18).order(None)
+    assert names(order.take(0, 2)[0]) == ["p8", "p9"]
+    assert not caplog.records
+    assert order.take(2, 5) == ([], 2)
+    order.take(2, 5)
+    assert said(caplog) == [(n, n + 2, "the stream so far") for n in (1, 2, 4, 8)]
+    caplog.clear()
+    order = limited(8, 15, "truncate").order(None)
+    assert len(order.take(0, 4)[0]) == 4  # a run that ends here has said it
+    assert said(caplog) == [(1, 3, "the stream so far"), (2, 4, "the stream so far")]
+    order.take(4, 99)
+    order.take(4, 99)
+    assert said(caplog)[2:] == [(4, 6, "the stream so far"), (5, 7, "the stream")]
+    assert caplog.records[-1].getMessage() == (
+        "5 of 7 prompts of the stream have more than 2 tokens and are cut to their last tokens; the longest has 3."
+    )
+
+
+def test_rows_that_are_read_again_do_not_count_twice(caplog):
+    order = limited(8, 13).order(None)
+    for start in (0, 1, 0, 1, 0):  # every step back reads from the start
+        order.take(start, 9)
+    assert said(caplog)[-1] == (3, 5, "the stream")
+    assert len(caplog.records) == 3  # at 1, at 2 and at the end, once
+    assert order.lengths == LengthCount(5, 3, 3)
+
+
+def test_the_beginning_is_read_once():
+    opened = []
+
+    def part():
+        opened.append(1)
+        return ((f"p{i}", lambda row, number: Measured(Prompt(row, index=number))) for i in range(3))
+
+    both = PromptStream([part])
+    both.head(2).clear()
+    assert names(both.head(2)) == ["p0", "p1"]
+    assert len(opened) == 1
+    assert names(both.head()) == ["p0", "p1", "p2"]
 
 
 def test_a_stream_goes_to_other_processes():

@@ -49,6 +49,7 @@ def test_every_place_of_the_question_is_filled():
     [
         ({"system_prompt": "r2"}, "system_prompt 'r2' is no shipped text, did you mean 'r1'.*There are: gsm8k_xml, r1"),
         ({"system_prompt": "qwerty"}, "'qwerty' is no shipped text. There are: gsm8k_xml, r1"),
+        ({"system_prompt": "r1.jinja"}, "'r1.jinja' is no shipped text"),
         ({"question_template": "think_answr"}, "did you mean 'think_answer'"),
         ({"question_template": "Say it: {Question}"}, "question_template must contain {question}, got 'Say it"),
         ({"system_prompt": "  "}, "system_prompt must be text that is not empty"),
@@ -62,7 +63,29 @@ def test_wrong_settings_are_named(settings, message):
         PromptTemplate(**settings)
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "prompts/mine", "my prompt.md"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "请一步一步思考。然后回答问题。",
+        "思考",
+        "请回答是/否",
+        "考えて。" * 300,
+        "Denke!",
+        "Think.",
+        "x" * 300,
+        "/" + "x" * 5000,
+        "a" * 300 + ".txt",
+    ],
+)
+def test_languages_without_spaces_and_long_words_are_texts(text):
+    assert PromptTemplate(system_prompt=text).system_prompt == text
+
+
+def test_a_text_of_several_lines_may_end_like_a_file():
+    assert PromptTemplate(system_prompt="Think.\nWrite it to a.md").system_prompt == "Think.\nWrite it to a.md"
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "prompts/mine", "my prompt.md", "我的.txt"])
 def test_a_missing_file_is_named_with_the_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"system_prompt '{name}': no file {tmp_path}/{name}"):

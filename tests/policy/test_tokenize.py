@@ -27,8 +27,30 @@ def test_messages_without_a_template_say_what_to_do():
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="Prompt 5 has no tokens"):
+    with pytest.raises(ValueError, match=r"^Prompt 5 has no tokens"):
         tokenize(Prompt("", index=5), tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"^math, prompt 5 has no tokens"):
+        tokenize(Prompt("", index=5, source="math"), tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"^f:7 has no tokens"):
+        tokenize(Prompt("", index=5, source="math"), tiny_tokenizer(), "f:7")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{{ messages[0].content + missing }}", "'missing' is undefined"),
+        ("{{ messages[0].content + 3 }}", "can only concatenate str"),
+    ],
+)
+def test_what_a_template_cannot_render_is_named(template, reason):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    prompt = Prompt([{"role": "user", "content": "hi"}], index=3, source="math")
+    with pytest.raises(ValueError, match=rf"^math, prompt 3: .*chat template cannot render the messages: {reason}"):
+        tokenize(prompt, tokenizer)
+    with pytest.raises(ValueError, match=r"^f:7: the tokenizer's chat template"):
+        tokenize(prompt, tokenizer, "f:7")
 
 
 def test_prompt_and_completion_must_fit_the_positions():

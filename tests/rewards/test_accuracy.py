@@ -80,6 +80,38 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>日本</answer>", "72", 0),
         ("<answer>" + "(" * 900 + "</answer>", "72", 0),
         ("<answer>" + "1" * 5000 + "</answer>", "1", 0),
+        # several answers
+        *(
+            (f"<answer>{several}</answer>", "4", 0)
+            for several in [
+                *("3\n4", "3 and 4", "4 and 3", "3 apples or 4 apples", "3 or 4", "3; 4", "$3$ $4$", "3 and $4$"),
+                *(
+                    r"\(3\) \(4\)",
+                    "3. 4",
+                    "3 -> 4",
+                    "3 & 4",
+                    "3 | 4",
+                    r"3 \\ 4",
+                    r"3 \cup 4",
+                    "3=5=4",
+                    "It is 3. No, 4.",
+                ),
+            ]
+        ),
+        ("<answer>4 apples, really 4.0</answer>", "4", 1),
+        ("<answer>It is 4.</answer>", "4", 1),
+        ("<answer>$4$\n</answer>", "4", 1),
+        ("<answer>3 + 1 = 4 dollars</answer>", "4", 1),
+        ("<answer>3 + 1\n = 4</answer>", "4", 1),
+        ("<answer>3/4 cup</answer>", "0.75", 1),
+        (r"<answer>3 \text{ cm}</answer>", "3", 1),
+        ("<answer>{1, 2}</answer>", "{2, 1}", 1),
+        ("<answer>$3$ and $4$</answer>", "{3, 4}", 1),
+        ("<answer>1,000 dollars, or 1000</answer>", "1000", 1),
+        (r"<answer>\begin{pmatrix} 3 \\ 4 \end{pmatrix}</answer>", r"\begin{pmatrix} 3 \\ 4 \end{pmatrix}", 1),
+        ("<answer>2x+1</answer>", "2x+1", 1),
+        ("<answer>3 Feet and 4 inches</answer>", "3 feet  and 4 inches", 1),
+        ("<answer>5 feet and 4 inches</answer>", "3 feet and 4 inches", 0),
         # no right answer to compare with
         ("<answer>72</answer>", None, None),
         ("<answer>72</answer>", " ", None),

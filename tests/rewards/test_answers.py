@@ -27,7 +27,10 @@ from grpo_lightning.rewards.answers import after_hashes, between_answer_tags, gi
         (r"\boxed{3", None),
         (r"\boxed 3", None),
         (r"boxed{3}", None),
-        (r"\\boxed{3}", None),  # a line break and the word
+        (r"\\boxed{3}", "3"),  # escaped twice
+        (r"\\boxed{\\{1, 2\\}}", r"\\{1, 2\\}"),
+        (r"x \\\boxed{3}", "3"),  # after a line break
+        (r"\\\\boxed{3}", "3"),
         ("", None),
     ],
 )
@@ -53,6 +56,9 @@ def test_a_box_is_balanced(soup: list[str]):
 def test_tags_and_hashes():
     assert between_answer_tags("<answer>a</answer><answer> b </answer><answer>") == " b "
     assert between_answer_tags("</answer><answer>") is None
+    assert between_answer_tags("<answer>5</answer>\n</answer>") == "5"
+    assert between_answer_tags("<answer><answer>5</answer></answer>") == "5"
+    assert between_answer_tags("<answer>5</answer></answer><answer>6") == "5"
     assert after_hashes("#### 1\n#### 2\nno") == "2"
     assert after_hashes("### 1") is None
 

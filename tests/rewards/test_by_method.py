@@ -114,6 +114,9 @@ def test_an_unknown_method_names_the_known_ones():
         match=r"no method 'yesno' for the column 'accu_reward_method'; there are: default, .*Did you mean 'yes_no'\?",
     ):
         score(ByMethod(), row)
+    for no_text in (["mcq"], {"a": 1}, 3):
+        with pytest.raises(ValueError, match=r"There is no method .* for the column 'accu_reward_method'"):
+            ByMethod()(completions=["a"], solution=["b"], accu_reward_method=[no_text])
     with pytest.raises(ValueError, match="no method 'llm'"):
         ByMethod(default="llm")
     assert score(ByMethod(), row, on_error="none").failures["accuracy/exception"] == 1

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_lightning.rewards import equivalence as module
 from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError, equivalence
-from grpo_lightning.rewards.equivalence_worker import nesting, parsed
+from grpo_lightning.rewards.equivalence_worker import names_several, nesting, parsed
 
 pytest.importorskip("math_verify")
 
@@ -82,6 +86,51 @@ def test_a_process_that_dies_is_no_answer(process: Equivalence, monkeypatch: pyt
         decide(process, "3", "3")
 
 
+ASKS = """
+import importlib.util, os, sys, threading, time
+spec = importlib.util.spec_from_file_location("equivalence", {path!r})  # alone: the package takes seconds to import
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+asked = module.Equivalence()
+asked.decide("3", "3", is_anchored=False, timeout_seconds=60)
+if {holds_pipe} and os.fork() == 0:  # a worker of a data loader, say, which has the other end of the pipe too
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print(asked._process.pid, flush=True)
+asked.decide("3", {answer!r}, is_anchored=False, timeout_seconds={seconds}) if {answer!r} else time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no corpse that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+@pytest.mark.parametrize(("answer", "holds_pipe"), [("$9^{9^{9^{9}}}$", False), ("", True)])
+def test_a_killed_run_leaves_no_process_behind(answer: str, holds_pipe: bool):
+    code = ASKS.format(path=module.__file__, answer=answer, holds_pipe=holds_pipe, seconds=3)
+    # A group of its own, so that what it forked goes too.
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stdout is not None
+    worker = int(run.stdout.readline())
+    try:
+        time.sleep(0.5)  # it is computing
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        until = time.monotonic() + 30
+        while is_running(worker) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not is_running(worker)
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.stdout.close()
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="no signals here")
 def test_an_interrupt_at_the_terminal_leaves_it_running(process: Equivalence):
     assert decide(process, "3", "3") is True
@@ -115,3 +164,10 @@ def test_nesting():
     assert nesting("") == nesting("a)") == 0
     assert nesting("(a)[b]{c}") == 1
     assert nesting("([{") == 3
+
+
+def test_several_answers():
+    assert names_several("3 and 4", parsed("3 and 4"))
+    assert not names_several("$3$ and $4$", parsed("$3$ and $4$")), "a set is one answer"
+    assert not names_several("", [])
+    assert not names_several("no digits\nin\nthis", [])

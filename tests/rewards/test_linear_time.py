@@ -19,7 +19,7 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
-from grpo_lightning.rewards.methods import similarity
+from grpo_lightning.rewards.similarity import similarity
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""

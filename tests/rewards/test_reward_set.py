@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from grpo_lightning.rewards import (
+    ByMethod,
     Cosine,
     ExactMatch,
     Format,
     Length,
     MultipleChoice,
     Repetition,
+    Reward,
     RewardSet,
     SoftOverlong,
     WeightedReward,
@@ -297,32 +299,6 @@ def test_names_that_do_not_fit_are_errors_without_a_check_before(names: Any, mes
 # --- names in the logs
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        "step",
-        "epoch",
-        "rollout",
-        "source",
-        "prompt_index",
-        "prompt",
-        "completion",
-        "length",
-        "finish_reason",
-        "reward",
-        "rewards",
-        "advantage",
-    ],
-)
-def test_a_log_column_must_not_overwrite_a_field(column: str):
-    def logs(completions: Any, log_extra: Any) -> list[float]:
-        log_extra(column, [0] * len(completions))
-        return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match=rf"'logs' calls log_extra\('{column}'\), which would overwrite .* Rename it"):
-        RewardSet([WeightedReward(logs, on_error="none")]).score([group("a")])
-
-
 @pytest.mark.parametrize("metric", ["mean", "logs", "second"])
 def test_a_metric_must_not_have_the_name_of_another(metric: str):
     def logs(completions: Any, log_metric: Any) -> list[float]:
@@ -359,8 +335,73 @@ def test_metrics_and_extras_of_all_rewards():
     scores = RewardSet([logs, logs_too]).score([group("a", "bb"), group("c", "dd")])
     assert scores.metrics == {"seen": 4.0}
     assert scores.extras == {"shout": ["A", "BB", "C", "DD"], "letters": [1, 2, 1, 2]}
-    with pytest.raises(ValueError, match="Two rewards log_extra the column 'shout': rename it in 'b'"):
-        RewardSet([logs, WeightedReward(logs, name="b")]).score([group("a")])
+
+
+def test_a_column_that_two_rewards_log_is_there_twice():
+    def logs(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("shout", [text.upper() for text in completions])
+        log_extra(f"of {completions[0]}", completions)
+        return [0.0] * len(completions)
+
+    def quiet(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("shout", ["-"] * len(completions))
+        return [1.0] * len(completions)
+
+    groups = [group("a", "bb"), only(["logs"], "c", "dd")]
+    assert RewardSet([logs, quiet]).score(groups).extras == {
+        "logs/shout": ["A", "BB", "C", "DD"],
+        "quiet/shout": ["-", "-", None, None],
+        "of a": ["a", "bb", "c", "dd"],
+    }
+
+
+def test_data_that_name_a_method_need_a_reward_that_goes_by_it():
+    def named(completions: Any, accu_reward_method: Any = None) -> Any: ...
+
+    def any_column(completions: Any, **columns: Any) -> Any: ...
+
+    class Own(Reward):
+        optional_columns = ("accu_reward_method",)
+
+        def __call__(self, completions: Any, **columns: Any) -> Any: ...
+
+    row = {"solution": "B", "answer": "B"}
+    plain, chosen = Prompt("p", row), Prompt("p", row | {"accu_reward_method": "mcq"}, source="quiz")
+    empty = Prompt("p", row | {"accu_reward_method": ""}, source="quiz")
+    for reward in (ByMethod(), named, any_column, Own(), Cosine(accuracy=ByMethod())):
+        RewardSet([ExactMatch(), reward]).validate_prompts(prompt for prompt in (plain, chosen))
+    RewardSet([ExactMatch()]).validate_prompts([plain, empty, Prompt("p", row | {"accu_reward_method": None})])
+    message = r"of 'quiz' name the method 'mcq' in 'accu_reward_method', .* add the reward ByMethod"
+    for reward in (second, MultipleChoice("answer"), ByMethod(method_column="kind")):
+        with pytest.raises(ValueError, match=message):
+            RewardSet([ExactMatch(), reward]).validate_prompts(prompt for prompt in (plain, empty, chosen))
+    elsewhere = Prompt("p", dict(chosen.columns), source="quiz", rewards=["exact_match"])
+    with pytest.raises(ValueError, match=message):
+        RewardSet([ExactMatch(), ByMethod()]).validate_prompts([plain, elsewhere])
+
+
+def test_settings_are_checked_against_the_limit_of_the_run():
+    class Own(Reward):
+        def __call__(self, completions: Any) -> Any: ...
+
+        def check(self, max_completion_length: int) -> None:
+            raise ValueError(f"no {max_completion_length}")
+
+    class Foreign:
+        def __call__(self, completions: Any) -> Any: ...
+
+        def check(self) -> None:
+            raise AssertionError("a method of somebody else's class")
+
+    RewardSet([second, Foreign(), SoftOverlong(9), ExactMatch()]).check(10)
+    RewardSet([SoftOverlong(9, max_length=20)]).check(4)
+    too_short = r"Reward 'soft_overlong': cache_length 9 must be below the run's max_completion_length, 9 tokens"
+    with pytest.raises(ValueError, match=too_short):
+        RewardSet([second, WeightedReward(SoftOverlong(9), weight=0)]).check(9)
+    with pytest.raises(ValueError, match="Reward 'cosine': Reward 'own': no 7"):
+        RewardSet([Cosine(accuracy=Own())]).check(7)
+    with pytest.raises(ValueError, match="Reward 'accuracy': Reward 'length': no 7"):
+        RewardSet([ByMethod({"length": Own()})]).check(7)
 
 
 def test_a_set_is_picklable_before_and_after_use():

@@ -1,0 +1,107 @@
+"""Ctrl-C and SIGTERM end a training run after its optimizer step, with a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from grpo_lightning.checkpoints import is_between_steps
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+PATTERN = "stopped-*.ckpt"
+
+
+class GracefulStop(L.Callback):
+    """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the optimizer step.
+
+    There the ranks agree, a checkpoint is written, and Lightning ends the run as it does on SIGTERM: no validation and
+    no end of the epoch, after which a resumed run would skip the rest of its data. A second signal does what it would
+    without this callback.
+
+    Args:
+        folder: Where the checkpoint goes, `stopped-step=<N>.ckpt`; the one of an earlier stop is removed.
+        is_saving: False writes none.
+    """
+
+    def __init__(self, folder: str | Path, *, is_saving: bool = True) -> None:
+        self.folder = Path(folder)
+        self.is_saving = is_saving
+        self.received: int | None = None
+        self.stopped_at: int | None = None
+        self.checkpoint: Path | None = None
+        self.old_handlers: dict[int, Any] = {}
+        self.trainer: L.Trainer | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signals: here, because Lightning sets a handler of its own for SIGTERM before."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows handlers in the main thread alone
+        self.trainer = trainer
+        for signum in SIGNALS:
+            self.old_handlers[signum] = signal.signal(signum, self.receive)
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        """Remember the signal; the next one is handled as if this callback were not there."""
+        self.restore()
+        self.received = signum
+        launcher = self.trainer.strategy.launcher if self.trainer is not None else None
+        # Ctrl-C reaches every process of a terminal; SIGTERM often the first one alone.
+        if signum == signal.SIGTERM and isinstance(launcher, _SubprocessScriptLauncher):
+            launcher.kill(signal.SIGTERM)
+        # Not by the logger: a handler may run in the middle of another write to the same stream, which refuses.
+        if self.trainer is None or self.trainer.is_global_zero:
+            again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
+            os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
+
+    def restore(self) -> None:
+        """Put the old handlers back."""
+        for signum, handler in self.old_handlers.items():
+            signal.signal(signum, handler)
+        self.old_handlers = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """At the end of a step: agree, save, and end the run."""
+        if not is_between_steps(trainer):
+            return
+        # One rank's signal stops all of them: each alone would wait for the others for ever.
+        is_received = trainer.strategy.reduce_boolean_decision(self.received is not None, all=False)
+        if not is_received or trainer.global_step == trainer.max_steps:
+            return
+        self.stopped_at = trainer.global_step
+        if self.is_saving:
+            folder = Path(trainer.strategy.broadcast(str(self.folder)))
+            self.checkpoint = folder / f"stopped-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(self.checkpoint)
+            for old in sorted(folder.glob(PATTERN)) if trainer.is_global_zero else []:
+                if old != self.checkpoint:
+                    trainer.strategy.remove_checkpoint(old)
+        trainer._signal_connector.received_sigterm = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the old handlers back."""
+        self.restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Put the old handlers back."""
+        self.restore()
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that a signal ended; another rank's signal counts as SIGTERM."""
+        return 128 + (self.received or signal.SIGTERM)
+
+    def last_words(self) -> str:
+        """Where the run stopped, and how it goes on."""
+        go_on = "; go on by the same command with --ckpt_path auto" if self.checkpoint else ""
+        return f"Stopped at step {self.stopped_at}{go_on}."

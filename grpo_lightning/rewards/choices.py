@@ -1,0 +1,73 @@
+"""The option that a text chooses: "(B)", "B) because", "the answer is b" are all B.
+
+Completions are untrusted text, so all of it takes linear time: patterns look a few characters far.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+_FIRST = re.compile(r"[\s*_(\[$\"']*(?:([A-Z])(?=[.):,\]*])|([a-z])(?=[.):\]*](?:\W|$)))")
+_ANSWER = re.compile(
+    r"\banswers?(?:\s{1,8}(?:is|must\s{1,8}be|would\s{1,8}be))?\b[\s:=*_(\[$\"']{0,8}"
+    r"([A-Za-z])(?![\w'\u2019])",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(
+    r"\b(?:option|choice)s?(?:\s{1,8}is)?\b[\s:*_(\[$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
+)
+_MARKED = re.compile(r"(?<!\w)[(\[]([A-Za-z])[)\]]|\*\*\(?([A-Za-z])\)?[.:]?\*\*|\b([A-Z])\)")
+_CAPITAL = re.compile(r"\b[A-Z]\b(?!['\u2019])")
+_WORD_FOLLOWS = re.compile(r"\s{1,8}(?!(?:and|or)\b)[a-z]")
+_NEXT = re.compile(
+    r"[\s)\]*_$\"'.:,;/&|]{0,8}(?:\b(?:and|or)\b\s{0,8})?[\s(\[*_$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
+)
+
+
+def choice(text: str) -> str | None:
+    """The option a text chooses, as a capital letter; None if it chooses none, or lists several.
+
+    In this order: it is one letter; the last that is said to be the answer ("the answer is B"); the one it begins with,
+    marked ("B) because", "A, because I ..."), unless others are marked alike ("(A) 1 (B) 2"); the only one that is
+    marked ("(B)") or called an option; the only capital that stands alone. A letter that another follows at once
+    ("A, B", "A or B") is part of a list.
+    """
+    if lone := _LONE.fullmatch(text):
+        return lone[1].upper()
+    if answers := [found for found in _ANSWER.finditer(text) if _is_option(found, text)]:
+        return None if _is_listed(answers[-1], text) else answers[-1][1].upper()
+    if first := _FIRST.match(text):
+        return None if _is_listed(first, text) or _others_alike(first, text) else (first[1] or first[2]).upper()
+    options = {found[1].upper() for found in _OPTION.finditer(text) if _is_option(found, text)}
+    marked = options | {(found[1] or found[2] or found[3]).upper() for found in _MARKED.finditer(text)}
+    capitals = [found for found in _CAPITAL.finditer(text) if found[0] != "I"]
+    alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
+    return alone.pop() if len(alone) == 1 else None
+
+
+def _is_option(found: re.Match[str], text: str) -> bool:
+    """Whether a named letter is an option, not the word "a" or "i" ("the answer is a dog")."""
+    return found[1] not in ("a", "i") or not _WORD_FOLLOWS.match(text, found.end())
+
+
+def _is_article(found: re.Match[str], text: str) -> bool:
+    """Whether a lone capital may as well be the article ("A cat", but also "A or B")."""
+    return found[0] == "A" and text[found.end() : found.end() + 1] == " " and text[found.end() + 1 :][:1].islower()
+
+
+def _is_listed(found: re.Match[str], text: str) -> bool:
+    """Whether another letter follows at once, and no word says something about that one ("A. B is wrong")."""
+    following = _NEXT.match(text, found.end())
+    if following is None or _WORD_FOLLOWS.match(text, following.end()):
+        return False
+    chosen, other = found[found.lastindex or 1], following[1]
+    return other.isupper() >= chosen.isupper() and other.upper() != chosen.upper() and other != "I"
+
+
+def _others_alike(first: re.Match[str], text: str) -> bool:
+    """Whether other letters have the mark of the first."""
+    letter = first[first.lastindex or 1]
+    alike = re.finditer(rf"(?<![\w'\u2019])([A-Za-z]){re.escape(text[first.end()])}(?!\w)", text[first.end() :])
+    others = {found[1] for found in alike if found[1].isupper() == letter.isupper()}
+    return bool(others - {letter, "I"})
