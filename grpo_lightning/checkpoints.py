@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from grpo_lightning.planner import Rollout
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.schedules import Schedule
 
 if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
@@ -46,6 +48,15 @@ class StepEnds(L.Callback):
 
         trainer.save_checkpoint = save_at_step_end  # type: ignore[method-assign]
 
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Let no resumed checkpoint be written again: Lightning forgets that it has it.
+
+        It would ask for it in the first micro-step, under the name of this step, and get the weights of the next.
+        """
+        for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
+            if isinstance(callback, ModelCheckpoint):
+                callback._last_global_step_saved = trainer.global_step
+
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Keep the trainer from stopping before the step is done, and its count of epochs right."""
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
@@ -63,6 +74,19 @@ class StepEnds(L.Callback):
         waiting, self.waiting = self.waiting, []
         for save in waiting:
             save()
+
+
+def restore_settings(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Let the settings of this run's optimizer beat those that came with the optimizer's state from a checkpoint.
+
+    A schedule other than ours has its rate in the checkpoint alone: there the rate stays.
+    """
+    if trainer.ckpt_path is None:
+        return
+    kept = {"lr"} if module.lr_schedulers() and not isinstance(module.lr_schedulers(), Schedule) else set()
+    known = getattr(module, "optimizer_settings", [])  # a subclass may configure its own optimizer
+    for group, settings in zip(trainer.optimizers[0].param_groups, known, strict=False):
+        group.update({name: value for name, value in settings.items() if name not in kept})
 
 
 def is_inside_step(trainer: L.Trainer) -> bool:
@@ -157,7 +181,7 @@ def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> No
     Lightning does so when it sets the loader up. Asking the trainer for its number of steps in `configure_optimizers`
     sets the loader up before the checkpoint's loops are restored: it would start over, and nothing would say so.
     """
-    if module.is_broken_off:
+    if module.is_broken_off and trainer.ckpt_path is not None:
         raise RuntimeError(
             "The checkpoint was saved inside an optimizer step, when the run was interrupted: its prompts count as "
             "used and were not trained on. Resume from an earlier one, or start a new run from its weights."

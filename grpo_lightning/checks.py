@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts
+from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts, source_names
 from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
 from grpo_lightning.types import Prompt
 
@@ -44,6 +45,15 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
     return kind(**(value or {}))
 
 
+@contextlib.contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Say which setting a library's complaint is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
 def check_settings(module: GRPOLightningModule) -> None:
     """Check settings that cannot train.
 
@@ -71,6 +81,7 @@ def check_settings(module: GRPOLightningModule) -> None:
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
             "learned. Set it above 0."
         )
+    module.reward_set.check(module.sampling.max_completion_length)
     success = module.validation.success
     if success is not None and success not in module.reward_set.names:
         raise ValueError(
@@ -110,6 +121,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         for kind in type(callback).__mro__:
             if kind.__name__ in REFUSED_CALLBACKS and kind.__module__.startswith("lightning") and not is_idle:
                 raise ValueError(f"{kind.__name__} does not work with GRPO: {REFUSED_CALLBACKS[kind.__name__]}.")
+    if trainer.accumulate_grad_batches < 1:
+        raise ValueError(f"trainer.accumulate_grad_batches must be at least 1, got {trainer.accumulate_grad_batches}.")
     if trainer.world_size > 1:
         raise ValueError(
             f"The run has {trainer.world_size} processes, and the loss is not yet divided by the counts of all of "
@@ -148,21 +161,29 @@ def evaluation_data(trainer: L.Trainer) -> list[list[Prompt]]:
 
 
 def _known(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[list[Prompt]]:
-    """Data sets of the data module by name, and of prompt sources; of data that are read when used, the first rows."""
+    """The prompts of data sets; of those that are read when used, the first ones."""
+    return [known_prompts(data) for data in _data_sets(trainer, names, loops)]
+
+
+def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
+    """Data sets of the data module, by name, and those of prompt sources."""
     data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
     loaders = [loop._data_source.instance for loop in loops]
     data += [loader.prompts for loader in loaders if isinstance(loader, PromptSource)]
-    return [known_prompts(prompts) for prompts in data if prompts]
+    return [prompts for prompts in data if prompts]
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
     """The names of the data's sources, as far as they can be seen; the same list on every rank."""
-    return sorted({prompt.source for prompts in known_data(trainer) for prompt in prompts})
+    names = ["train_prompts", "val_prompts", "test_prompts"]
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    return sorted({name for data in _data_sets(trainer, names, loops) for name in source_names(data)})
 
 
 def training_sources(trainer: L.Trainer) -> list[str]:
     """The names of the sources that are trained on, as far as they can be seen; the same list on every rank."""
-    return sorted({prompt.source for prompt in known_prompts(getattr(trainer.train_dataloader, "prompts", ()))})
+    loader = trainer.train_dataloader
+    return source_names(loader.prompts) if isinstance(loader, PromptSource) else []
 
 
 def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:

@@ -302,10 +302,13 @@ class GRPOLightningModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
-        optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        with checks.naming_key("model.optimizer"):
+            optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        self.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         if self.scheduler_factory is None:
             return optimizer
-        schedule = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
+        with checks.naming_key("model.scheduler"):
+            schedule = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -316,6 +319,7 @@ class GRPOLightningModule(L.LightningModule):
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
         checkpoints.restore_data_position(self, self.trainer)
+        checkpoints.restore_settings(self, self.trainer)
         if self.rollout is not None:
             self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
         keep_overfit_batches(self.trainer)

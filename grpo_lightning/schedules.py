@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -79,6 +80,10 @@ class Schedule(LambdaLR):
         self._last_lr = [float(lr) * factor(self.last_epoch) for lr in self.base_lrs]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the place in the schedule; its shape and rates are those of this run."""
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
     @abstractmethod
     def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:

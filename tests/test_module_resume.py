@@ -15,9 +15,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.schedules import AdamW, Cosine
-from tests.module_runs import SMALL, History, are_equal, make_module, make_source, make_trainer, weights_of
-from tests.tiny_models import tiny_model
+from grpo_lightning.schedules import AdamW, Cosine, Linear
+from tests.module_runs import (
+    SMALL,
+    History,
+    are_equal,
+    fit,
+    make_module,
+    make_source,
+    make_trainer,
+    vowel_share,
+    weights_of,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # some checkpoints are moved
 
@@ -313,3 +323,64 @@ def test_other_data_are_refused(killed_mid_cycle):
 def test_another_cycle_is_refused(killed_mid_cycle):
     with pytest.raises(ValueError, match="cycle was 8, is 4"):
         train(killed_mid_cycle, resume=True, module=two_updates(num_iterations=1))
+
+
+# ------------------------------------------------------------------------------------- what a resumed run goes on with
+
+
+def test_a_resumed_checkpoint_is_not_written_again_with_later_weights(tmp_path):
+    def run(max_steps, ckpt_path=None):
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = make_trainer(
+            max_steps=max_steps, accumulate_grad_batches=2, callbacks=[saving], enable_checkpointing=True
+        )
+        module = make_module()
+        trainer.fit(module, make_source(module, PROMPTS, batch_size=2, accumulate=2), ckpt_path=ckpt_path)
+
+    run(2)
+    run(5, tmp_path / "step=2.ckpt")
+    for path in tmp_path.glob("*.ckpt"):
+        assert torch.load(path, weights_only=True)["global_step"] == int(path.stem.removeprefix("step="))
+    assert sorted(path.stem for path in tmp_path.glob("*.ckpt")) == ["step=2", "step=4"]
+
+
+def resumed_rates(tmp_path, first, then):
+    """(lr, weight decay) after a step of a run resumed with other settings."""
+    fit(make_module(**first), max_steps=2).save_checkpoint(tmp_path / "first.ckpt")
+    module = make_module(**then)
+    trainer = fit(module, max_steps=3, ckpt_path=str(tmp_path / "first.ckpt"))
+    (group,) = trainer.optimizers[0].param_groups
+    return group["lr"], group["weight_decay"]
+
+
+def adamw(lr, weight_decay=0.0):
+    return lambda parameters: AdamW(parameters, lr=lr, weight_decay=weight_decay)
+
+
+def test_settings_of_the_optimizer_beat_those_of_the_checkpoint(tmp_path):
+    settings = {"optimizer": adamw(1e-3)}, {"optimizer": adamw(5e-4, weight_decay=0.5)}
+    assert resumed_rates(tmp_path, *settings) == (5e-4, 0.5)
+
+
+def test_settings_of_the_schedule_beat_those_of_the_checkpoint(tmp_path):
+    first = {"optimizer": adamw(1e-3), "scheduler": lambda optimizer: Linear(optimizer, warmup_steps=2)}
+    then = {"optimizer": adamw(8e-3), "scheduler": lambda optimizer: Linear(optimizer, warmup_steps=4)}
+    lr, _ = resumed_rates(tmp_path, first, then)
+    assert lr == pytest.approx(8e-3 * 3 / 4)  # after three of four steps of warm-up
+
+
+def test_a_schedule_of_torch_goes_on_where_it_was(tmp_path):
+    halving = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+    lr, decay = resumed_rates(
+        tmp_path, halving | {"optimizer": adamw(1e-3)}, halving | {"optimizer": adamw(1.0, weight_decay=0.5)}
+    )
+    assert (lr, decay) == (1e-3 / 8, 0.5)
+
+
+def test_a_new_run_starts_from_the_weights_of_a_run_that_broke_off(tmp_path):
+    with pytest.raises(KilledError):
+        train(tmp_path / "other", KillAt(4, "on_before_optimizer_step"), module=(broken := two_updates()))
+    broken.trainer.save_checkpoint(tmp_path / "broken.ckpt")
+    settings = {"policy": tiny_model("qwen2", **SMALL), "tokenizer": tiny_tokenizer(), "rewards": [vowel_share]}
+    module = GRPOLightningModule.load_from_checkpoint(tmp_path / "broken.ckpt", **settings)
+    fit(module, max_steps=4, accumulate_grad_batches=2)

@@ -67,7 +67,8 @@ def below_any(tree: Any, prefix: str, known: Mapping[str, Any]) -> str | None:
     """The first key that lies below one of type Any."""
     for name, value in tree.items() if isinstance(tree, Mapping) else ():
         key = f"{prefix}{name}"
-        if getattr(known.get(key), "_typehint", None) is Any and isinstance(value, Mapping):
+        members = choices(getattr(known.get(key), "_typehint", None))
+        if Any in members and set(members) <= {Any, type(None)} and isinstance(value, Mapping):
             return f"{key}.{next(iter(value))}"
         if problem := below_any(value, f"{key}.", known):
             return problem

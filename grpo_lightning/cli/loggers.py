@@ -94,6 +94,6 @@ class MetricsLogger(CSVLogger):
 
 def without_anonymous(logger: Any) -> None:
     """Keep a WandbLogger from handing on `anonymous`, which it does even unset: W&B warns that it has no effect."""
-    settings = getattr(logger, "_wandb_init", {})
-    if settings.get("anonymous", "") is None:
+    settings = getattr(logger, "_wandb_init", None)
+    if isinstance(settings, dict) and settings.get("anonymous", "") is None:
         del settings["anonymous"]

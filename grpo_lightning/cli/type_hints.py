@@ -70,7 +70,7 @@ def class_names(members: list[Any]) -> list[str]:
 
 
 def named_classes(members: list[Any]) -> list[type]:
-    """The classes that may be named where an object or a `Callable[..., object]` is expected; the package's own first."""
+    """The classes that may be named for an object or a `Callable[..., object]`; the package's own first."""
     made = [get_args(member)[-1] if is_callable(member) and get_args(member) else member for member in members]
     found: list[type] = [other for kind in made if is_plain_class(kind) for other in descendants(kind)]
     return sorted(found, key=lambda kind: not kind.__module__.startswith("grpo_lightning"))

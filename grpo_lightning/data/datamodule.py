@@ -129,7 +129,9 @@ class PromptDataModule(L.LightningDataModule):
         has_prompts = self.val_prompts is not None or (stage != "validate" and self.test_prompts is not None)
         if stage in ("validate", "test", "predict") and not has_prompts:
             settings = ["data.test_datasets"] * (stage != "validate") + ["data.val_datasets", "data.val_split"]
-            raise ValueError(f"There are no prompts to {getattr(stage, 'value', stage)} on: set {' or '.join(settings)}.")
+            raise ValueError(
+                f"There are no prompts to {getattr(stage, 'value', stage)} on: set {' or '.join(settings)}."
+            )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
         """The prompts of a mixture, or a stream of them."""

@@ -35,13 +35,16 @@ def choice(text: str) -> str | None:
     """
     if lone := _LONE.fullmatch(text):
         return lone[1].upper()
-    if answers := [found for found in _ANSWER.finditer(text) if _is_option(found, text)]:
-        return None if _is_listed(answers[-1], text) else answers[-1][1].upper()
+    answer = None
+    for found in _ANSWER.finditer(text):
+        answer = found if _is_option(found, text) else answer
+    if answer:
+        return None if _is_listed(answer, text) else answer[1].upper()
     if first := _FIRST.match(text):
         return None if _is_listed(first, text) or _others_alike(first, text) else (first[1] or first[2]).upper()
     options = {found[1].upper() for found in _OPTION.finditer(text) if _is_option(found, text)}
     marked = options | {(found[1] or found[2] or found[3]).upper() for found in _MARKED.finditer(text)}
-    capitals = [found for found in _CAPITAL.finditer(text) if found[0] != "I"]
+    capitals = (found for found in _CAPITAL.finditer(text) if found[0] != "I")
     alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
     return alone.pop() if len(alone) == 1 else None
 
@@ -53,7 +56,8 @@ def _is_option(found: re.Match[str], text: str) -> bool:
 
 def _is_article(found: re.Match[str], text: str) -> bool:
     """Whether a lone capital may as well be the article ("A cat", but also "A or B")."""
-    return found[0] == "A" and text[found.end() : found.end() + 1] == " " and text[found.end() + 1 :][:1].islower()
+    following = text[found.end() : found.end() + 2]
+    return found[0] == "A" and following[:1] == " " and following[1:].islower()
 
 
 def _is_listed(found: re.Match[str], text: str) -> bool:

@@ -2,8 +2,11 @@
 
 import csv
 import warnings
+from types import SimpleNamespace
 
-from grpo_lightning.cli.loggers import MetricsLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from grpo_lightning.cli.loggers import MetricsLogger, without_anonymous
 
 
 def rows(folder):
@@ -48,3 +51,11 @@ def test_other_files_in_the_folder_are_no_reason_to_warn(tmp_path):
         warnings.simplefilter("error")
         make(tmp_path).log_metrics({"a": 1.0}, step=0)
     assert (tmp_path / "r" / "version_0" / "completions.jsonl").exists()
+
+
+def test_a_setting_without_effect_is_not_handed_on_unless_given():
+    for given, kept in ((None, {}), ("allow", {"anonymous": "allow"})):
+        logger = SimpleNamespace(_wandb_init={"name": "n", "anonymous": given})
+        without_anonymous(logger)
+        assert logger._wandb_init == {"name": "n"} | kept
+    without_anonymous(DummyLogger())  # answers to every name

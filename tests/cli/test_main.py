@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -369,6 +370,23 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe, capsys):
     assert not Path("runs/recipe/version_0").exists()
 
 
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(recipe, capsys):
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False}, policy="not/there")
+    failure(capsys, "fit", "--config", name)
+    assert not list(Path("runs/recipe").iterdir())
+
+
+def test_checkpoints_are_written_by_epoch_and_by_time_unless_the_recipe_says_when(recipe, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.cli.defaults.CHECKPOINT_INTERVAL", timedelta(seconds=0))
+    name = recipe(trainer={"enable_checkpointing": True, "max_steps": 3})
+    main(["fit", "--config", name])
+    folder = Path("runs/recipe/version_0/checkpoints")
+    assert files(folder) == {"epoch=1-step=3.ckpt", "latest-epoch=1-step=3.ckpt"}
+    own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
+    cli = main(["fit", "--config", recipe(trainer={"enable_checkpointing": True, "callbacks": [own]})])
+    assert len(cli.trainer.checkpoint_callbacks) == 1
+
+
 def test_fast_dev_run_leaves_nothing(recipe):
     main(["fit", "--config", recipe(), "--trainer.fast_dev_run=true"])
     assert not Path("runs").exists()
@@ -474,6 +492,48 @@ def test_a_wrong_number_of_weights_is_named(recipe, capsys):
 )
 def test_what_is_wrong_is_named(recipe, capsys, change, said):
     assert said in failure(capsys, "fit", "--config", recipe(**change))
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--model.num_gen=2", "there is no key model.num_gen."),
+        ("--trainer.max_step=1", "there is no key trainer.max_step. Did you mean trainer.max_steps"),
+        ("--model.objective.bet=0", "there is no key model.objective.bet."),
+        ("--model.tokenizer.chat_template=x", "there is no key model.tokenizer.chat_template."),
+        ("--model.optimizer=AdmaW", "Did you mean AdamW"),
+        ("--model.scheduler.class_path=Cosin", "Did you mean Cosine"),
+    ],
+)
+def test_a_flag_that_is_none_is_named(recipe, capsys, flag, said):
+    assert f"on the command line: {said}" in (got := failure(capsys, "fit", "--config", recipe(), flag)) or (
+        said.startswith("Did") and said in got
+    )
+
+
+def test_what_a_constructor_refuses_says_where_it_came_from(recipe, capsys):
+    said = failure(capsys, "fit", "--config", recipe(sampling={"temperature": -1.0}))
+    assert said.startswith("error: recipe.yaml: model.sampling.temperature must be ")
+    said = failure(capsys, "fit", "--config", recipe(), "--model.reward_weights=[1,2]")
+    assert said.startswith("error: on the command line: model.reward_weights has 2 entries")
+    assert "TRACEBACK" not in said
+
+
+def test_a_reward_that_is_no_function_is_shown(recipe, capsys):
+    Path("constant_rewards.py").write_text("x = 3")
+    said = failure(capsys, "fit", "--config", recipe(rewards=["constant_rewards.x"]))
+    assert said == "error: recipe.yaml: model.rewards[0]: constant_rewards.x is 3, not a function.\n"
+
+
+def test_optimizer_and_scheduler_by_their_names_alone(recipe):
+    name = recipe(optimizer={"class_path": "AdamW", "init_args": {"lr": 0.5}}, scheduler="Cosine")
+    config = parse(["--config", name])
+    assert config.model.optimizer.class_path == "grpo_lightning.schedules.AdamW"
+    assert config.model.optimizer.init_args.lr == 0.5
+    assert config.model.scheduler.class_path == "grpo_lightning.schedules.Cosine"
+    for flags in (["--model.optimizer=AdamW"], ["--model.optimizer.class_path", "AdamW"]):
+        config = parse(["--config", recipe(), *flags])
+        assert config.model.optimizer.class_path == "grpo_lightning.schedules.AdamW"
 
 
 def test_a_recipe_that_is_not_there_is_named(recipe, capsys):

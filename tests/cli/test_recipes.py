@@ -59,14 +59,14 @@ def test_first_sentence():
     assert recipes.first_sentence("no full stop") == "no full stop"
 
 
-def test_list_shows_every_recipe(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def test_list_shows_every_recipe_in_two_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
     main(["recipes", "list"])
     said = capsys.readouterr().out
     for name in recipes.names():
-        assert f"\n {name} " in said
-    assert "GRPO finds the habit that pays." in said
-    assert "two CPU cores" in said
+        assert f"\n{name}\n    " in f"\n{said}"
+    assert "quickstart\n    GRPO finds the habit that pays.\n" in said
+    assert len(said.splitlines()) == 2 * len(recipes.names()) + 4
 
 
 def test_show_prints_the_file(capsys):

@@ -78,7 +78,57 @@ def test_loggers_without_a_name_go_into_the_folder():
     assert trainer.default_root_dir == str(FOLDER)
     assert plain.init_args.as_dict() == {"save_dir": "there/runs", "name": "r", "version": "version_3"}
     assert own.init_args.as_dict() == {"save_dir": "elsewhere", "name": "mine", "version": None}
-    assert trainer.logger == [plain, own]
+    assert trainer.logger[:2] == [plain, own]
+    assert [entry.class_path for entry in trainer.logger[2:]] == ["grpo_lightning.cli.loggers.MetricsLogger"]
+
+
+@pytest.mark.parametrize("kind", ["lightning.pytorch.loggers.CSVLogger", "grpo_lightning.cli.loggers.MetricsLogger"])
+def test_a_logger_of_ones_own_that_writes_metrics_is_enough(kind):
+    loggers = [logger(WANDB, save_dir="."), logger(kind, save_dir="runs", name="mine", version=None)]
+    trainer = Namespace(default_root_dir=None, logger=loggers)
+    run_folder.place(trainer, FOLDER)
+    assert trainer.logger == loggers
+
+
+def test_a_place_of_ones_own_is_kept():
+    wandb = logger(WANDB, save_dir=".", dir="mine", name="n", version=None)
+    run_folder.place(Namespace(default_root_dir=None, logger=wandb), FOLDER)
+    assert wandb.init_args.save_dir == "."
+
+
+def tensorboard(folder, **scalars):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(folder) as writer:
+        writer.add_scalar("hp_metric", -1)
+        for name, value in scalars.items():
+            writer.add_scalar(name, value)
+
+
+def test_a_folder_without_results_is_removed(tmp_path):
+    folder = tmp_path / "version_0"
+    tensorboard(folder)
+    for name in ("config.yaml", "hparams.yaml"):
+        (folder / name).write_text("a: 1")
+    (folder / "metrics.csv").touch()
+    (folder / "checkpoints").mkdir()
+    run_folder.remove_without_results(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["completions.jsonl", "checkpoints/a.ckpt", "metrics.csv", "notes.txt"])
+def test_a_folder_with_anything_else_stays(tmp_path, name):
+    path = tmp_path / "version_0" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("step,a")
+    run_folder.remove_without_results(tmp_path / "version_0")
+    assert path.exists()
+
+
+def test_a_folder_with_logged_numbers_stays(tmp_path):
+    tensorboard(tmp_path / "version_0", reward=1.0)
+    run_folder.remove_without_results(tmp_path / "version_0")
+    assert (tmp_path / "version_0").exists()
 
 
 def test_where_the_first_logger_has_no_folder_metrics_are_kept():
