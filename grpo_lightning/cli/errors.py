@@ -87,8 +87,9 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 def plain_refusal(raised: BaseException) -> BaseException | None:
     """What this package says about a setting, when that is all there is to say: no cause, and not from a loop."""
     error = expected(raised)
-    is_plain = isinstance(error, ValueError | TypeError | OSError) and innermost_module(error) == "grpo_lightning"
-    return error if is_plain and error.__cause__ is None and not is_inside_a_loop(error.__traceback__) else None
+    if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":
+        return None
+    return None if error.__cause__ is not None or is_inside_a_loop(error.__traceback__) else error
 
 
 def lines(error: BaseException) -> list[str]:

@@ -124,7 +124,9 @@ def is_without_results(path: Path) -> bool:
 def has_events(path: Path) -> bool:
     """True if a TensorBoard file holds more than hyperparameters; also where nobody can tell."""
     try:
-        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+            LegacyEventFileLoader,
+        )
     except ImportError:
         return True
     tags = [value.tag for event in LegacyEventFileLoader(str(path)).Load() for value in event.summary.value]

@@ -188,3 +188,13 @@ def test_what_is_printed_at_the_end_has_its_own_line(capsys):
     fit(make_module(length=2), max_steps=2, enable_progress_bar=True, callbacks=[Last(), ProgressBar()])
     before = "".join(capsys.readouterr()).partition("The end")[0]
     assert before.endswith("\n")
+
+
+def test_an_error_begins_on_a_line_of_its_own():
+    bar = ProgressBar()
+    closed = []
+    for kind in ("train", "val", "test", "predict"):
+        setattr(bar, f"_{kind}_progress_bar", SimpleNamespace(close=lambda kind=kind: closed.append(kind)))
+    bar._test_progress_bar = None
+    bar.on_exception(None, None, ValueError("wrong"))
+    assert closed == ["train", "val", "predict"]
