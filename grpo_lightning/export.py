@@ -77,8 +77,14 @@ def export(
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
             raise ValueError(f"{folder} is the folder of the policy itself, which is read: give another one.")
         width = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
-        tokenizer = load_tokenizer(loader)
-        model = load_base(loader, width)
+        try:
+            tokenizer, model = load_tokenizer(loader), load_base(loader, width)
+        except FileNotFoundError as error:
+            if policy is not None:
+                raise
+            raise FileNotFoundError(
+                f"{error} So the run names its policy; if it is elsewhere, give it by --policy."
+            ) from error
         num_from_policy = lay_over(model, weights, num_trained(content), fill_missing=fill_missing)
     if dtype is not None:
         model.to(getattr(torch, dtype))

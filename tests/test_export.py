@@ -163,6 +163,22 @@ def test_a_policy_that_is_not_named_must_be_given(untied, tmp_path):
     export(checkpoint, tmp_path / "model", policy=str(folder / "policy"))
 
 
+def test_a_policy_by_a_path_of_another_folder_must_be_given(untied, tmp_path, monkeypatch):
+    folder, _ = untied
+
+    def name_relatively(copy):
+        copy["hyper_parameters"] = {"policy": {"name": "./policy"}}
+
+    checkpoint = changed(untied, name_relatively)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"\./policy.* give it by --policy\.$"):
+        export(checkpoint, tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match=r"\./other.*folder is [^ ]+$"):
+        export(checkpoint, tmp_path / "model", policy="./other")
+    monkeypatch.chdir(folder)
+    export(checkpoint, tmp_path / "model")
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

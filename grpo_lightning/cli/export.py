@@ -30,13 +30,13 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         ConfigurationError: If the run has none.
     """
-    from grpo_lightning.cli import resuming, run_folder
+    from grpo_lightning.cli import resuming
     from grpo_lightning.cli.errors import ConfigurationError
 
-    runs = [path] if (path / "checkpoints").is_dir() else list(run_folder.versions(path).values())
-    if not path.is_dir() or not runs:
+    folders = resuming.folders_of_run(path)
+    if not folders:
         return path
-    newest, skipped = resuming.newest(runs)
+    newest, skipped = resuming.newest(folders)
     if newest is None:
         raise ConfigurationError(f"{path} has no complete checkpoint ({len(skipped)} half-written). Give a file.")
     print(f"Checkpoint: {newest}")

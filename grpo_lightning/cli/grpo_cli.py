@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,10 @@ PARSING = {"exit_on_error": False, "allow_abbrev": False}
 DESCRIPTIONS = {
     "fit": (
         "Train. Outputs go to runs/<run_name>/version_<N>. Without trainer.max_epochs, max_steps or max_time a run has "
-        "one epoch. --ckpt_path auto goes on from the newest complete checkpoint of runs/<run_name>, in its folder, or "
-        "starts afresh; from --ckpt_path FILE a run goes on in a new folder. Settings are those of the command line, "
-        "never the checkpoint's. "
+        "one epoch. --ckpt_path auto goes on from the newest checkpoint of runs/<run_name> that can be resumed, in its "
+        "folder, or starts afresh (where the recipe sends checkpoints elsewhere, it looks there, too); from "
+        "--ckpt_path FILE, or the folder of a run for its newest, a run goes on in a new folder. Settings are those of "
+        "the command line, never the checkpoint's. "
         "Checkpoints are written at the end of every epoch and every 15 minutes, the newest of each kept, unless "
         "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step."
     ),
@@ -141,13 +142,22 @@ class GRPOCLI(LightningCLI):
 
         Lightning's own method overwrites flags by what stands in the checkpoint.
         """
-        settings = self.config[self.config.subcommand]
+        settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
-        if settings.get("ckpt_path") == "auto":
+        given = settings.get("ckpt_path")
+        if given == "auto":
             settings.ckpt_path = self.newest_checkpoint(settings)
-            if settings.ckpt_path and self.config.subcommand == "fit":
-                self.continued = Path(settings.ckpt_path).parent.parent
-        resuming.check_there(settings.get("ckpt_path"))
+            if settings.ckpt_path and to_train:
+                runs = run_folder.runs_folder(settings.trainer, settings.run_name)
+                self.continued = run_folder.version_of(Path(settings.ckpt_path), runs)
+        elif given and (folders := resuming.folders_of_run(Path(given))):
+            path, skipped = resuming.newest(folders, to_train=to_train)
+            if path is None:
+                reasons = "".join(f"\n  {other}: {why}" for other, why in skipped.items())
+                raise ConfigurationError(f"--ckpt_path: {given} has no checkpoint that can be used.{reasons}")
+            self.say_found(path, skipped, Path(given))
+            settings.ckpt_path = str(path)
+        resuming.check_there(settings.get("ckpt_path"), to_train=to_train)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).exists() and rank() == 0:
             self._dump_config()
             if said := resuming.notice(
@@ -163,22 +173,28 @@ class GRPOCLI(LightningCLI):
         Raises:
             ConfigurationError: If there is none and nothing is trained, so that there is nothing to start afresh.
         """
-        folder = run_folder.runs_folder(settings.trainer, settings.run_name)
-        path, skipped = resuming.newest(list(run_folder.versions(folder).values()))
-        said = [f"Skipped {other}: it was not written to its end." for other in skipped]
+        runs, to_train = run_folder.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
+        elsewhere = resuming.folders_elsewhere(settings.trainer, runs)
+        path, skipped = resuming.newest([*resuming.folders_of_run(runs), *elsewhere], to_train=to_train)
+        self.say_found(path, skipped, runs)
+        where = " or ".join([f"{runs}/version_*/checkpoints", *map(str, elsewhere)])
+        if path is None and not to_train:
+            raise ConfigurationError(
+                f"--ckpt_path auto: there is no complete checkpoint in {where}. Give a file, name the run "
+                "(--run_name), or leave --ckpt_path out for the policy as it is."
+            )
+        if path is None and rank() == 0:
+            log.info(f"No checkpoint in {where} yet: starting afresh.")
+        return None if path is None else str(path)
+
+    def say_found(self, path: Path | None, skipped: Mapping[Path, str], folder: Path) -> None:
+        """Which checkpoint is taken, and why newer ones are not."""
+        said = [f"Skipped {other}: {why}." for other, why in skipped.items()]
         if path is not None:
             said.append(f"Checkpoint: {path}, the newest of {folder}.")
-        elif self.config.subcommand == "fit":
-            said.append(f"No checkpoint in {folder}/version_*/checkpoints yet: starting afresh.")
-        else:
-            raise ConfigurationError(
-                f"--ckpt_path auto: there is no complete checkpoint in {folder}/version_*/checkpoints. Give a file, "
-                "name the run (--run_name), or leave --ckpt_path out for the policy as it is."
-            )
         if rank() == 0:
             for line in said:
                 log.info(line)
-        return None if path is None else str(path)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
@@ -189,9 +205,8 @@ class GRPOCLI(LightningCLI):
         quiet_libraries(has_validation=has_validation)
         if self.subcommand != "fit":  # the callbacks of training have nothing to restore where nothing is trained
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
-        if self.continued is not None:  # its folder holds checkpoints on purpose
+        if settings.get("ckpt_path"):  # a run that goes on may have checkpoints in its folder, or take a new folder
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-        elif settings.get("ckpt_path"):  # a folder of its own is what an explicit checkpoint gets
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
         self.trainer_defaults = {"callbacks": default_callbacks(str(self.subcommand), settings)}
 
@@ -302,12 +317,14 @@ class ParsedCLI(GRPOCLI):
         """Run nothing."""
 
 
-def instantiate(config: Namespace, names: Sequence[str]) -> tuple[Any, ...]:
+def instantiate(
+    config: Namespace, names: Sequence[str], module_class: type[GRPOLightningModule] | None = None
+) -> tuple[Any, ...]:
     """Parts of a parsed configuration as objects: "model", "data"."""
-    made = []
+    made, parts = [], PARTS if module_class is None else PARTS | {"model": module_class}
     for name in names:
         parser = LightningArgumentParser()
-        parser.add_lightning_class_args(PARTS[name], name)
+        parser.add_lightning_class_args(parts[name], name)
         # Renamed in 4.49.
         build = getattr(parser, "instantiate", None) or parser.instantiate_classes
         made.append(build(Namespace({name: config[name]}))[name])

@@ -24,7 +24,12 @@ class MetricsWriter(ExperimentWriter):
         if os.path.isfile(self.metrics_file_path):
             self.is_continued = True
             with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
-                self.metrics_keys = list(csv.DictReader(file).fieldnames or [])
+                header = file.readline()
+            if not header.endswith("\n"):  # killed before the first row: nothing is in it
+                os.remove(self.metrics_file_path)
+                self.is_continued = False
+                return
+            self.metrics_keys = next(csv.reader([header]))
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         """Record metrics; the first ones replace what the interrupted run logged from this step on."""
@@ -34,13 +39,24 @@ class MetricsWriter(ExperimentWriter):
         super().log_metrics(metrics_dict, step)
 
     def drop_from(self, step: int) -> None:
-        """Remove the rows of steps that are trained again: they came after the checkpoint."""
+        """Remove the rows of steps that are trained again, and one that was not written to its end.
+
+        A run may be killed here, too: the old file stands until the new one is whole.
+        """
         with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
-        with open(self.metrics_file_path, "w", newline="", encoding="utf-8") as file:
+            whole = [line for line in file if line.endswith("\n")]
+        rows = [row for row in csv.DictReader(whole) if is_row(row) and int(row["step"]) < step]
+        scratch = f"{self.metrics_file_path}.tmp"
+        with open(scratch, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
             writer.writeheader()
             writer.writerows(rows)
+        os.replace(scratch, self.metrics_file_path)
+
+
+def is_row(row: dict[str, str]) -> bool:
+    """True for a row with a value for every column, and a step."""
+    return None not in row and None not in row.values() and (row.get("step") or "").isdigit()
 
 
 class ContinuedSteps(L.Callback):

@@ -55,6 +55,8 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             print(help_text())
         elif given[0] == "--version":
             print(f"grpo-lightning {version('grpo-lightning')}")
+        elif given[0] == "plan" and module_class is not None:  # of the others, none reads a recipe
+            import_module("grpo_lightning.cli.plan").run(given[1:], module_class)
         elif given[0] in OWN_COMMANDS:
             import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])
         elif given[0] in TRAINER_COMMANDS:
@@ -86,7 +88,7 @@ def unknown_command(name: str) -> str:
     return f"There is no command {name!r}. {hint}"
 
 
-def parse(args: Sequence[str]) -> Namespace:
+def parse(args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Namespace:
     """The checked configuration of a `fit` command line (`--config r.yaml --model.num_generations=4`).
 
     Keys are trainer, model, data, seed_everything and so on. Nothing is instantiated and no Trainer is made.
@@ -94,14 +96,16 @@ def parse(args: Sequence[str]) -> Namespace:
     find_own_modules()
     from grpo_lightning.cli.grpo_cli import ParsedCLI
 
-    return ParsedCLI.of(args).config["fit"]
+    return ParsedCLI.of([*args], module_class).config["fit"]
 
 
-def instantiate(config: Namespace, *names: str) -> tuple[Any, ...]:
+def instantiate(
+    config: Namespace, *names: str, module_class: type[GRPOLightningModule] | None = None
+) -> tuple[Any, ...]:
     """The objects of some parts of what `parse` returned, by their keys ("model", "data")."""
     from grpo_lightning.cli import grpo_cli
 
-    return grpo_cli.instantiate(config, names)
+    return grpo_cli.instantiate(config, names, module_class)
 
 
 def find_own_modules() -> None:

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.batches import BatchPlan
-    from grpo_lightning.types import Prompt
+    from grpo_lightning.types import Prompt, SamplingParams
 
 MEASURED_PROMPTS = 256
 """Of many prompts, the longest texts are tokenized: the longest in tokens is among them but for odd cases."""
 
 ASSUMED_PROMPT_TOKENS = 512
 """Where neither data nor settings say how long a prompt is."""
+
+HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+"""Of Hugging Face's TrainingArguments, which TRL and VLM-R1 take over."""
 
 
 @dataclass
@@ -38,8 +41,12 @@ class Known:
     why_no_prompts: str = ""
 
 
-def run(args: list[str]) -> None:
+def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
     """Print the plan of a `fit` command line, or the translation of another trainer's script.
+
+    Args:
+        args: After the word `plan`.
+        module_class: A subclass of GRPOLightningModule whose settings the recipe has.
 
     Raises:
         ValueError: If a setting cannot be trained or translated.
@@ -56,10 +63,10 @@ def run(args: list[str]) -> None:
     own, fit_args = plan_parser().parse_known_args(args)
     from grpo_lightning.cli.main import instantiate, parse
 
-    config = parse(fit_args)
+    config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order
     seed(config)
-    module, data = instantiate(config, "model", "data")
+    module, data = instantiate(config, "model", "data", module_class=module_class)
     known = find_out(config, module, data, own)
     batches = batch_plan(config, module, data, known.world_size)
     print_plan(config, module, data, known, batches)
@@ -97,9 +104,10 @@ def parse_script(args: Sequence[str]) -> Any:
     parser.add_argument("--from", dest="trainer", required=True, choices=TRAINERS)
     parser.add_argument("--version", help="of TRL or ms-swift: 0.16, 3.3.1; the newest rule without it")
     parser.add_argument("--world_size", type=int, default=1, help="processes that train (devices x nodes)")
+    for name, value in HF_DEFAULTS.items():
+        says = f"as the script has it (default {value}; ms-swift's script must give it)"
+        parser.add_argument(f"--{name}", type=int, help=says)
     numbers = {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
         "num_generations": 8,
         "steps_per_generation": None,
         "generation_batch_size": None,
@@ -108,7 +116,13 @@ def parse_script(args: Sequence[str]) -> Any:
     for name, default in numbers.items():
         says = "as the script has it" + ("" if default is None else f" (default {default})")
         parser.add_argument(f"--{name}", type=int, default=default, help=says)
-    return OtherScript(**vars(parser.parse_args(args)))
+    flags = vars(parser.parse_args(args))
+    if missing := [f"--{name}" for name in HF_DEFAULTS if flags[name] is None and flags["trainer"] == "ms-swift"]:
+        raise ValueError(
+            f"Give {' and '.join(missing)}: ms-swift has defaults of its own (one completion per device, and as many "
+            "micro-steps as it finds fit), which depend on its version. Its log says what it took."
+        )
+    return OtherScript(**flags | {name: value for name, value in HF_DEFAULTS.items() if flags[name] is None})
 
 
 def seed(config: Namespace) -> None:
@@ -139,12 +153,17 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
         why_no_prompts = "the data are streamed"
     for prompts in (train, val):  # what `fit` refuses is not planned
         module.reward_set.validate_prompts(prompts or [])
+    _, validation = module.validation.draw(module.sampling, is_greedy=False)
+    for prompts, sampling in ((train, module.sampling), (val, validation)):
+        check_lengths(module, prompts or [], sampling)
     if own.prompt_tokens is not None:
         tokens, why_tokens = own.prompt_tokens, "as --prompt_tokens says"
     else:
         tokens, why_tokens = longest_prompt(module, data, train)
     if tokens < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {tokens}.")
+    if own.prompt_tokens is not None:
+        check_given_length(module, tokens)
     return Known(world_size, why, train, val, tokens, why_tokens, why_no_prompts)
 
 
@@ -180,7 +199,7 @@ def longest_prompt(
 
     why_not = "the prompts are not known yet"
     if prompts:
-        measured = sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:MEASURED_PROMPTS]
+        measured = longest_texts(prompts)
         try:
             tokenizer = module.loader.load_tokenizer()
         except OSError as error:  # a folder with a config alone can be planned for, too
@@ -192,6 +211,51 @@ def longest_prompt(
     if data.max_prompt_length is not None:
         return data.max_prompt_length, "data.max_prompt_length"
     return ASSUMED_PROMPT_TOKENS, f"assumed, as {why_not}; --prompt_tokens N says another"
+
+
+def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
+    """Among them is the prompt of the most tokens, but for odd cases."""
+    return sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:MEASURED_PROMPTS]
+
+
+def positions(module: GRPOLightningModule) -> int | None:
+    """Positions of the policy; None without a limit, and where there is no policy yet."""
+    from grpo_lightning.policy.tokenize import num_positions
+
+    try:
+        return num_positions(module.loader.load_config())
+    except FileNotFoundError:  # where memory is planned, it is said, or refused
+        return None
+
+
+def check_lengths(module: GRPOLightningModule, prompts: list[Prompt], sampling: SamplingParams) -> None:
+    """Check as `fit` does that prompts and their completions fit the policy's positions. Raises: ValueError."""
+    from grpo_lightning.checks import TEMPLATE_TOKENS, num_bytes
+    from grpo_lightning.policy.tokenize import check_length, tokenize
+
+    limit, completion = positions(module), sampling.max_completion_length
+    if limit is None:
+        return
+    # A text has no more tokens than bytes: most prompts need no tokenizer.
+    measured = [prompt for prompt in longest_texts(prompts) if num_bytes(prompt) + TEMPLATE_TOKENS + completion > limit]
+    if not measured:
+        return
+    try:
+        tokenizer = module.loader.load_tokenizer()
+    except OSError:  # the plan says that lengths are assumed
+        return
+    for prompt in measured:
+        check_length(prompt, tokenize(prompt, tokenizer), limit, completion)
+
+
+def check_given_length(module: GRPOLightningModule, prompt_tokens: int) -> None:
+    """Check that a prompt of --prompt_tokens could be trained on. Raises: ValueError."""
+    limit, completion = positions(module), module.sampling.max_completion_length
+    if limit is not None and prompt_tokens + completion > limit:
+        raise ValueError(
+            f"--prompt_tokens {prompt_tokens} and sampling.max_completion_length {completion} are more than the "
+            f"policy's {limit} positions: `fit` would refuse such a prompt. Lower one of them."
+        )
 
 
 def batch_plan(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, world_size: int) -> BatchPlan:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from grpo_lightning.planning.translate import OtherScript, Translation
 
 TITLES: dict[Moment, str] = {"sampling": "sampling", "update": "update", "step": "step"}
-LIGHTNING_EPOCHS = 1000
-"""What Lightning trains for where nothing limits a run."""
 
 
 def print_plan(
@@ -74,17 +72,17 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
 
 
 def run_length(config: Namespace, batches: BatchPlan, num_prompts: int | None) -> RunPlan:
-    """The run's length under the trainer's limits."""
+    """The run's length under the trainer's limits; `max_time` is not counted."""
     trainer = config.trainer
-    epochs = trainer.max_epochs
-    if epochs is None and trainer.max_steps < 0 and trainer.max_time is None:
-        epochs = LIGHTNING_EPOCHS
+    if trainer.fast_dev_run:  # Lightning's own settings then; the run rounds them up to a whole cycle
+        steps = int(trainer.fast_dev_run)
+        return plan_run(batches, num_prompts, max_steps=steps, max_epochs=1, limit_train_batches=steps)
     return plan_run(
         batches,
         num_prompts,
         max_steps=trainer.max_steps,
-        max_epochs=epochs,
-        limit_train_batches=trainer.limit_train_batches,
+        max_epochs=trainer.max_epochs,
+        limit_train_batches=trainer.overfit_batches or trainer.limit_train_batches,
     )
 
 
@@ -100,13 +98,21 @@ def length_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: 
             f"{count(len(known.train_prompts), 'prompt')}: {count(rollouts, 'rollout')} = "
             f"{count(length.steps_per_epoch, 'optimizer step')} per epoch."
         )
-    if length.asked_steps is not None:
-        lines.append(f"max_steps {length.asked_steps} ends inside a cycle: it is rounded up.")
     limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs, "max_time": trainer.max_time}
+    if trainer.fast_dev_run:
+        limits = {"fast_dev_run": trainer.fast_dev_run}
+    elif length.asked_steps is not None:
+        lines.append(f"max_steps {length.asked_steps} ends inside a cycle: it is rounded up.")
     by = ", ".join(f"{name} {value}" for name, value in limits.items() if value not in (None, -1))
-    by = by or f"neither max_steps nor max_epochs is set: Lightning's {LIGHTNING_EPOCHS} epochs"
     if length.total_steps is None:
+        is_endless = trainer.max_steps < 0 and trainer.max_epochs in (None, -1)
+        if is_endless and trainer.max_time is not None:
+            return [*lines, f"The time decides how long the run is ({by})."]
+        if is_endless:
+            return [*lines, "Nothing ends the run: max_epochs -1, and neither max_steps nor max_time."]
         return [*lines, f"The length of the run follows from the number of prompts ({by})."]
+    if "max_time" in by:
+        by += ": fewer if the time is up before"
     told = f"The run: {count(length.total_steps, 'optimizer step')}"
     if length.num_prompts is not None:
         told += f", {count(length.num_prompts, 'prompt')} sampled for"

@@ -1,19 +1,24 @@
-"""Checkpoints on the command line: the newest complete one, and in which settings it differs from this run's."""
+"""Checkpoints on the command line: the newest that can be used, and in which settings it differs from this run's."""
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from jsonargparse import Namespace
 
+from grpo_lightning.cli import run_folder
 from grpo_lightning.cli.errors import ConfigurationError
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
+WHOLE_CONFIG = "# lightning.pytorch=="
+"""How the `config.yaml` of a run begins. Another one may lie two folders above a checkpoint by chance."""
+
 MISSING = "(not set)"
 SHOWN = 20
 
@@ -32,15 +37,79 @@ def is_complete(path: Path) -> bool:
     return latest.is_file() and (path / latest.read_text(encoding="utf-8").strip()).is_dir()
 
 
-def newest(folders: list[Path]) -> tuple[Path | None, list[Path]]:
-    """The newest complete checkpoint in the `checkpoints/` of some runs, and newer ones that are half-written."""
-    skipped: list[Path] = []
-    found = [path for folder in folders for path in (folder / "checkpoints").glob("*.ckpt")]
+def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
+    """Why nothing can be loaded from a checkpoint, or with `to_train` why no run can go on from it; None if it can.
+
+    Of DeepSpeed's, which only its own loader reads, it is known whether they are complete, and no more.
+    """
+    if not is_complete(path):
+        return "it was not written to its end"
+    file = path if path.is_file() else path / "meta.pt"
+    if not to_train or not file.is_file():
+        return None
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # somebody's own objects are in it: for the Trainer to judge
+        return None
+    except (RuntimeError, EOFError, OSError) as error:
+        return f"it cannot be read ({str(error).strip().partition(chr(10))[0]})"
+    if not isinstance(content, dict):
+        return f"it holds a {type(content).__name__}, not a checkpoint"
+    if (content.get("grpo") or {}).get("is_broken_off"):
+        return "it was saved inside an optimizer step, which an error broke off"
+    # In a folder the optimizer's state is among the shards: the schedulers are saved along with it, and only with it.
+    if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:
+        return "it holds weights without the optimizer's state (save_weights_only)"
+    return None
+
+
+def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint in some folders that can be used, and why newer ones cannot; see `why_unusable`."""
+    skipped: dict[Path, str] = {}
+    found = [path for folder in folders for path in folder.glob("*.ckpt")]
     for path in sorted(found, key=written_at, reverse=True):
-        if is_complete(path):
+        why = why_unusable(path, to_train=to_train)
+        if why is None:
             return path, skipped
-        skipped.append(path)
+        skipped[path] = why
     return None, skipped
+
+
+def folders_of_run(path: Path) -> list[Path]:
+    """The folders of checkpoints in the folder of a run, or of its versions; none where a path is neither."""
+    runs = [path] if (path / "checkpoints").is_dir() else run_folder.versions(path).values()
+    return [run / "checkpoints" for run in runs]
+
+
+def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
+    """The folders outside `runs/<run name>/version_<N>/checkpoints` that a recipe's settings send checkpoints to.
+
+    These are the `dirpath` of its own ModelCheckpoints, and what Lightning makes of its first logger:
+    `save_dir/name/version/checkpoints`.
+    """
+    callbacks = trainer.get("callbacks") or []
+    settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    given = [Path(str(own.dirpath)) for own in settings if own and own.get("dirpath")]
+    for version in run_folder.versions(runs).values() or [runs / "version_0"]:
+        given += folders_of_logger(trainer, version)
+    usual = {folder.resolve() for folder in folders_of_run(runs)} | {(runs / "version_0" / "checkpoints").resolve()}
+    return list({folder.resolve(): folder for folder in given if folder.resolve() not in usual}.values())
+
+
+def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
+    """Where Lightning keeps checkpoints by the first logger of a run in this folder; none without a logger."""
+    placed = trainer.clone()
+    run_folder.place(placed, folder)
+    if not placed.get("logger"):
+        return []
+    first = placed.logger[0].init_args
+    if first.get("save_dir") is None:
+        return []
+    version = first.get("version")
+    base = Path(first.save_dir) / str(first.get("project") or first.get("name") or "")
+    if version is None:
+        return sorted(base.glob("*/checkpoints"))
+    return [base / (f"version_{version}" if isinstance(version, int) else version) / "checkpoints"]
 
 
 def written_at(path: Path) -> tuple[int, str]:
@@ -49,9 +118,21 @@ def written_at(path: Path) -> tuple[int, str]:
     return max((file.stat().st_mtime_ns for file in files), default=path.stat().st_mtime_ns), path.name
 
 
-def check_there(path: str | None) -> None:
-    """Refuse a checkpoint that is not there, before anything is loaded. Raises: ConfigurationError."""
-    if path is None or path in LIGHTNINGS_NAMES or "://" in path or path.startswith("registry") or Path(path).exists():
+def check_there(path: str | None, *, to_train: bool = False) -> None:
+    """Refuse a checkpoint that is not there or cannot be used, before the weights load. Raises: ConfigurationError."""
+    if path is None or "://" in path or path.startswith("registry"):
+        return
+    if path in LIGHTNINGS_NAMES:  # of the run that this very process did before: it did none, and starts from nothing
+        raise ConfigurationError(f"--ckpt_path {path}: take auto (the newest checkpoint of the run) or a file.")
+    if Path(path).exists():
+        if not is_complete(Path(path)):
+            what = "file of another kind" if Path(path).is_file() else "folder without a checkpoint"
+            raise ConfigurationError(
+                f"--ckpt_path: {path} is no complete checkpoint. It is a {what}, or was not written to its end. Give "
+                "another one, or auto for the newest of this run."
+            )
+        if why := why_unusable(Path(path), to_train=to_train):
+            raise ConfigurationError(f"--ckpt_path: no run can go on from {path}: {why}. Give another one, or auto.")
         return
     parent = Path(path).parent
     there = sorted(other.name for other in parent.glob("*.ckpt")) if parent.is_dir() else []
@@ -65,8 +146,9 @@ def settings(path: Path) -> tuple[dict[str, Any], bool]:
     All stand in the `config.yaml` of the run; a checkpoint without its run has those that could be saved in it.
     """
     config = path.parent.parent / "config.yaml"
-    if config.is_file():
-        tree = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    if text.startswith(WHOLE_CONFIG):
+        tree = yaml.safe_load(text) or {}
         return {name: tree[name] for name in ("model", "data") if name in tree}, True
     file = path if path.is_file() else path / "meta.pt"
     if not file.is_file():

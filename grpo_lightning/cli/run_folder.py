@@ -48,6 +48,12 @@ def versions(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
+def version_of(path: Path, folder: Path) -> Path | None:
+    """The version of a run that a file lies in; None for a file elsewhere."""
+    above = path.resolve().parents
+    return next((version for version in versions(folder).values() if version.resolve() in above), None)
+
+
 def take_next(folder: Path) -> Path:
     """A new version of a run, made at once, so that no other run takes it; on other ranks the first one's choice."""
     if rank() and CHOSEN in os.environ:

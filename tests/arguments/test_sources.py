@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from grpo_lightning.data.lengths import LengthLimit, Measured
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.source import PromptSource, source_names
 from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.types import Prompt
@@ -108,3 +108,11 @@ def test_the_limit_of_a_stream(caplog):
         parts = [part(Rows(), LengthLimit(tiny_tokenizer(), 1, "drop"))]
         assert streamed(PromptStream(parts, limit=limit)) == []
         assert ("6 of 6 prompts of the stream have more than 1 tokens and are left out" in caplog.text) == said
+
+
+@case(PromptStream, "sources")
+def test_the_sources_of_a_stream():
+    rows = Rows()
+    assert source_names(PromptStream([part(rows)], sources=["easy", "hard"])) == ["easy", "hard"]
+    assert rows.readers == set(), "known without reading"
+    assert source_names(PromptStream([part(rows)])) == [""]

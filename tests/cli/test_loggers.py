@@ -4,6 +4,7 @@ import csv
 import warnings
 from types import SimpleNamespace
 
+import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from grpo_lightning.cli.loggers import MetricsLogger, without_anonymous
@@ -42,6 +43,30 @@ def test_a_continued_run_replaces_the_steps_it_trains_again(tmp_path):
         (2, "21.0", ""),
         (3, "30.0", ""),
     ]
+
+
+@pytest.mark.parametrize("end", ["0.7", "0.75,", "0.75,9.5,1", "0.75,9.5,12"])
+def test_a_row_that_was_not_written_to_its_end_is_left_out(tmp_path, end):
+    """The columns are a, b, step: cut inside a number, its step would be another one."""
+    first = make(tmp_path)
+    for step in range(3):
+        first.log_metrics({"a": float(step), "b": 0.5}, step=step)
+    path = tmp_path / "r" / "version_0" / "metrics.csv"
+    assert path.read_text().startswith("a,b,step")
+    with path.open("a", newline="") as file:
+        file.write(end)
+    make(tmp_path).log_metrics({"a": 20.0, "b": 0.5}, step=20)
+    assert rows(path.parent) == [(0, "0.0", "0.5"), (1, "1.0", "0.5"), (2, "2.0", "0.5"), (20, "20.0", "0.5")]
+    assert not list(path.parent.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("text", ["", "a,st"])
+def test_a_file_without_its_header_is_begun_anew(tmp_path, text):
+    path = tmp_path / "r" / "version_0" / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    make(tmp_path).log_metrics({"a": 1.0}, step=3)
+    assert path.read_text().splitlines() == ["a,step", "1.0,3"]
 
 
 def test_other_files_in_the_folder_are_no_reason_to_warn(tmp_path):

@@ -453,6 +453,38 @@ def test_validate_takes_the_newest_checkpoint_or_refuses(recipe, capsys):
     assert files("runs/recipe/version_1") >= {"metrics.csv", "config.yaml"}
 
 
+OWN = "lightning.pytorch.callbacks.ModelCheckpoint"
+ELSEWHERE = {
+    "dirpath": {"callbacks": [{"class_path": OWN, "init_args": {"dirpath": "mine"}}]},
+    "logger": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "n"}}},
+}
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place):
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False, **ELSEWHERE[place]})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    assert not list(Path("runs").rglob("*.ckpt"))
+    with caplog.at_level("INFO", "grpo_lightning"):
+        cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
+    assert any(message.startswith("Checkpoint: ") for message in caplog.messages)
+    assert cli.model.rollout_index == cli.trainer.global_step == 2
+
+
+def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
+    name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
+    main(["fit", "--config", name, "--trainer.max_steps=1"])
+    cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=runs/recipe/version_0"])
+    assert cli.model.rollout_index == cli.trainer.global_step == 2
+    assert files("runs/recipe") == {"version_0", "version_1"}
+    assert "take auto" in failure(capsys, "validate", "--config", name, "--ckpt_path=best")
+    (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
+    path.write_bytes(path.read_bytes()[:-100])
+    said = failure(capsys, "fit", "--config", name, "--ckpt_path=runs/recipe/version_0")
+    assert "runs/recipe/version_0 has no checkpoint that can be used." in said
+    assert f"{path}: it was not written to its end" in said
+
+
 def test_a_checkpoint_that_is_not_there_is_named(recipe, capsys):
     assert "no checkpoint nowhere.ckpt" in failure(capsys, "fit", "--config", recipe(), "--ckpt_path=nowhere.ckpt")
 

@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli import plan, plan_memory, plan_tables
 from grpo_lightning.cli.plan_memory import Described
+from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.planning.activations import ScoredBatch
 from grpo_lightning.planning.batches import BatchPlan, plan_run
 from grpo_lightning.planning.memory import MemorySettings
@@ -111,6 +112,62 @@ def test_steps_are_those_of_a_real_run(recipe, said):
     tiny_model("qwen2").save_pretrained("policy")
     trained = main(["fit", *args, "--trainer.enable_checkpointing=false"])
     assert trained.trainer.global_step == planned == 6
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.parametrize(
+    ("settings", "steps", "says"),
+    [
+        ({"fast_dev_run": 1}, 2, "(fast_dev_run 1)"),
+        ({"overfit_batches": 2, "max_steps": -1, "max_epochs": 3}, 6, "(max_epochs 3)"),
+    ],
+)
+def test_debugging_runs_are_as_long_as_planned(recipe, said, settings, steps, says):
+    """10 prompts by 2 would be 5 rollouts of 2 steps."""
+    from grpo_lightning.cli import main
+
+    args = recipe(trainer={"enable_progress_bar": False, "logger": False, **settings}, updates_per_rollout=2)
+    out = said(args)
+    assert f"1 rollout = 2 optimizer steps per epoch. The run: {steps} optimizer steps" in out
+    assert says in out
+    tiny_model("qwen2").save_pretrained("policy")
+    assert main(["fit", *args, "--trainer.enable_checkpointing=false"]).trainer.global_step == steps
+
+
+def test_a_limit_in_time(recipe, said):
+    limit = {"max_time": "00:01:00:00"}
+    assert "The time decides how long the run is (max_time " in said(recipe(trainer={"max_steps": -1, **limit}))
+    assert ": fewer if the time is up before)." in said(recipe(trainer=limit))
+    assert "Nothing ends the run" in said(recipe(trainer={"max_steps": -1, "max_epochs": -1}))
+
+
+def test_prompts_that_fit_refuses_are_not_planned(recipe, said):
+    """256 positions; the longest prompt has 10 tokens."""
+    assert "Longest completion: 246" in said(recipe(sampling={"max_completion_length": 246}))
+    with pytest.raises(ValueError, match=r"has 10 tokens.* more than the policy's 256 positions"):
+        said(recipe(sampling={"max_completion_length": 247}))
+    with pytest.raises(ValueError, match=r"--prompt_tokens 251 and .*length 6 are more than .* 256 positions"):
+        said([*recipe(), "--prompt_tokens=251"])
+    Path("long.jsonl").write_text(json.dumps({"prompt": "x" * 255, "answer": "1"}))
+    with pytest.raises(ValueError, match="has 255 tokens"):
+        said(recipe(data={"val_datasets": [{"json_path": "long.jsonl"}]}))
+
+
+class OwnModule(GRPOLightningModule):
+    """With a setting more."""
+
+    def __init__(self, *args, own_setting: int = 0, **kwargs):
+        super().__init__(*args, **kwargs)
+        assert own_setting == 3
+
+
+def test_a_module_of_ones_own_is_planned(recipe, capsys):
+    from grpo_lightning.cli import main
+
+    main(["plan", *recipe(), "--model.own_setting=3"], OwnModule)
+    assert "6 optimizer steps" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", *recipe(), "--model.own_setting=3"])
 
 
 def test_memory_in_gib_for_a_published_model(recipe, said):
@@ -257,8 +314,20 @@ def test_translation_is_printed_as_a_configuration(capsys):
     assert "Every update trains on as many prompts and completions" in out
 
 
+A1 = "--gradient_accumulation_steps=1"
+
+
+@pytest.mark.parametrize(("given", "missing"), [([], "size and --grad"), ([A1], "--per_device_train_batch_size:")])
+def test_a_script_of_ms_swift_must_say_what_it_would_choose_itself(given, missing):
+    with pytest.raises(ValueError, match=f"Give .*{missing}.*ms-swift has defaults of its own"):
+        plan.parse_script(["--from", "ms-swift", *given])
+    for trainer in ("trl", "vlm-r1"):
+        script = plan.parse_script(["--from", trainer])
+        assert (script.per_device_train_batch_size, script.gradient_accumulation_steps) == (8, 1)
+
+
 def test_translation_says_what_has_no_equal(said):
-    out = said(["--from=ms-swift", "--per_device_train_batch_size=1", "--num_generations=8", "--world_size=8"])
+    out = said(["--from=ms-swift", "--per_device_train_batch_size=1", "--num_generations=8", "--world_size=8", A1])
     assert "which 8 ranks cannot share evenly" in out
     with pytest.raises(ValueError, match=r"Valid values of --num_generations: 2, 4, 8\."):
         said(["--from", "vlm-r1", "--per_device_train_batch_size", "8", "--num_generations", "3"])

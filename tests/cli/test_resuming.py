@@ -7,10 +7,12 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonargparse import Namespace
 
 from grpo_lightning.cli import resuming
 from grpo_lightning.cli.errors import ConfigurationError
 
+HEADER = "# lightning.pytorch==2.6.0\n"
 DEFAULTS = {"model.objective": {"beta": 0.04, "kl": "k3"}}
 
 
@@ -34,12 +36,84 @@ def test_the_newest_complete_checkpoint_of_all_versions(tmp_path):
     saved(old / "checkpoints" / "a.ckpt", 10)
     best = saved(old / "checkpoints" / "b.ckpt", 30)
     saved(new / "checkpoints" / "a.ckpt", 20)
-    assert resuming.newest([old, new]) == (best, [])
+    folders = resuming.folders_of_run(tmp_path)
+    assert sorted(folders) == [old / "checkpoints", new / "checkpoints"]
+    assert resuming.newest(folders) == (best, {})
     half = cut(saved(new / "checkpoints" / "b.ckpt", 40))
     empty = new / "checkpoints" / "c.ckpt"
     empty.touch()
-    assert resuming.newest([old, new]) == (best, [empty, half])
-    assert resuming.newest([tmp_path / "none"]) == (None, [])
+    why = "it was not written to its end"
+    assert resuming.newest(folders) == (best, {empty: why, half: why})
+    assert resuming.newest([tmp_path / "none"]) == (None, {})
+    assert resuming.folders_of_run(new) == [new / "checkpoints"]
+    assert resuming.folders_of_run(best) == resuming.folders_of_run(tmp_path / "none") == []
+
+
+WHOLE = {"optimizer_states": [], "grpo": {"is_broken_off": False}}
+
+
+def test_a_run_goes_on_only_from_what_can_be_resumed(tmp_path):
+    broken = saved(tmp_path / "broken.ckpt", 40, **WHOLE | {"grpo": {"is_broken_off": True}})
+    weights = saved(tmp_path / "weights.ckpt", 30)
+    listed = tmp_path / "list.ckpt"
+    torch.save([1], listed)
+    os.utime(listed, (25, 25))
+    good = saved(tmp_path / "good.ckpt", 20, **WHOLE)
+    path, skipped = resuming.newest([tmp_path], to_train=True)
+    assert path == good
+    assert list(skipped) == [broken, weights, listed], "the newest first"
+    assert "inside an optimizer step" in skipped[broken]
+    assert "save_weights_only" in skipped[weights]
+    assert "holds a list" in skipped[listed]
+    assert resuming.newest([tmp_path]) == (broken, {}), "its weights can be evaluated"
+
+
+def test_a_checkpoint_with_objects_of_ones_own_is_left_to_the_trainer(tmp_path):
+    path = saved(tmp_path / "a.ckpt", 10, **WHOLE, own=Namespace(a=1))
+    assert resuming.newest([tmp_path], to_train=True) == (path, {})
+
+
+def test_a_folder_of_shards_says_in_its_meta_file_whether_it_can_be_resumed(tmp_path):
+    folder = tmp_path / "a.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"x")
+    saved(folder / "meta.pt", 10)
+    assert "save_weights_only" in resuming.why_unusable(folder, to_train=True)
+    saved(folder / "meta.pt", 10, lr_schedulers=[])
+    assert resuming.why_unusable(folder, to_train=True) is None
+
+
+def logger(**settings):
+    return Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace(**settings))
+
+
+def checkpoint_callback(dirpath):
+    return Namespace(
+        class_path="lightning.pytorch.callbacks.ModelCheckpoint",
+        init_args=Namespace(dirpath=None if dirpath is None else str(dirpath)),
+    )
+
+
+def test_folders_that_the_recipe_names(tmp_path):
+    runs = tmp_path / "runs" / "r"
+    usual = logger(save_dir="runs", name="lightning_logs", version=None)
+    own = checkpoint_callback(tmp_path / "mine")
+    for callbacks, found in ((None, []), ([checkpoint_callback(None), own], ["mine"]), (own, ["mine"])):
+        trainer = Namespace(logger=[usual], callbacks=callbacks, default_root_dir=None)
+        assert resuming.folders_elsewhere(trainer, runs) == [tmp_path / name for name in found]
+    for version in ("version_0", "version_1"):
+        (tmp_path / "logs" / "n" / version / "checkpoints").mkdir(parents=True)
+    for settings, found in (
+        ({"version": None}, ["version_0", "version_1"]),
+        ({"version": 3}, ["version_3"]),
+        ({"version": "a"}, ["a"]),
+    ):
+        placed = logger(save_dir=str(tmp_path / "logs"), name="n", **settings)
+        trainer = Namespace(logger=placed, callbacks=None, default_root_dir=None)
+        expected = [tmp_path / "logs" / "n" / name / "checkpoints" for name in found]
+        assert resuming.folders_elsewhere(trainer, runs) == expected
+    trainer = Namespace(logger=False, callbacks=None, default_root_dir=None)
+    assert resuming.folders_elsewhere(trainer, runs) == []
 
 
 def test_a_folder_of_fsdp2_is_complete_with_its_meta_file(tmp_path):
@@ -62,15 +136,16 @@ def test_a_folder_of_deepspeed_is_complete_when_its_parts_are_named(tmp_path):
     assert not resuming.is_complete(folder)
     (folder / "latest").write_text("checkpoint")
     assert resuming.is_complete(folder)
-    assert resuming.newest([tmp_path])[0] == folder
+    assert resuming.newest([tmp_path / "checkpoints"], to_train=True) == (folder, {})
 
 
 def test_settings_come_from_the_run_or_else_from_the_checkpoint(tmp_path):
     path = saved(tmp_path / "checkpoints" / "a.ckpt", 10, hyper_parameters={"num_generations": 2})
     assert resuming.settings(path) == ({"model": {"num_generations": 2}}, False)
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"model": {"seed": 1}, "data": {"batch_size": 3}, "trainer": {}})
-    )
+    text = yaml.safe_dump({"model": {"seed": 1}, "data": {"batch_size": 3}, "trainer": {}})
+    (tmp_path / "config.yaml").write_text(text)
+    assert resuming.settings(path) == ({"model": {"num_generations": 2}}, False), "not the config of a run"
+    (tmp_path / "config.yaml").write_text(HEADER + text)
     assert resuming.settings(path) == ({"model": {"seed": 1}, "data": {"batch_size": 3}}, True)
 
 
@@ -107,7 +182,7 @@ def test_only_equal_settings_have_no_differences(one, other):
 
 def test_the_notice_is_short(tmp_path):
     path = saved(tmp_path / "checkpoints" / "a.ckpt", 10)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {f"k{i:02}": 0 for i in range(30)}}))
+    (tmp_path / "config.yaml").write_text(HEADER + yaml.safe_dump({"model": {f"k{i:02}": 0 for i in range(30)}}))
     now = {"model": {f"k{i:02}": "x" * 500 for i in range(30)}}
     lines = resuming.notice(path, now, {}).splitlines()
     assert len(lines) == 1 + resuming.SHOWN + 1
@@ -125,5 +200,24 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path)
     saved(tmp_path / "step=2.ckpt", 10)
     with pytest.raises(ConfigurationError, match=r"no checkpoint .*step=3.ckpt .*There are: step=2.ckpt"):
         resuming.check_there(str(tmp_path / "step=3.ckpt"))
-    for path in (None, "last", "best", "s3://bucket/a.ckpt", str(tmp_path / "step=2.ckpt")):
+    for path in (None, "s3://bucket/a.ckpt", str(tmp_path / "step=2.ckpt")):
         resuming.check_there(path)
+
+
+@pytest.mark.parametrize("name", resuming.LIGHTNINGS_NAMES)
+def test_names_for_the_checkpoints_of_an_earlier_fit_are_refused(name):
+    with pytest.raises(ConfigurationError, match=f"--ckpt_path {name}: take auto .* or a file"):
+        resuming.check_there(name)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "folder").mkdir()
+    half = cut(saved(tmp_path / "half.ckpt", 10))
+    for path, what in ((tmp_path / "a.txt", "file"), (tmp_path / "folder", "folder"), (half, "file")):
+        with pytest.raises(ConfigurationError, match=f"is no complete checkpoint. It is a {what} .* Give another one"):
+            resuming.check_there(str(path))
+    weights = str(saved(tmp_path / "weights.ckpt", 10))
+    with pytest.raises(ConfigurationError, match=r"no run can go on from .*weights\.ckpt: .*save_weights_only"):
+        resuming.check_there(weights, to_train=True)
+    resuming.check_there(weights)
