@@ -130,6 +130,14 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
 
 
+def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: bool) -> None:
+    """Everything that can be said of the data before weights are loaded. Raises: ValueError, as the checks do."""
+    if is_training:
+        check_loader(module, trainer)
+    check_rewards(module, trainer)
+    check_prompts(module, trainer)
+
+
 def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     """Check that every data set has what the rewards need, where it can be seen yet.
 
@@ -224,7 +232,7 @@ def num_bytes(prompt: Prompt) -> int:
 
 
 def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Check, where the loader can be seen yet, that it repeats the prompts of a cycle.
+    """Check, where the loader can be seen yet, that it repeats the prompts of a cycle and fills its micro-batches.
 
     Raises:
         ValueError: If it does not.
@@ -234,6 +242,16 @@ def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:
         raise ValueError(wrong_cycle(module, trainer, loader.cycle, is_from_source=True))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(wrong_cycle(module, trainer, 1, is_from_source=False))
+    owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
+    batch_size = getattr(owner, "batch_size", None)
+    micro_batches = trainer.accumulate_grad_batches * module.updates_per_rollout
+    if isinstance(batch_size, int) and batch_size * module.num_generations < micro_batches:
+        raise ValueError(
+            f"A rollout of {batch_size} prompts (data.batch_size) x {module.num_generations} completions "
+            f"(model.num_generations) cannot be cut into {micro_batches} micro-batches "
+            f"(trainer.accumulate_grad_batches {trainer.accumulate_grad_batches} x model.updates_per_rollout "
+            f"{module.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
+        )
 
 
 def wrong_cycle(module: GRPOLightningModule, trainer: L.Trainer, given: int, *, is_from_source: bool) -> str:

@@ -283,11 +283,9 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check the data against rewards, tokenizer and model, before any weights are loaded."""
-        checks.check_rewards(self, self.trainer)
-        checks.check_prompts(self, self.trainer)
+        """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
+        checks.check_data(self, self.trainer, is_training=stage == "fit")
         if stage == "fit":
-            checks.check_loader(self, self.trainer)
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:

@@ -151,3 +151,14 @@ def test_several_processes_are_refused():
     trainer = SimpleNamespace(callbacks=[], world_size=2, accumulate_grad_batches=1)
     with pytest.raises(ValueError, match=r"The run has 2 processes.*set trainer\.devices and trainer\.num_nodes to 1"):
         check_trainer(trainer)
+
+
+@pytest.mark.parametrize("settings", [{"updates_per_rollout": 9}, {"updates_per_rollout": 3}])
+def test_more_micro_batches_than_completions_are_refused_before_weights(settings):
+    module = make_module(policy="not/there", **settings)
+    accumulate = 9 // settings["updates_per_rollout"]
+    trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate)
+    source = make_source(module, batch_size=2, accumulate=accumulate)
+    message = r"2 prompts \(data.batch_size\) x 4 completions .*cannot be cut into 9 micro-batches .*Lower trainer.acc"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, source)
