@@ -59,7 +59,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     except json.JSONDecodeError as error:
         hint = " One object per line is .jsonl, not .json." if error.msg == "Extra data" else ""
         place = f"{path}:{error.lineno}"
-        raise ValueError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from error
+        raise ValueError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
         raise ValueError(f"{path}: this JSON cannot be read: {error}.") from error
     if not isinstance(elements, list):

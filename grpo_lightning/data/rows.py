@@ -29,9 +29,11 @@ class Row:
         value = self.content
         if self.is_line:
             try:
-                value = json.loads(value)
+                value = json.loads(value.rstrip())  # the column of a missing brace is in this line, not the next
             except json.JSONDecodeError as error:
-                raise ValueError(f"{self.where}: not valid JSON: {error.msg} at column {error.colno}.") from error
+                raise ValueError(
+                    f"{self.where}: not valid JSON: {error.msg} at column {error.colno}. Correct the line."
+                ) from None
             except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
                 raise ValueError(f"{self.where}: this JSON cannot be read: {error}.") from error
         if not isinstance(value, dict):

@@ -55,7 +55,11 @@ def test_parquet(folder):
         ("a.parquet", "p\n1", r"a\.parquet is not a Parquet file"),
         ("a.txt", "p\n1", r"a\.txt must end in \.json or \.jsonl or \.csv or \.parquet"),
         ("a.json", '[{"p": 1},\n {"p" 2}]', r"a\.json:2: not valid JSON: Expecting ':' delimiter at column 7\.$"),
-        ("a.jsonl", '{"p": 1}\n{"p" 2}', r"a\.jsonl:2: not valid JSON: Expecting ':' delimiter at column 6\.$"),
+        (
+            "a.jsonl",
+            '{"p": 1}\n{"p" 2}',
+            r"a\.jsonl:2: not valid JSON: Expecting ':' delimiter at column 6\. Correct the line\.$",
+        ),
         ("a.json", '[{"p": ' + "1" * 5000 + "}]", r"a\.json: this JSON cannot be read: .*digits"),
         ("a.json", "[" * 100_000, r"a\.json: this JSON cannot be read: .*recursion"),
         ("a.jsonl", "[1]", r"a\.jsonl:1: a row must be an object"),

@@ -100,7 +100,11 @@ def test_rows_that_are_not_chosen_need_not_be_right():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("f.jsonl", '{"prompt": "a"}\n\n{"prompt": ', r"^f\.jsonl:3: not valid JSON: Expecting value at column 12\.$"),
+        (
+            "f.jsonl",
+            '{"prompt": "a"}\n\n{"prompt": ',
+            r"^f\.jsonl:3: not valid JSON: Expecting value at column 11\. Correct the line\.$",
+        ),
         ("f.jsonl", '{"prompt": "a"}\n["b"]', r"^f\.jsonl:2: a row must be an object .* got \['b'\]"),
         ("f.jsonl", '{"prompt": "a"}\n{"text": "b"}', r"^f\.jsonl:2: the row has no prompt column"),
         ("f.jsonl", " \n\n", r"f\.jsonl is empty"),

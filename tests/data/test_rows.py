@@ -16,7 +16,10 @@ def test_a_line_and_columns():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (Row("f:3", '{"prompt": }', is_line=True), r"^f:3: not valid JSON: Expecting value at column 12\.$"),
+        (
+            Row("f:3", '{"prompt": }', is_line=True),
+            r"^f:3: not valid JSON: Expecting value at column 12\. Correct the line\.$",
+        ),
         (Row("f:3", "[1]", is_line=True), r"^f:3: a row must be an object .* got \[1\]"),
         (Row("f:3", "1" * 5000, is_line=True), r"^f:3: this JSON cannot be read: .*digits"),
         (Row("f:3", "[" * 100_000, is_line=True), r"^f:3: this JSON cannot be read: .*recursion"),
@@ -42,3 +45,8 @@ def test_a_reader_leaves_the_row_as_it_is_and_goes_to_other_processes():
 def test_an_empty_cell_says_no_reward_method(cell, method):
     reader = RowReader("s", PromptTemplate(), accu_reward_method="math")
     assert reader(Row("f:2", {"prompt": "a", "accu_reward_method": cell}), 0).columns["accu_reward_method"] == method
+
+
+def test_a_missing_brace_is_said_at_its_column():
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: not valid JSON: .* at column 15\. Correct the line\."):
+        Row("x.jsonl:2", '{"prompt": "b"\n', is_line=True).parse()
