@@ -80,6 +80,8 @@ class Equivalence:
             )
             line, _ = _exchange(process, None, START_SECONDS)
             if line.strip() != "ready":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)  # it may be ending by itself, and its own status says why
                 _end(process)
                 raise RuntimeError(
                     f"The process that compares mathematical answers did not start (exit status {process.poll()}); "
