@@ -44,6 +44,12 @@ def explain(message: str, parser: ArgumentParser, sources: Iterable[Source]) -> 
     for source in sources:
         if problem := find_problem(source.tree, "", actions(parser)):
             return f"{source.where}: {problem}".removeprefix("in ")
+    if "NestedArg" in message and (key := re.search(r'Parser key "([^"]+)"', message)):
+        return (
+            f"{key[1]} is given by its name alone, and by a setting below it as well: write {key[1]} with class_path "
+            "and init_args (policy: {class_path: grpo_lightning.PolicyLoader, init_args: {name: ...}}), or leave the "
+            "setting out."
+        )
     return shortened(message)
 
 
@@ -180,6 +186,11 @@ def value_problem(value: Any, hint: Any, key: str, default: Any = None) -> str |
         return mapping_problem(value, members, key, default)
     if isinstance(value, list):
         return list_problem(value, members, key)
+    if Any in members:
+        return None
+    # Text that stands for a number ("1e-5" in YAML) is one where a number may stand.
+    if isinstance(value, str) and any(kind in (int, float) and is_accepted(value, kind) for kind in members):
+        return None
     if isinstance(value, str) and takes_objects(members) and str not in members:
         return import_problem(value, members, key)
     # A dataclass alone takes any scalar for a path of its settings, and fails later.

@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 
-from grpo_lightning.cli.diagnosis import defaults_of_null, explain, taken_as_text
+from grpo_lightning.cli.diagnosis import defaults_of_null, explain, taken_as_text, value_problem
 from grpo_lightning.cli.sources import Source
 
 
@@ -145,3 +146,10 @@ def test_boilerplate_is_cut(parser):
     message = 'Parser key "model.x":\n  Subtypes: [<class int>]\n' + "\n".join(f"  line {i}" for i in range(20))
     text = explain(message, parser, [])
     assert text.splitlines() == ["model.x: Subtypes: [<class int>]", *[f"  line {i}" for i in range(5)]]
+
+
+def test_settings_that_are_right_are_not_blamed():
+    """An object of any kind by name, and a number that YAML reads as text."""
+    assert value_problem("some/folder", Any, "model.tokenizer") is None
+    assert value_problem("1e-5", float | torch.Tensor, "model.optimizer.init_args.lr") is None
+    assert value_problem("fast", float | torch.Tensor, "model.optimizer.init_args.lr") is not None

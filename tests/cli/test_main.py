@@ -617,3 +617,9 @@ def test_a_checkpoint_of_the_command_line_loads_with_rewards_given_anew(recipe):
 
 def vowels(completions, answer):
     return [float(len(text)) for text in completions]
+
+
+def test_a_setting_below_a_policy_given_by_name_says_how_to_write_it(recipe, capsys):
+    said = failure(capsys, "fit", "--config", recipe(), "--model.policy.chunk_size=8")
+    assert "model.policy is given by its name alone" in said
+    assert "init_args: {name: ...}" in said
