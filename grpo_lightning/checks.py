@@ -153,24 +153,22 @@ def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none."""
-    return training_data(trainer) + evaluation_data(trainer)
+    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none.
+
+    Of data that are read as they are used, the first prompts.
+    """
+    return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
 
-def training_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """What of `known_data` is trained on."""
-    return _known(trainer, ["train_prompts"], [trainer.fit_loop])
+def training_sets(trainer: L.Trainer) -> list[Any]:
+    """The data sets that are trained on, as far as they can be seen."""
+    return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
 
 
-def evaluation_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """What of `known_data` is validated, tested or predicted on."""
+def evaluation_sets(trainer: L.Trainer) -> list[Any]:
+    """The data sets that are validated, tested or predicted on, as far as they can be seen."""
     loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    return _known(trainer, ["val_prompts", "test_prompts"], loops)
-
-
-def _known(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[list[Prompt]]:
-    """The prompts of data sets; of those that are read when used, the first ones."""
-    return [known_prompts(data) for data in _data_sets(trainer, names, loops)]
+    return _data_sets(trainer, ["val_prompts", "test_prompts"], loops)
 
 
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
@@ -183,9 +181,7 @@ def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -
 
 def known_sources(trainer: L.Trainer) -> list[str]:
     """The names of the data's sources, as far as they can be seen; the same list on every rank."""
-    names = ["train_prompts", "val_prompts", "test_prompts"]
-    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-    return sorted({name for data in _data_sets(trainer, names, loops) for name in source_names(data)})
+    return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})
 
 
 def training_sources(trainer: L.Trainer) -> list[str]:
@@ -213,9 +209,9 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     if limit is None:
         return
     _, validation = module.validation.draw(module.sampling, is_greedy=False)
-    for data, sampling in ((training_data(trainer), module.sampling), (evaluation_data(trainer), validation)):
+    for data_sets, sampling in ((training_sets(trainer), module.sampling), (evaluation_sets(trainer), validation)):
         longest = sampling.max_completion_length
-        for prompt in itertools.chain.from_iterable(data):
+        for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
             if num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
                 check_length(prompt, tokenize(prompt, tokenizer), limit, longest)
 

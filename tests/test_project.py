@@ -57,7 +57,8 @@ def test_private_mentions_are_found(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["docs/home/page", "127.0.0.1", "https://example.org/home/x", "#!/usr/bin/env bash", "2.11.0", "~/work/x"]
+    "text",
+    ["docs/home/page", "127.0.0.1", "https://example.org/home/x", "#!/usr/bin/env bash", "2.11.0", "~/data/x"],
 )
 def test_what_everyone_has_is_not_private(text: str):
     assert not private_mentions(text)
