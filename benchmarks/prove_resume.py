@@ -34,7 +34,8 @@ from transformers import Qwen2Config
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams
 from grpo_lightning.demo import build_tokenizer
-from grpo_lightning.schedules import AdamW, Cosine
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.schedules import Cosine
 
 PROMPTS = ["".join(str((i * k) % 6) for k in range(1, 3 + i)) for i in range(1, 8)]
 BATCH_SIZE, ACCUMULATE, EPOCHS = 3, 2, 3

@@ -6,15 +6,17 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from grpo_lightning import completeness, rank_files, ranks, sync_reference
+from grpo_lightning.limits import recount_batches
 from grpo_lightning.planner import Rollout
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.schedules import Schedule
 
 if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
@@ -37,16 +39,25 @@ class StepEnds(L.Callback):
         """Stand in for the trainer's `save_checkpoint`: every strategy and callback saves through it."""
         self.waiting, self.min_steps = [], trainer.min_steps or 0
         save = getattr(trainer.save_checkpoint, "__wrapped__", trainer.save_checkpoint)
+        remove = getattr(trainer.strategy.remove_checkpoint, "__wrapped__", trainer.strategy.remove_checkpoint)
 
         @functools.wraps(save)
         def save_at_step_end(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            save_all = functools.partial(save_whole, pl_module, trainer, save, filepath, *args, **kwargs)
             if is_inside_step(trainer):
                 log.info("Checkpoint %s waits for the end of the optimizer step.", filepath)
-                self.waiting.append(functools.partial(save, filepath, *args, **kwargs))
+                self.waiting.append(save_all)
             else:
-                save(filepath, *args, **kwargs)
+                save_all()
+
+        @functools.wraps(remove)
+        def remove_all(filepath: Any) -> None:
+            remove(filepath)
+            if trainer.is_global_zero and (path := local_path(filepath)):
+                rank_files.remove(path)
 
         trainer.save_checkpoint = save_at_step_end  # type: ignore[method-assign]
+        trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Let no resumed checkpoint be written again: Lightning forgets that it has it.
@@ -76,17 +87,45 @@ class StepEnds(L.Callback):
             save()
 
 
-def restore_settings(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Let the settings of this run's optimizer beat those that came with the optimizer's state from a checkpoint.
+def save_whole(
+    module: Any, trainer: L.Trainer, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Save a checkpoint, what the ranks keep beside it, and the mark that it is complete; called on every rank.
 
-    A schedule other than ours has its rate in the checkpoint alone: there the rate stays.
+    The ranks' files come first: a checkpoint that is there has them.
     """
-    if trainer.ckpt_path is None:
+    filepath = trainer.strategy.broadcast(filepath)
+    path, moment = local_path(filepath), pending_moment(module)
+    if path is None:
+        if moment is not None:
+            raise ValueError(
+                f"{filepath} is no local folder: inside a cycle the pending rollouts of {ranks.world_size()} ranks are "
+                "kept beside the checkpoint. Save at the ends of cycles, or into a folder that all ranks share."
+            )
+        save(filepath, *args, **kwargs)
         return
-    kept = {"lr"} if module.lr_schedulers() and not isinstance(module.lr_schedulers(), Schedule) else set()
-    known = getattr(module, "optimizer_settings", [])  # a subclass may configure its own optimizer
-    for group, settings in zip(trainer.optimizers[0].param_groups, known, strict=False):
-        group.update({name: value for name, value in settings.items() if name not in kept})
+    if moment is not None:
+        rank_files.write(path, moment, ranks.rank(), {"rollout": module.rollout.state_dict()})
+    if trainer.is_global_zero and path.is_dir():
+        completeness.unmark(path)
+    trainer.strategy.barrier("ranks' files")
+    save(filepath, *args, **kwargs)  # ends with a barrier
+    if trainer.is_global_zero:
+        if path.is_dir():
+            completeness.mark(path)
+        rank_files.tidy(path, moment)
+
+
+def local_path(filepath: Any) -> Path | None:
+    """A path on a disk; None for an address elsewhere (`s3://...`)."""
+    return None if "://" in str(filepath) else Path(filepath)
+
+
+def pending_moment(module: Any) -> str | None:
+    """The name of this moment if each rank has a rollout to keep for itself; None between cycles, or on one rank."""
+    if ranks.world_size() == 1 or module.rollout is None or module.rollout.is_finished:
+        return None
+    return f"rollout{module.rollout_index}-{module.rollout.position}"
 
 
 def is_inside_step(trainer: L.Trainer) -> bool:
@@ -113,6 +152,8 @@ KEPT_ARGUMENTS = (
     "sampling",
     "objective",
     "validation",
+    "sync_reference",
+    "offload",
     "num_generations",
     "num_iterations",
     "updates_per_rollout",
@@ -155,24 +196,54 @@ def check_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None
 
 
 def rollout_state(module: GRPOLightningModule, trainer: L.Trainer | None = None) -> dict[str, Any]:
-    """The rollouts drawn so far, the pending one (None between cycles), and whether the last step was broken off."""
+    """The rollouts drawn so far, the pending one (None between cycles), and whether the last step was broken off.
+
+    Of several ranks, each keeps its own rollout beside the checkpoint (`save_whole`).
+    """
     rollout = module.rollout
-    is_pending = rollout is not None and not rollout.is_finished
+    is_pending = rollout is not None and not rollout.is_finished and ranks.world_size() == 1
     return {
         "rollout_index": module.rollout_index,
         "rollout": rollout.state_dict() if rollout is not None and is_pending else None,
+        "moment": pending_moment(module),
+        "world_size": ranks.world_size(),
+        "reference": sync_reference.moved_weights(module.reference, module.sharding, is_first=ranks.rank() == 0),
+        "has_moved": getattr(module.reference, "has_moved", False),
         "is_broken_off": trainer is not None and is_broken_off(trainer),
     }
 
 
-def restore_rollout(module: GRPOLightningModule, state: dict[str, Any] | None) -> None:
-    """Put back what `rollout_state` gave; None (a checkpoint of something else) starts from nothing."""
+def restore_rollout(
+    module: GRPOLightningModule, state: dict[str, Any] | None, checkpoint: str | Path | None = None
+) -> None:
+    """Put back what `rollout_state` gave; None (a checkpoint of something else) starts from nothing.
+
+    Args:
+        module: Its counters and pending rollout are set.
+        state: Of `rollout_state`.
+        checkpoint: Where it comes from.
+
+    Raises:
+        ValueError: If the rollout was pending on another number of ranks.
+    """
     state = state or {"rollout_index": 0, "rollout": None}
     module.is_broken_off = state.get("is_broken_off", False)
     module.rollout_index = state["rollout_index"]
     module.rollout = None
-    if state["rollout"] is not None:
-        module.rollout = Rollout.from_state_dict(state["rollout"])
+    if state.get("has_moved"):
+        sync_reference.restore(module.reference, state["reference"], module.sharding)
+    pending, moment, world_size = state["rollout"], state.get("moment"), state.get("world_size", 1)
+    if (pending or moment) and world_size != ranks.world_size():
+        raise ValueError(
+            f"The checkpoint was saved inside a cycle by {world_size} processes; this run has {ranks.world_size()}: "
+            "their rollouts cannot be shared out anew. Resume with as many, or from a checkpoint saved at the end of a "
+            "cycle."
+        )
+    if moment is not None:
+        assert checkpoint is not None
+        pending = rank_files.read(Path(checkpoint), moment, ranks.rank())["rollout"]
+    if pending is not None:
+        module.rollout = Rollout.from_state_dict(pending)
 
 
 def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> None:
@@ -187,3 +258,4 @@ def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> No
             "used and were not trained on. Resume from an earlier one, or start a new run from its weights."
         )
     trainer.fit_loop._load_combined_loader_states()
+    recount_batches(trainer)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from grpo_lightning import offload, sync_reference
+from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts, source_names
+from grpo_lightning.policy.precision import check_masters
 from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
+from grpo_lightning.strategies import check_strategy, has_masters
 from grpo_lightning.types import Prompt
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ def check_settings(module: GRPOLightningModule) -> None:
         if factory is not None and not callable(factory):
             raise ValueError(
                 f"model.{name} must be something to call with the parameters or the optimizer, got {factory!r}: write "
-                f"functools.partial(grpo_lightning.schedules.AdamW, lr=1e-6), for example."
+                f"functools.partial(grpo_lightning.optimizers.AdamW, lr=1e-6), for example."
             )
     for name in ("num_iterations", "updates_per_rollout"):
         if getattr(module, name) < 1:
@@ -81,6 +87,8 @@ def check_settings(module: GRPOLightningModule) -> None:
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
             "learned. Set it above 0."
         )
+    sync_reference.check(module.sync_reference, beta=module.objective.beta, has_lora=module.loader.lora is not None)
+    offload.check(module.offload, has_copy=module.objective.needs_reference and module.loader.lora is None)
     module.reward_set.check(module.sampling.max_completion_length)
     success = module.validation.success
     if success is not None and success not in module.reward_set.names:
@@ -113,7 +121,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Check that the trainer does nothing that would train wrongly.
 
     Raises:
-        ValueError: If it has a callback that cannot work, or several processes.
+        ValueError: If it has a callback or a strategy that cannot work.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Also of the class that every Trainer has with a fixed accumulation: that one schedules nothing.
@@ -123,16 +131,35 @@ def check_trainer(trainer: L.Trainer) -> None:
                 raise ValueError(f"{kind.__name__} does not work with GRPO: {REFUSED_CALLBACKS[kind.__name__]}.")
     if trainer.accumulate_grad_batches < 1:
         raise ValueError(f"trainer.accumulate_grad_batches must be at least 1, got {trainer.accumulate_grad_batches}.")
-    if trainer.world_size > 1:
-        raise ValueError(
-            f"The run has {trainer.world_size} processes, and the loss is not yet divided by the counts of all of "
-            "them: set trainer.devices and trainer.num_nodes to 1."
-        )
+    check_strategy(trainer)
+    check_before_loading(trainer)
+
+
+def check_before_loading(trainer: L.Trainer) -> None:
+    """Have the strategy refuse a checkpoint that was not written to its end. Lightning tells its path to nobody else.
+
+    Args:
+        trainer: Its strategy's `load_checkpoint` raises ValueError, naming what the checkpoint lacks.
+    """
+    load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
+
+    @functools.wraps(load)
+    def load_whole(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        path = Path(checkpoint_path)  # an address elsewhere (`s3://...`) is nothing here
+        if path.exists() and (why := why_incomplete(path)):
+            raise ValueError(
+                f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "
+                "takes the newest that is complete."
+            )
+        return load(checkpoint_path, *args, **kwargs)
+
+    trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]
 
 
 def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: bool) -> None:
-    """Everything that can be said of the data before weights are loaded. Raises: ValueError, as the checks do."""
+    """Everything that can be said of data and precision before weights are loaded. Raises: ValueError, as they do."""
     if is_training:
+        check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
     check_rewards(module, trainer)
     check_prompts(module, trainer)

@@ -129,6 +129,8 @@ class EvaluationTable(Metric):
     def update(self, evaluation: Evaluation) -> None:
         """Add the rows [N, G, columns] of an evaluation."""
         groups, scores = evaluation.groups, evaluation.scores
+        if not groups:  # a rank whose share of the batch is empty
+            return
         completions = [group.completions for group in groups]
         numbers = {name: place for place, name in enumerate(self.sources)}
         source = [[numbers.get(group.prompt.source, -1)] * self.num_generations for group in groups]
@@ -187,7 +189,7 @@ def means(evaluations: Sequence[Evaluation], validation: Validation | None = Non
     """The numbers of several evaluations together, of this rank (see `EvaluationTable`)."""
     if not evaluations:
         return {}
-    num_generations = len(evaluations[0].groups[0].completions)
+    num_generations = evaluations[0].scores.total.shape[1]
     table = EvaluationTable(list(evaluations[0].scores.by_reward), num_generations, validation or Validation())
     for evaluation in evaluations:
         table.update(evaluation)

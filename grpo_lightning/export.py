@@ -1,31 +1,26 @@
 """A checkpoint of a run to a folder that transformers loads.
 
 A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer are the policy's,
-as it was before training. So the policy is loaded first and the checkpoint laid over it.
+as it was before training. So the policy is loaded first and the checkpoint laid over it. Adapters are merged into that
+copy, or written beside it as peft loads them.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from grpo_lightning.policy.loading import PolicyLoader
-
-PREFIX = "policy."
-"""Of the policy's weights among the module's."""
-
-CONFIG_PARENTS = 3
-"""Folders above a checkpoint in which its run's `config.yaml` is looked for."""
+from grpo_lightning.policy.lora import TRAINED
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.trained import limit_training
+from grpo_lightning.policy.writing import original_tokenizer, write_policy
+from grpo_lightning.saved import num_trained, opened, policy_weights, run_config
 
 
 @dataclass
@@ -42,6 +37,8 @@ class Export:
 
     dtype: torch.dtype
     files: list[Path]
+    is_adapter: bool = False
+    """Adapters alone: the folder of the policy is needed to load them."""
 
 
 def export(
@@ -50,6 +47,7 @@ def export(
     *,
     policy: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    adapter: bool = False,
     fill_missing: bool = False,
     force: bool = False,
 ) -> Export:
@@ -59,7 +57,8 @@ def export(
         checkpoint: A file of a run, or a folder of one that was saved in shards.
         folder: Where it goes; made if it is not there.
         policy: Name or folder of the policy before training; None takes the one the checkpoint or its run names.
-        dtype: Of the weights written; None keeps the checkpoint's.
+        dtype: Of the weights written; None keeps the checkpoint's, and under adapters the policy's.
+        adapter: Write the adapters alone, as a folder for peft, instead of merging them into the policy.
         fill_missing: Take weights the checkpoint lacks from the policy, though nothing says that they were frozen.
         force: Write into a folder that has files.
 
@@ -76,9 +75,12 @@ def export(
         loader = policy_loader(content, Path(checkpoint), policy)
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
             raise ValueError(f"{folder} is the folder of the policy itself, which is read: give another one.")
+        check_adapters(loader, weights, checkpoint, asks_for_adapter=adapter)
+        if loader.lora is not None:
+            loader.lora.check()
         width = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         try:
-            tokenizer, model = load_tokenizer(loader), load_base(loader, width)
+            tokenizer, model = original_tokenizer(loader), load_policy(loader, width)
         except FileNotFoundError as error:
             if policy is not None:
                 raise
@@ -86,16 +88,24 @@ def export(
                 f"{error} So the run names its policy; if it is elsewhere, give it by --policy."
             ) from error
         num_from_policy = lay_over(model, weights, num_trained(content), fill_missing=fill_missing)
-    if dtype is not None:
+    written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
+    if loader.lora is not None and not adapter:
+        # A copy that nothing trains: the numbers of one that is trained would not come back exactly.
+        model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
+    elif dtype is not None:
         model.to(getattr(torch, dtype))
-    write(model, tokenizer, folder)
+    if adapter:
+        model.peft_config[TRAINED].base_model_name_or_path = str(loader.name)
+    write_policy(model, tokenizer, folder)
+    written = written or list(model.parameters())
     return Export(
         folder=folder,
         policy=str(loader.name),
-        num_weights=sum(parameter.numel() for parameter in model.parameters()),
-        num_from_policy=num_from_policy,
-        dtype=next(model.parameters()).dtype,
+        num_weights=sum(weight.numel() for weight in written),
+        num_from_policy=0 if adapter else num_from_policy,
+        dtype=written[0].dtype,
         files=sorted(path for path in folder.iterdir() if path.is_file()),
+        is_adapter=adapter,
     )
 
 
@@ -107,92 +117,11 @@ def check_target(folder: Path, *, force: bool) -> None:
         raise FileExistsError(f"{folder} is not empty. Give another folder, or --force to write over its files.")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[dict[str, Any]]:
-    """The content of a checkpoint, its tensors mapped from the file; shards are joined in a temporary one first."""
-    if not path.exists():
-        raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")
-    if path.is_file():
-        yield read_file(path)
-        return
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-") as scratch:
-        joined = Path(scratch) / "checkpoint.ckpt"
-        if (path / ".metadata").is_file():
-            yield join_shards(path, joined)
-        elif (path / "latest").is_file() or (path / "checkpoint").is_dir():
-            yield join_deepspeed(path, joined)
-        else:
-            raise ValueError(
-                f"{path} is a folder, but no checkpoint: it has neither .metadata (FSDP) nor latest (DeepSpeed). Name "
-                "a .ckpt file or folder under the run's checkpoints/."
-            )
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """A checkpoint file, plain values and tensors only: nothing in it is run."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{path} cannot be read as a checkpoint; it may be incomplete. torch says: {reason}"
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a checkpoint.")
-    return content
-
-
-def join_shards(path: Path, joined: Path) -> dict[str, Any]:
-    """A folder of torch.distributed.checkpoint (FSDP), and what Lightning put beside the shards."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(path, joined)
-    beside = path / "meta.pt"
-    return read_file(joined) | (read_file(beside) if beside.is_file() else {})
-
-
-def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """A folder of DeepSpeed, whose shards only its own tool can join."""
-    try:
-        import deepspeed  # noqa: F401 - the conversion below needs it
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"{path} is a DeepSpeed checkpoint, and deepspeed is not installed: pip install 'grpo-lightning[deepspeed]'"
-            f". Or join it where it is: python {path}/zero_to_fp32.py {path} FOLDER, and export the file."
-        ) from error
-    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-
-    content: dict[str, Any] = convert_zero_checkpoint_to_fp32_state_dict(path, joined)
-    return content
-
-
-def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[str, Tensor]:
-    """The policy's weights by their own names.
-
-    Raises:
-        ValueError: If there are none, or they are adapters.
-    """
-    # "model": what FSDP calls it. No key at all: DeepSpeed's tool writes weights alone.
-    state = content.get("state_dict", content.get("model", content))
-    weights = {name.removeprefix(PREFIX): value for name, value in state.items() if str(name).startswith(PREFIX)}
-    if adapters := [name for name in weights if "lora_" in name]:
-        raise ValueError(
-            f"{checkpoint} holds LoRA adapters ({len(adapters)} weights, {adapters[0]} first): they cannot be exported "
-            "yet."
-        )
-    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in weights.values()):
-        first = next(iter(state), "nothing")
-        raise ValueError(
-            f"{checkpoint} holds no weights of a policy: none of its {len(state)} keys begins with {PREFIX!r} (the "
-            f"first is {first!r}). It must be a checkpoint of GRPOLightningModule."
-        )
-    return weights
-
-
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
-    """Where the policy came from: as asked for, else as the checkpoint says, else as its run's `config.yaml` does."""
-    if policy is not None:
-        return PolicyLoader(policy)
+    """Where the policy came from: as asked for, else as the checkpoint says, else as its run's `config.yaml` does.
+
+    Which part of it was trained is as the run says it in any case.
+    """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
         settings = run_config(checkpoint)
@@ -200,43 +129,42 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
     if isinstance(named, Mapping):
         named = dict(named.get("init_args", named))
         named = {name: value for name, value in named.items() if value is not None}
+    if policy is not None:
+        trained = named if isinstance(named, dict) else {}
+        return PolicyLoader(policy, **{name: trained[name] for name in ("lora", "freeze_layers") if name in trained})
     if not named:
         raise ValueError(f"{checkpoint} does not say which policy it was trained from: give it by --policy NAME.")
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named
     return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
 
 
-def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the model in the `config.yaml` of the run that a checkpoint lies in; nothing if there is none."""
-    for parent in list(checkpoint.resolve().parents)[:CONFIG_PARENTS]:
-        if (parent / "config.yaml").is_file():
-            config = yaml.safe_load((parent / "config.yaml").read_text(encoding="utf-8"))
-            return dict(config.get("model") or {}) if isinstance(config, dict) else {}
-    return {}
+def check_adapters(
+    loader: PolicyLoader, weights: Mapping[str, Tensor], checkpoint: str | Path, *, asks_for_adapter: bool
+) -> None:
+    """Raise ValueError if the checkpoint has adapters and the run is not known to, or the other way round."""
+    found = next((name for name in weights if ".lora_" in name), None)
+    if found is not None and loader.lora is None:
+        raise ValueError(
+            f"{checkpoint} holds LoRA adapters ({found} first), and nothing says their rank and alpha: neither the "
+            "checkpoint nor a config.yaml of its run. Load it with GRPOLightningModule.load_from_checkpoint and a "
+            "policy that has them (policy.lora)."
+        )
+    if found is None and (loader.lora is not None or asks_for_adapter):
+        raise ValueError(f"{checkpoint} holds no LoRA adapters, only whole weights: leave out --adapter.")
 
 
-def num_trained(content: Mapping[str, Any]) -> int | None:
-    """How many parameters the optimizer trained; None if the checkpoint has no optimizer."""
-    states = content.get("optimizer_states")
-    if not isinstance(states, list) or not states or "param_groups" not in states[0]:
-        return None
-    return sum(len(group["params"]) for state in states for group in state["param_groups"])
+def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
+    """The policy before training, its weights as wide as the checkpoint's, frozen and with adapters as they were.
 
-
-def load_tokenizer(loader: PolicyLoader) -> Any:
-    """The policy's tokenizer as it is: without the pad token a run gives to one that has none."""
-    from transformers import AutoTokenizer
-
-    from grpo_lightning.policy.loading import naming
-
-    tokenizer = str(loader.tokenizer or loader.name)
-    revision = "main" if loader.tokenizer else loader.revision
-    with naming("policy", tokenizer):
-        return AutoTokenizer.from_pretrained(tokenizer, revision=revision, trust_remote_code=loader.trust_remote_code)
+    A base under adapters is rounded as it was in the run, and computed with in the adapters' width.
+    """
+    if loader.lora is not None:
+        return limit_training(load_base(loader, getattr(torch, loader.dtype)).to(dtype), loader, Sharding())
+    return limit_training(load_base(loader, dtype), loader, Sharding())
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """The policy before training, its weights as wide as the checkpoint's."""
+    """What the policy was loaded from; never quantised."""
     from transformers import AutoModelForCausalLM
 
     from grpo_lightning.policy.loading import naming
@@ -250,7 +178,7 @@ def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 
 
 def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool) -> int:
-    """Put the checkpoint's weights in the model's place.
+    """Put the checkpoint's weights in the model's place. Those the model knows to be frozen may be missing.
 
     Tied weights have several names for one tensor: one of them is enough, and more must agree.
 
@@ -268,10 +196,13 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | Non
     """
     own = model.state_dict()
     check_names_and_shapes(own, weights)
-    missing, given = [], 0
+    missing, given, num_kept = [], 0, 0
     with torch.no_grad():
         for names, parameter in tied_parameters(model):
             values = [weights[name] for name in names if name in weights]
+            if not values and not parameter.requires_grad:
+                num_kept += parameter.numel()
+                continue
             if not values:
                 missing.append((names[0], parameter.numel()))
                 continue
@@ -295,7 +226,7 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | Non
             )
             + ". It may belong to another policy (--policy), or take them from the policy by --fill_missing."
         )
-    return sum(size for _, size in missing)
+    return num_kept + sum(size for _, size in missing)
 
 
 def check_names_and_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
@@ -321,15 +252,3 @@ def tied_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     return [(names[key], parameters[key]) for key in names]
-
-
-def write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save model and tokenizer; files appear in the folder only when all are complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="export-") as scratch:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        for old in folder.glob("model*.safetensors*"):  # shards of another split would be loaded with the new ones
-            old.unlink()
-        for path in Path(scratch).iterdir():
-            os.replace(path, folder / path.name)

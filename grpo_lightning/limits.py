@@ -51,6 +51,28 @@ def num_batches(trainer: L.Trainer) -> int:
         ) from error
 
 
+def recount_batches(trainer: L.Trainer) -> None:
+    """Count the batches of a resumed epoch as this run cuts it.
+
+    Lightning goes on with its own count. With another batch size or number of ranks than in the checkpoint, it would
+    end the epoch too early, with prompts left over, or too late.
+    """
+    loader = trainer.train_dataloader
+    if not isinstance(loader, PromptSource) or loader.is_stream or loader.resume_from is None:
+        return
+    state = loader.resume_from
+    if state.get("batch_size", 0) * state.get("world_size", 0) in (0, loader.batch_size * loader.world_size):
+        return
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    if batches.is_last_batch:  # the checkpoint of the end of an epoch
+        done = int(trainer.num_training_batches)
+    else:
+        done = loader.num_batches_before(state["prompts_used"])
+    moved = done - batches.current.ready
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(batches.current, name, getattr(batches.current, name) + moved)
+
+
 def keep_overfit_batches(trainer: L.Trainer) -> None:
     """With `overfit_batches`, every epoch has the same prompts: Lightning stops the shuffling of DataLoaders only."""
     if trainer.overfit_batches and isinstance(trainer.train_dataloader, PromptSource):  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 # Advertisements for packages that nobody here needs; printed by Lightning on every run.
@@ -11,6 +12,8 @@ TIPS = ("litlogger", "litmodels")
 HARMLESS_WARNINGS = (
     # Lightning's own use of torch's pytrees.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # DeepSpeed's use of torch's collectives, at every one of them.
+    r"`torch\.distributed\.\w+` is deprecated",
 )
 
 NO_VALIDATION_WARNINGS = (
@@ -37,7 +40,9 @@ def show_messages() -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
+        # Every process of a run has the same to say: the first says it.
+        rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
+        logger.setLevel(logging.INFO if rank == "0" else logging.ERROR)
     # Lightning's advice for other models: ours is loaded and sampled from in eval mode, and the loss sets train mode.
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 

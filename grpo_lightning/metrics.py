@@ -4,40 +4,74 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from grpo_lightning.functional import equal_groups
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.policy.scoring import TokenScores
+from grpo_lightning.ranks import gather_objects
 from grpo_lightning.rewards import Scores
 from grpo_lightning.types import Group, MicroBatch
 
+Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
+"""What a metric is over the ranks: a mean over all their items, the sum or an extreme of their values, the seconds of
+the slowest one (a sum on each), or the total of all over such seconds."""
+
+OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
+    "mean": sum,
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "slowest": max,
+    "rate": sum,
+}
+
+
+@dataclass
+class Tally:
+    """What was added to one metric."""
+
+    kind: Kind
+    total: float | Tensor
+    count: float | Tensor = 0.0
+    """Items of a mean."""
+
+    per: str = ""
+    """Of a rate: the metric that holds its seconds."""
+
 
 class StepMetrics:
-    """Collects metrics over the micro-batches of an optimizer step."""
+    """Collects metrics over the micro-batches of an optimizer step, and over the ranks."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float | Tensor] = {}
-        self.counts: dict[str, float | Tensor] = {}
-        self.extremes: dict[str, float] = {}
+        self.tallies: dict[str, Tally] = {}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
         """Add to a mean: `total` is a sum over `count` items."""
-        self.sums[name] = self.sums.get(name, 0.0) + total
-        self.counts[name] = self.counts.get(name, 0.0) + count
+        tally = self.tallies.setdefault(name, Tally("mean", 0.0))
+        tally.total, tally.count = tally.total + total, tally.count + count
 
     def add_sum(self, name: str, value: float | Tensor) -> None:
-        """Add to a quantity that is reported as its sum over the step."""
-        self.sums[name] = self.sums.get(name, 0.0) + value
-        self.counts[name] = 1.0
+        """Add to a quantity that is reported as its sum over the step and the ranks."""
+        self._add("sum", name, value)
+
+    def add_seconds(self, name: str, value: float) -> None:
+        """Add to a time: the sum over the step, of the rank that took longest."""
+        self._add("slowest", name, value)
+
+    def add_rate(self, name: str, total: float, per: str) -> None:
+        """Add to a speed: the total of all ranks over the seconds in the metric `per`."""
+        self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
         """Add to a least or largest value (`extreme` is `min` or `max`); nothing is added by no values."""
-        known = [self.extremes[name]] if name in self.extremes else []
+        known = [float(self.tallies[name].total)] if name in self.tallies else []
         if candidates := [*known, *values]:
-            self.extremes[name] = extreme(candidates)
+            self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -46,21 +80,47 @@ class StepMetrics:
         try:
             yield
         finally:
-            self.add_sum(f"time/{name}", time.perf_counter() - start)
+            self.add_seconds(f"time/{name}", time.perf_counter() - start)
 
     def pop(self) -> dict[str, float]:
-        """The metrics collected since the last call. A mean over nothing is left out: it has no value."""
-        values = {
-            name: float(total) / float(self.counts[name])
-            for name, total in self.sums.items()
-            if float(self.counts[name]) > 0
-        } | {name: float(value) for name, value in self.extremes.items()}
-        self.sums, self.counts, self.extremes = {}, {}, {}
-        return values
+        """The metrics of all ranks since the last call, the same on each. A mean over nothing is left out.
+
+        A collective: every rank calls it at the same place. Which metrics a rank has may differ.
+        """
+        own = {
+            name: Tally(tally.kind, float(tally.total), float(tally.count), tally.per)
+            for name, tally in self.tallies.items()
+        }
+        self.tallies = {}
+        return values_of(gather_objects(own))
+
+    def _add(self, kind: Kind, name: str, value: float | Tensor, per: str = "") -> None:
+        """Add to a total."""
+        tally = self.tallies.setdefault(name, Tally(kind, 0.0, per=per))
+        tally.total = tally.total + value
+
+
+def values_of(ranks: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
+    """The metrics of what each rank has collected, by name in order: ranks that log them must do so in one order."""
+    merged: dict[str, Tally] = {}
+    for name in sorted({name for tallies in ranks for name in tallies}):
+        parts = [tallies[name] for tallies in ranks if name in tallies]
+        first = parts[0]
+        total = OVER_RANKS[first.kind](float(part.total) for part in parts)
+        count = sum(float(part.count) for part in parts)
+        merged[name] = Tally(first.kind, total, count, first.per)
+    values = {}
+    for name, tally in merged.items():
+        divisor = {"mean": tally.count, "rate": merged[tally.per].total if tally.per else 0.0}.get(tally.kind, 1.0)
+        if divisor > 0:
+            values[name] = float(tally.total) / float(divisor)
+    return values
 
 
 def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     """Length (tokens), truncated share and speed of a rollout's completions, drawn in `time/rollout`.
+
+    The speed is that of all ranks together, by the seconds of the slowest.
 
     `rollout/length_stopped` is the mean over those that ended by themselves: `rollout/length` says the less of what the
     policy wants, the more of them the limit cuts.
@@ -73,7 +133,7 @@ def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     metrics.add_extreme("rollout/length_min", lengths, min)
     metrics.add_extreme("rollout/length_max", lengths, max)
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
-    metrics.add("rollout/tokens_per_second", sum(lengths), metrics.sums["time/rollout"])
+    metrics.add_rate("rollout/tokens_per_second", sum(lengths), per="time/rollout")
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:

@@ -9,42 +9,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import checkpoints, checks
+from grpo_lightning import checkpoints, checks, optimization, ranks
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, records
 from grpo_lightning.hooks import notify
 from grpo_lightning.limits import keep_overfit_batches, round_up_limits
-from grpo_lightning.logged import StepLog
 from grpo_lightning.messages import show_messages
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
 from grpo_lightning.objective import Objective
-from grpo_lightning.planner import Rollout, Turn, plan_micro_batches
-from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
+from grpo_lightning.offload import Offloadable, offloaded
+from grpo_lightning.optimizers import AdamW, OptimizerFactory
+from grpo_lightning.own_callbacks import own_callbacks
+from grpo_lightning.planner import Rollout, Turn, plan_over_ranks
+from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
+from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
+from grpo_lightning.policy.lora import seeded_dropout
+from grpo_lightning.policy.reference import FrozenCopy, make_reference
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.tokenize import num_positions, tokenize_fitting
 from grpo_lightning.rewards import RewardLike, RewardSet, Scores
 from grpo_lightning.rollout.base import RolloutEngine
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.schedules import AdamW, OptimizerFactory, Schedule, SchedulerFactory
+from grpo_lightning.schedules import SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
+from grpo_lightning.strategies import sharding_of
+from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
-else:
-    PolicyLike = str | PolicyLoader  # what a recipe can say
 
 
 class GRPOLightningModule(L.LightningModule):
@@ -59,6 +57,8 @@ class GRPOLightningModule(L.LightningModule):
         sampling: The distribution completions are drawn from, and their longest length.
         objective: The loss.
         validation: How `validate`, `test` and `predict` draw completions, and when one counts as solved.
+        sync_reference: Moves the reference towards the policy now and then; null keeps it where the run began.
+        offload: What waits on the CPU while a rollout is drawn, to make room: "reference", "optimizer".
         optimizer: Parameters to optimizer.
         scheduler: Optimizer to learning-rate schedule; null keeps the rate.
         num_generations: G, completions per prompt.
@@ -69,6 +69,8 @@ class GRPOLightningModule(L.LightningModule):
     """
 
     policy: nn.Module
+    scorer: Scorer
+    optimizer_settings: list[dict[str, Any]]
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
         self,
@@ -81,6 +83,8 @@ class GRPOLightningModule(L.LightningModule):
         sampling: SamplingParams | None = None,
         objective: Objective | None = None,
         validation: Validation | None = None,
+        sync_reference: SyncReference | None = None,
+        offload: list[Offloadable] | None = None,
         optimizer: OptimizerFactory = AdamW,
         scheduler: SchedulerFactory | None = None,
         num_generations: int = 8,
@@ -98,6 +102,9 @@ class GRPOLightningModule(L.LightningModule):
         self.sampling = checks.settings_of(SamplingParams, sampling, "model.sampling")
         self.objective = checks.settings_of(Objective, objective, "model.objective")
         self.validation = checks.settings_of(Validation, validation, "model.validation")
+        given = sync_reference  # none is none, not the defaults
+        self.sync_reference = given and checks.settings_of(SyncReference, given, "model.sync_reference")
+        self.offload = offload or []
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.num_generations = num_generations
@@ -114,7 +121,6 @@ class GRPOLightningModule(L.LightningModule):
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
         self.sources: list[str] = []
-        self.update_started = self.update_seconds = 0.0
         # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
         self.strict_loading = False
 
@@ -134,10 +140,12 @@ class GRPOLightningModule(L.LightningModule):
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Draw G completions for each of N prompts from the current weights."""
-        with self.phase("rollout"):
+        with self.phase("rollout"), offloaded(self.offload, self):
             self.engine.sync_weights(self.policy)
-            seed = derived_seed(run_seed(self.seed), "rollout", self.global_rank, self.rollout_index)
-            groups = self.generate(prompts, self.num_generations, self.sampling, seed)
+            # By its number among the prompts of all ranks: what is drawn does not depend on how many there are.
+            numbers = (ranks.rank() + i * ranks.world_size() for i in range(len(prompts)))
+            seeds = [derived_seed(run_seed(self.seed), "rollout", self.rollout_index, number) for number in numbers]
+            groups = self.generate(prompts, self.num_generations, self.sampling, seeds)
             self.rollout_index += 1
         add_rollout(self.metrics, groups)
         return groups
@@ -145,7 +153,7 @@ class GRPOLightningModule(L.LightningModule):
     def score_rewards(self, groups: list[Group]) -> Tensor:
         """[N, G] the weighted reward of every completion; nan where it is not scorable."""
         with self.phase("reward"):
-            scores = self.value(groups)
+            scores = self.value(groups, self.num_generations)
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
@@ -153,20 +161,22 @@ class GRPOLightningModule(L.LightningModule):
         return scores.total
 
     def compare(self, rewards: Tensor) -> Tensor:
-        """[N, G] the advantage of every completion over its group."""
-        return self.objective.compare(rewards)
+        """[N, G] the advantage of every completion over its group; the scale may be that of all ranks' rewards."""
+        everyone = ranks.gather_objects(rewards)
+        return self.objective.compare(torch.cat(everyone)).split([len(part) for part in everyone])[ranks.rank()]
 
     def plan_updates(self, groups: list[Group], advantages: Tensor) -> Rollout:
         """Cut the rollout into micro-batches and score them with the weights they were drawn with."""
         if self.samples is not None:
             self.samples = (*self.samples[:2], advantages)
-        micro_batches, counts = plan_micro_batches(
+        micro_batches, counts = plan_over_ranks(
             groups,
             advantages,
             updates=self.updates_per_rollout,
             accumulate=self.trainer.accumulate_grad_batches,
             pad_id=self.tokenizer.pad_token_id,
             skip_zero_advantages=not self.objective.trains_on_zero_advantages,
+            num_chunks=self.scorer.num_chunks,
         )
         add_padding(self.metrics, micro_batches)
         micro_batches = [batch.to(self.device) for batch in micro_batches]
@@ -181,18 +191,19 @@ class GRPOLightningModule(L.LightningModule):
                 for batch in later:
                     batch.old_logprobs = self.logprobs(self.policy, batch)
         if self.reference is not None:
-            with torch.no_grad(), self.phase("ref_logprobs"):
+            with torch.no_grad(), self.phase("ref_logprobs"), self.reference.scoring(self.policy) as model:
                 for batch in micro_batches:
-                    batch.ref_logprobs = self.logprobs(self.reference, batch)
+                    batch.ref_logprobs = self.logprobs(model, batch)
         return Rollout(micro_batches, counts, self.num_iterations)
 
     def update(self, turn: Turn) -> Tensor:
         """The loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
         batch = turn.batch
         notify(self.trainer, "on_phase", "update")
-        self.update_started = time.perf_counter()
         self.policy.train()
-        scores = self.scorer(self.policy, batch, temperature=self.sampling.temperature)
+        position = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
+            scores = self.scorer(self.policy, batch, temperature=self.sampling.temperature)
         if batch.old_logprobs is None:
             batch.old_logprobs = scores.logprobs.detach()
         terms = self.objective(scores.logprobs, batch, turn.counts, self.sampling.max_completion_length)
@@ -221,22 +232,24 @@ class GRPOLightningModule(L.LightningModule):
             yield
 
     def generate(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
+        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
     ) -> list[Group]:
-        """Tokenize, draw and group."""
+        """Tokenize, draw and group; every prompt has its own seed."""
         room = num_positions(self.policy.config), sampling.max_completion_length
         prompt_ids = tokenize_fitting(prompts, self.tokenizer, *room)
         progress = functools.partial(notify, self.trainer, "on_decode")
-        drawn = self.engine.generate(prompt_ids, num_generations, sampling, seed, progress)
+        drawn = self.engine.generate(prompt_ids, num_generations, sampling, seeds, progress)
         return [
             Group(prompt, ids, completions, self.rollout_index)
             for prompt, ids, completions in zip(prompts, prompt_ids, drawn, strict=True)
         ]
 
-    def value(self, groups: list[Group]) -> Scores:
+    def value(self, groups: list[Group], num_generations: int) -> Scores:
         """What the rewards say, by the length limit of training also where completions are only evaluated."""
         limit = self.sampling.max_completion_length
-        return self.reward_set.score(groups, trainer_state=self.trainer, max_completion_length=limit)
+        return self.reward_set.score(
+            groups, trainer_state=self.trainer, max_completion_length=limit, num_generations=num_generations
+        )
 
     def logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """[B, T] log-probs under a model, at the sampling temperature."""
@@ -249,10 +262,10 @@ class GRPOLightningModule(L.LightningModule):
         """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed."""
         num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
-        identity = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
-        seed = derived_seed(run_seed(self.seed), "evaluation", *identity)
-        groups = self.generate(prompts, num_generations, sampling, seed)
-        return Evaluation(groups, self.value(groups))
+        names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
+        seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
+        groups = self.generate(prompts, num_generations, sampling, seeds)
+        return Evaluation(groups, self.value(groups, num_generations))
 
     def on_validation_epoch_start(self) -> None:
         """Begin a table of every kind of completions."""
@@ -269,7 +282,7 @@ class GRPOLightningModule(L.LightningModule):
         stage = "test" if self.trainer.testing else "val"
         for kind, table in self.tables.items():
             prefix = f"{stage}/greedy" if kind == "greedy" else stage
-            self.log_dict({f"{prefix}/{name}": value for name, value in table.compute().items()})
+            self.log_dict({f"{prefix}/{name}": value for name, value in table.compute().items()}, sync_dist=True)
 
     # `test` is validation under another name.
     on_test_epoch_start = on_validation_epoch_start
@@ -292,51 +305,39 @@ class GRPOLightningModule(L.LightningModule):
         """Load the policy and copy the reference; called again by Lightning, it does nothing."""
         if hasattr(self, "tokenizer"):
             return
-        loaded = self.loader.load()
-        self.policy, self.tokenizer, self.scorer = loaded.model, loaded.tokenizer, loaded.scorer
-        self.reference = frozen_copy(self.policy) if self.objective.needs_reference else None
-        keep_out_of_checkpoints(self, "reference")
-        self.engine.connect(self.policy, self.tokenizer)
+        self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
+        loaded = self.loader.load(self.sharding)
+        self.policy, self.tokenizer, self.scorer = loaded.model, loaded.tokenizer, loaded.scorer  # type: ignore[assignment]
+        needs_reference = self.objective.needs_reference
+        self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
+        keep_frozen_out_of_checkpoints(self)
+        self.sharding.shard(self.policy)
+        if isinstance(self.reference, FrozenCopy):
+            self.sharding.shard(self.reference.model)
+        self.engine.connect(self.policy, self.tokenizer, self.sharding)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
-        with checks.naming_key("model.optimizer"):
-            optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
-        self.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        if self.scheduler_factory is None:
-            return optimizer
-        with checks.naming_key("model.scheduler"):
-            schedule = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return optimization.configure(self)
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Let no checkpoint be taken inside an optimizer step, and nothing be logged twice."""
+        """What every run needs."""
         checks.check_trainer(self.trainer)
-        return [checkpoints.StepEnds(), StepLog()]
+        return own_callbacks()
+
+    def on_fit_start(self) -> None:
+        """How sharded weights are scored can be tried only now that they run."""
+        if self.scorer is None:
+            self.scorer = self.loader.choose_scorer(self.policy)
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
         checkpoints.restore_data_position(self, self.trainer)
-        checkpoints.restore_settings(self, self.trainer)
         if self.rollout is not None:
             self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
         keep_overfit_batches(self.trainer)
         self.sources = checks.training_sources(self.trainer)
-        if isinstance(scheduler := self.lr_schedulers(), Schedule):
-            scheduler.set_length(self.trainer.estimated_stepping_batches)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the seconds of forward, backward and optimizer, summed over the micro-batches of the step."""
-        self.update_seconds += time.perf_counter() - self.update_started
-        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-            self.log("time/update", self.update_seconds, batch_size=1)
-            self.update_seconds = 0.0
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the norm of the gradient before clipping."""
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        if gradients:
-            self.log("policy/grad_norm", torch.nn.utils.get_total_norm(gradients), batch_size=1)
+        optimization.begin(self, self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
@@ -344,5 +345,6 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the pending rollout and check that the weights are complete."""
-        checkpoints.check_keys(self, checkpoint["state_dict"])
-        checkpoints.restore_rollout(self, checkpoint.get("grpo"))
+        if "state_dict" in checkpoint:  # sharded strategies have loaded and checked their own
+            checkpoints.check_keys(self, checkpoint["state_dict"])
+        checkpoints.restore_rollout(self, checkpoint.get("grpo"), getattr(self._trainer, "ckpt_path", None))

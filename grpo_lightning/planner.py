@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_lightning import ranks
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.inputs import left_pad
 from grpo_lightning.types import Completion, Group, MicroBatch
@@ -122,6 +123,15 @@ class Rollout:
         )
 
 
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a rollout of all ranks: its i-th group is number `i * world_size + rank` of `num_groups`."""
+
+    num_groups: int
+    rank: int = 0
+    world_size: int = 1
+
+
 def plan_micro_batches(
     groups: Sequence[Group],
     advantages: Tensor,
@@ -130,6 +140,7 @@ def plan_micro_batches(
     accumulate: int,
     pad_id: int,
     skip_zero_advantages: bool,
+    share: Share | None = None,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Cut a rollout into `updates x accumulate` micro-batches.
 
@@ -140,6 +151,7 @@ def plan_micro_batches(
         accumulate: Micro-batches per update.
         pad_id: Any token id.
         skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same.
+        share: What part of the rollout of all ranks these groups are; None if they are all of it.
 
     Returns:
         The micro-batches in order, and the counts of every update (of this rank).
@@ -152,21 +164,60 @@ def plan_micro_batches(
         for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
     ]
     micro_batches, counts = [], []
-    for update in split_updates(rows, updates):
+    for update in split_updates(rows, updates, share or Share(len(groups))):
         trained = [sum(row.mask) for row in update]
         counts.append(StepCounts(sum(trained), sum(tokens > 0 for tokens in trained)))
         kept = [row for row in update if row.advantage != 0 or not skip_zero_advantages]
         for part in split_update(kept, accumulate):
-            micro_batches.append(collate(part, pad_id) if part else idle_micro_batch(rows[0][0], pad_id))
+            micro_batches.append(collate(part, pad_id) if part else idle_micro_batch(rows, pad_id))
     return micro_batches, counts
 
 
-def split_updates(groups: list[list[Row]], updates: int) -> list[list[Row]]:
-    """Whole groups to each update, in order; completions where there are fewer groups than updates."""
-    if len(groups) < updates:
-        groups = [[row] for group in groups for row in group]
-    bounds = [round(i * len(groups) / updates) for i in range(updates + 1)]
-    return [[row for group in groups[first:last] for row in group] for first, last in itertools.pairwise(bounds)]
+def plan_over_ranks(
+    groups: Sequence[Group],
+    advantages: Tensor,
+    *,
+    num_chunks: Callable[[MicroBatch], int],
+    **settings: Any,
+) -> tuple[list[MicroBatch], list[StepCounts]]:
+    """Cut the rollout of all ranks into micro-batches; every rank takes part and gets its own.
+
+    Args:
+        groups: N groups of G completions, of this rank; may be none.
+        advantages: [N, G].
+        num_chunks: Forward calls that a micro-batch needs.
+        **settings: Of `plan_micro_batches`.
+
+    Returns:
+        The micro-batches in order, with as many forward calls as the rank that needs the most (sharded weights are
+        gathered by all), and the counts of every update over all ranks.
+    """
+    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups))))
+    share = Share(num_groups, ranks.rank(), ranks.world_size())
+    micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
+    most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
+    for batch, number in zip(micro_batches, most, strict=True):
+        batch.num_chunks = number
+    return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
+
+
+def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[list[Row]]:
+    """Whole groups to each update, in order; completions where all ranks together have fewer groups than updates.
+
+    By their numbers among the groups of all ranks: which update trains on a group does not depend on how many ranks
+    there are.
+    """
+    numbers = range(share.rank, share.rank + len(groups) * share.world_size, share.world_size)
+    units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
+    if share.num_groups < updates:
+        size = len(groups[0]) if groups else 1
+        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group)]
+        num_units *= size
+    bounds = [round(i * num_units / updates) for i in range(updates + 1)]
+    return [
+        [row for number, unit in units if first <= number < last for row in unit]
+        for first, last in itertools.pairwise(bounds)
+    ]
 
 
 def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
@@ -244,7 +295,13 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
     )
 
 
-def idle_micro_batch(row: Row, pad_id: int) -> MicroBatch:
-    """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step."""
+def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
+    """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step.
+
+    Args:
+        groups: Of this rank; one of their tokens stands in, or a padding token if it has none.
+        pad_id: Any token id.
+    """
+    row = groups[0][0] if groups else Row(0, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])
     return collate([Row(row.group, row.prompt_ids, token, 0.0)], pad_id)

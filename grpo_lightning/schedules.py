@@ -1,17 +1,16 @@
-"""Optimizers and learning-rate schedules in the form a recipe names them.
+"""Learning-rate schedules in the form a recipe names them.
 
-    optimizer: {class_path: grpo_lightning.schedules.AdamW, init_args: {lr: 1.0e-6}}
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
 The schedules are transformers', as classes: jsonargparse cannot fill in the arguments of its functions, and the length
-of the run is known to the module only. Any other optimizer or torch scheduler class works as well.
+of the run is known to the module only. Any torch scheduler class works as well.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,25 +18,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
-"""Parameters to an optimizer."""
-
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 """Optimizer to a schedule, which is stepped after every optimizer step."""
-
-
-class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay."""
-
-    def __init__(
-        self,
-        params: Iterable[Parameter],
-        lr: float = 1e-6,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class Schedule(LambdaLR):

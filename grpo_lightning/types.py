@@ -185,6 +185,9 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     """[B, T] float32, reference; None when beta is 0."""
 
+    num_chunks: int | None = None
+    """Forward calls of phase 2: the largest number over ranks. None: as many as `chunk_size` asks for."""
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

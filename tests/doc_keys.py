@@ -9,14 +9,16 @@ from typing import Any
 
 import lightning as L
 
-from grpo_lightning import schedules
+from grpo_lightning import optimizers, schedules
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import SamplingParams
 
 SCHEDULES = [
@@ -30,10 +32,12 @@ SETTINGS: dict[str, list[Any]] = {
     "model": [GRPOLightningModule],
     "model.engine": [LocalEngine],
     "model.objective": [Objective],
-    "model.optimizer": [schedules.AdamW],
+    "model.optimizer": [optimizers.AdamW],
     "model.policy": [PolicyLoader],
+    "model.policy.lora": [LoRA],
     "model.sampling": [SamplingParams],
     "model.scheduler": SCHEDULES,
+    "model.sync_reference": [SyncReference],
     "model.validation": [Validation],
 }
 """Where the settings below a key are defined."""
@@ -43,7 +47,9 @@ CLASSES = (
     "grpo_lightning",
     "grpo_lightning.rewards",
     "grpo_lightning.callbacks",
+    "grpo_lightning.optimizers",
     "grpo_lightning.schedules",
+    "grpo_lightning.strategies",
     "lightning.pytorch.callbacks",
     "lightning.pytorch.plugins.io",
 )

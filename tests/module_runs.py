@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.schedules import AdamW
+from grpo_lightning.optimizers import AdamW
 from grpo_lightning.types import Completion, SamplingParams
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -115,13 +115,13 @@ class ScriptedEngine:
     def __init__(self, token_ids: list[list[int]], finish_reason: str | None = None) -> None:
         self.token_ids, self.finish_reason = token_ids, finish_reason
 
-    def connect(self, policy: Any, tokenizer: Any) -> None:
+    def connect(self, policy: Any, tokenizer: Any, sharding: Any) -> None:
         self.tokenizer = tokenizer
 
     def sync_weights(self, policy: Any) -> None:
         pass
 
-    def generate(self, prompts: Any, num_generations: int, sampling: Any, seed: int, progress: Any = None) -> Any:
+    def generate(self, prompts: Any, num_generations: int, sampling: Any, seeds: Any, progress: Any = None) -> Any:
         def completion(ids: list[int]) -> Completion:
             reason = self.finish_reason or ("stop" if EOS in ids else "length")
             return Completion(

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from benchmarks import versus_trl
+from benchmarks.memory import mib, peak_bytes
 from benchmarks.versus_trl import Bench, Meter, Workload, build_policy, make_prompts, summarize
 
 MINUTE = {
@@ -141,3 +142,15 @@ def test_a_recorded_result_replaces_only_its_own_beta(tmp_path: Path, monkeypatc
         versus_trl.write({"value": value}, dataclasses.replace(workload, beta=beta), threads=1)
     results = json.loads(versus_trl.RESULT.read_text())
     assert {name: entry["value"] for name, entry in results.items()} == {"beta 0.04": 3, "beta 0": 2}
+
+
+def test_the_peak_is_the_largest_sum_held_at_once():
+    """Two tensors of 4 MiB after one of 8 that is gone by then."""
+
+    def work() -> None:
+        torch.zeros(2 * 2**20).sum()
+        kept = [torch.zeros(2**20) for _ in range(2)]
+        kept.append(torch.zeros(2**18))
+
+    assert peak_bytes(work) == pytest.approx(9 * 2**20, rel=1e-3)
+    assert mib(9 * 2**20) == 9

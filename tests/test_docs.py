@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_lightning import schedules
+from grpo_lightning import optimizers
 from grpo_lightning.cli.main import COMMANDS, instantiate, main, parse
 from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
@@ -162,7 +162,7 @@ def test_the_defaults_stated_are_the_defaults():
         Objective().epsilon: 0.2,
         SamplingParams().max_completion_length: 512,
         inspect.signature(GRPOLightningModule).parameters["num_generations"].default: 8,
-        inspect.signature(schedules.AdamW).parameters["lr"].default: 1e-6,
+        inspect.signature(optimizers.AdamW).parameters["lr"].default: 1e-6,
         Validation().num_generations: 1,
         PolicyLoader("x").dtype: "float32",
         PolicyLoader("x").activation_checkpointing: "none",

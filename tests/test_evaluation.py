@@ -145,3 +145,11 @@ def test_how_completions_are_drawn():
     own = {"temperature": 0.2}
     expected = SamplingParams(temperature=0.2, max_completion_length=9)
     assert Validation(sampling=own).draw(training, is_greedy=False) == (1, expected)
+
+
+def test_a_share_without_prompts_adds_nothing():
+    nothing = Evaluation([], Scores(torch.zeros(0, 2), {"right": torch.zeros(0, 2)}, {}, {}, {}))
+    something = evaluation([[1.0, 0.0]], [[1, 3]], right=[[1.0, 0.0]])
+    assert means([nothing, something]) == means([something, nothing]) == means([something])
+    assert means([nothing]) == {}
+    assert list(records(nothing)) == []

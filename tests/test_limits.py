@@ -2,12 +2,15 @@
 
 import json
 import logging
+import math
 
+import lightning as L
 import pytest
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.limits import round_up_limits
+from grpo_lightning.module import GRPOLightningModule
 from tests.module_runs import fit, make_module, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
@@ -77,3 +80,32 @@ def test_no_limit_stays_none():
     trainer = make_trainer(max_steps=-1, max_epochs=-1, limit_train_batches=0)
     round_up_limits(trainer, 8)
     assert (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches) == (-1, -1, 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("stop", [1, 2, "epoch"])
+def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, before, after, stop):
+    """As one on another number of ranks does: every prompt once in this epoch, and once in the next."""
+    drawn = []
+
+    class Noting(GRPOLightningModule):
+        def sample(self, prompts):
+            drawn.append((self.trainer.current_epoch, [prompt.index for prompt in prompts]))
+            return super().sample(prompts)
+
+    class Kill(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == (math.ceil(10 / before) if stop == "epoch" else stop):
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+                raise KeyError
+
+    options = {"length": 2, "num_generations": 2}
+    flags = {"max_epochs": 3, "max_steps": -1}
+    prompts = [f"p{i}" for i in range(10)]
+    with pytest.raises(KeyError):
+        fit(make_module(Noting, **options), prompts, batch_size=before, callbacks=[Kill()], **flags)
+    used, drawn = drawn, []
+    fit(make_module(Noting, **options), prompts, batch_size=after, ckpt_path=str(tmp_path / "a.ckpt"), **flags)
+    for epoch in range(3):
+        numbers = [number for at, batch in used + drawn if at == epoch for number in batch]
+        assert sorted(numbers) == list(range(10)), epoch

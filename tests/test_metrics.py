@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
+from grpo_lightning.metrics import (
+    StepMetrics,
+    add_padding,
+    add_rollout,
+    add_scores,
+    add_sources,
+    add_update,
+    values_of,
+)
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.policy.scoring import TokenScores
 from grpo_lightning.rewards import Scores
@@ -203,3 +211,85 @@ def test_an_idle_micro_batch_changes_no_mean():
     metrics = StepMetrics()
     add_update(metrics, *update_of(micro_batch([[False] * 3] * 2), 1.0))
     assert metrics.pop() == {"policy/loss": 1.0}
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
+
+
+def collected(add):
+    """What a rank has collected."""
+    metrics = StepMetrics()
+    add(metrics)
+    return metrics.tallies
+
+
+def test_every_kind_over_two_ranks_by_hand():
+    def first(metrics):
+        metrics.add("mean", 6.0, 2)
+        metrics.add_sum("sum", 1.5)
+        metrics.add_extreme("least", [3, 4], min)
+        metrics.add_extreme("largest", [3, 4], max)
+        metrics.add_seconds("time/rollout", 2.0)
+        metrics.add_rate("speed", 10.0, per="time/rollout")
+
+    def second(metrics):
+        metrics.add("mean", 1.0, torch.tensor(5))
+        metrics.add_sum("sum", torch.tensor(2.0))
+        metrics.add_extreme("least", [1], min)
+        metrics.add_extreme("largest", [2], max)
+        metrics.add_seconds("time/rollout", 3.0)
+        metrics.add_seconds("time/rollout", 1.0)
+        metrics.add_rate("speed", 50.0, per="time/rollout")
+
+    assert values_of([collected(first), collected(second)]) == {
+        "mean": 1.0,  # 7 / 7
+        "sum": 3.5,
+        "least": 1.0,
+        "largest": 4.0,
+        "time/rollout": 4.0,
+        "speed": 15.0,  # 60 in the 4 seconds of the slower rank
+    }
+
+
+def test_what_one_rank_alone_has_is_a_metric_and_names_are_in_order():
+    ranks = [
+        collected(lambda metrics: metrics.add("b", 3.0)),
+        collected(lambda metrics: metrics.add("c", 0.0, 0)),
+        collected(lambda metrics: metrics.add_sum("a", 1.0)),
+    ]
+    assert list(values_of(ranks).items()) == [("a", 1.0), ("b", 3.0)]
+    assert values_of([{}, {}]) == {}
+
+
+def test_a_rank_without_prompts_changes_nothing():
+    def idle(metrics):
+        metrics.add_seconds("time/rollout", 0.5)
+        scores = Scores(torch.zeros(0, 2), {"right": torch.zeros(0, 2)}, {}, {}, {"right/exception": 0})
+        add_rollout(metrics, [])
+        add_scores(metrics, scores)
+        add_sources(metrics, [], scores)
+        add_padding(metrics, [])
+
+    def busy(metrics):
+        metrics.add_seconds("time/rollout", 2.0)
+        scores = Scores(torch.tensor([[1.0, NAN]]), {"right": torch.tensor([[1.0, 0.0]])}, {}, {}, {})
+        groups = [Group(Prompt("", source="a"), [5], [Completion([7] * n, [], "stop") for n in (1, 4)])]
+        add_rollout(metrics, groups)
+        add_scores(metrics, scores)
+        add_sources(metrics, groups, scores)
+
+    want = values_of([collected(busy)])
+    assert values_of([collected(busy), collected(idle)]) == values_of([collected(idle), collected(busy)]) == want
+    assert values_of([collected(idle)]) == {"time/rollout": 0.5, "rollout/tokens_per_second": 0.0}
+
+
+@given(st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=4))
+def test_lengths_do_not_depend_on_how_completions_are_divided_over_ranks(parts):
+    def added(lengths):
+        def add(metrics):
+            metrics.add_seconds("time/rollout", 2.0)
+            add_rollout(metrics, [Group(Prompt(""), [5], [Completion([7] * n, [], "stop") for n in lengths])])
+
+        return collected(add)
+
+    assert values_of(list(map(added, parts))) == values_of([added([n for part in parts for n in part])])

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.schedules import AdamW, Cosine, Linear
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.schedules import Cosine, Linear
 from tests.module_runs import (
     SMALL,
     History,
@@ -290,7 +291,15 @@ def test_a_checkpoint_holds_what_is_trained_and_the_pending_rollout(killed_mid_c
 def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     train(tmp_path, max_epochs=1)
     checkpoint = torch.load(newest(tmp_path), weights_only=True)
-    assert checkpoint["grpo"] == {"rollout_index": 2, "rollout": None, "is_broken_off": False}
+    assert checkpoint["grpo"] == {
+        "rollout_index": 2,
+        "rollout": None,
+        "moment": None,
+        "world_size": 1,
+        "reference": None,
+        "has_moved": False,
+        "is_broken_off": False,
+    }
 
 
 def test_a_lost_rollout_is_explained(killed_mid_cycle):

@@ -14,6 +14,7 @@ from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.planner import (
     Rollout,
     Row,
+    Share,
     balanced_split,
     collate,
     padded_cost,
@@ -134,17 +135,42 @@ def test_an_idle_micro_batch_adds_exactly_nothing():
 
 def test_whole_groups_go_to_each_update_in_order():
     groups = [[row(group, 1), row(group, 2)] for group in range(5)]
-    updates = split_updates(groups, 2)
+    updates = split_updates(groups, 2, Share(5))
     assert [[r.group for r in update] for update in updates] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
 
 
 def test_fewer_groups_than_updates_share_out_completions():
     groups = [[row(0, 1), row(0, 2), row(0, 3), row(0, 4)]]
-    assert [[r.length for r in update] for update in split_updates(groups, 3)] == [[1], [2, 3], [4]]
+    assert [[r.length for r in update] for update in split_updates(groups, 3, Share(1))] == [[1], [2, 3], [4]]
     batches, counts = plan([group_of([5], [1, 2])], updates=4)  # fewer completions than updates, too
     assert sum(counts[i].num_tokens for i in range(4)) == 3
     assert len(batches) == 4
     assert sorted(count.num_sequences for count in counts) == [0, 0, 1, 1]
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
+def test_an_update_trains_on_the_same_completions_however_many_ranks_there_are(num_groups, updates, world_size):
+    groups = [[row(group, 1 + number) for number in range(3)] for group in range(num_groups)]
+    whole = split_updates(groups, updates, Share(num_groups))
+    shares = [
+        split_updates(groups[rank::world_size], updates, Share(num_groups, rank, world_size))
+        for rank in range(world_size)
+    ]
+    for update, expected in enumerate(whole):
+        found = sorted((r.group, r.length) for share in shares for r in share[update])
+        assert found == sorted((r.group, r.length) for r in expected)
+
+
+def test_a_rank_without_groups_gets_idle_micro_batches():
+    batches, counts = plan_micro_batches(
+        [], torch.zeros(0, 4), updates=2, accumulate=2, pad_id=PAD, skip_zero_advantages=True, share=Share(3, 3, 4)
+    )
+    assert [tuple(count) for count in counts] == [(0, 0), (0, 0)]
+    assert len(batches) == 4
+    for batch in batches:
+        assert batch.completion_ids.tolist() == [[PAD]]
+        assert not batch.completion_mask.any()
+        assert batch.attention_mask.all(), "a row that attends to nothing would be nan"
 
 
 def test_padded_cost_by_hand():

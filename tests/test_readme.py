@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.strategies import StrategyRegistry
 
 from grpo_lightning.cli import main, parse
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
+OURS = (FSDP2Strategy, GRPODeepSpeedStrategy)
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -64,14 +67,15 @@ def test_the_files_and_commands_are_found():
     assert [command.split()[1] for command in commands()] == [
         *("fit", "recipes", "plan", "fit"),
         *("fit", "validate", "export"),
+        *["fit"] * 4,
     ]
 
 
 def test_the_commands_run_one_after_the_other(folder, capsys):
     for command in commands():
         _, verb, *arguments = shlex.split(command)
-        if "quickstart" in arguments:
-            parse(arguments)  # tests/test_recipes.py runs it
+        if "quickstart" in arguments or any("devices" in argument for argument in arguments):
+            parse(arguments)  # tests/test_recipes.py runs it; tests/distributed runs several processes
         elif verb in ("fit", "validate"):
             main([verb, *arguments, *SHORT, f"--trainer.max_steps={4 if 'auto' in arguments else 2}"])
         else:
@@ -85,6 +89,23 @@ def test_the_commands_run_one_after_the_other(folder, capsys):
         assert (run / name).exists(), name
     steps = {line.split('"step": ')[1][0] for line in (run / "completions.jsonl").read_text().splitlines()}
     assert steps == {"0", "1", "2", "3"}  # the second run went on where the first stopped
+
+
+def test_every_strategy_named_trains(folder):
+    """Those of the commands, and those of the sentence above them."""
+    for command in commands():
+        _, verb, *arguments = shlex.split(command)
+        if verb == "fit" and any("devices" in argument for argument in arguments):
+            strategy = parse(arguments).trainer.strategy
+            name = strategy if isinstance(strategy, str) else strategy.class_path.rpartition(".")[2]
+            assert name in {"DDPStrategy", "GRPODeepSpeedStrategy", *names_of_strategies()}
+    (sentence,) = re.findall(r"A strategy is a line, .*?;(.*?)train what one", README, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", sentence)) <= names_of_strategies()
+
+
+def names_of_strategies() -> set[str]:
+    """What `trainer.strategy` can be by name: ours, and DDP."""
+    return {"ddp", *(name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in OURS)}
 
 
 def test_yaml_examples_are_settings(folder):

@@ -1,23 +1,45 @@
-"""Every recipe runs: two optimizer steps with a tiny model, and every objective fragment on top of the quickstart."""
+"""Every recipe runs: two optimizer steps with a tiny model, and every objective fragment on top of the quickstart.
+
+On one process; `tests/distributed/` runs strategies on several.
+"""
 
 import csv
+import dataclasses
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from grpo_lightning.cli import main
+from grpo_lightning.cli.main import parse
+from grpo_lightning.cli.plan_strategy import strategy_division
+from grpo_lightning.planning.activations import ScoredBatch
+from grpo_lightning.planning.precision import Precision
+from grpo_lightning.planning.settings import MemorySettings
+from grpo_lightning.planning.shape import ModelShape
+from grpo_lightning.planning.state_parts import state_parts
+from grpo_lightning.planning.states import division_of
+from grpo_lightning.strategies import GRPODeepSpeedStrategy
+from tests.planning.real_shapes import PUBLISHED
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WHOLE = sorted(RECIPES.glob("*.yaml"))
 OBJECTIVES = sorted((RECIPES / "objectives").glob("*.yaml"))
+STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 
 
 # What does not fit a tiny model, in the text of a recipe.
 SHORTER = {"cache_length: 600": "cache_length: 2"}
+
+# What a CPU cannot do, in the text of a recipe.
+WITHOUT_CUDA = {"quantization: 4bit": "quantization: none", "PagedAdamW8bit": "AdamW"}
+
+ONE_PROCESS = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
 
 
 @pytest.fixture
@@ -35,7 +57,7 @@ def tiny(tmp_path, monkeypatch):
 def flags(recipe: Path) -> list[str]:
     """The command line that runs a recipe with the tiny model and data in the place of its own."""
     content = recipe.read_text()
-    for long, short in SHORTER.items():
+    for long, short in (SHORTER | WITHOUT_CUDA).items():
         content = content.replace(long, short)
     Path("recipe.yaml").write_text(content)
     has_settings = isinstance(yaml.safe_load(content)["model"]["policy"], dict)
@@ -50,8 +72,10 @@ def flags(recipe: Path) -> list[str]:
         '--data.val_datasets=[{"json_path": "rows.jsonl", "sampling_strategy": "first:4"}]',
         "--data.batch_size=4",
         "--model.sampling.max_completion_length=6",
+        "--data.val_batch_size=4",
         "--trainer.accelerator=cpu",
         "--trainer.max_steps=2",
+        *ONE_PROCESS,
     ]
 
 
@@ -94,3 +118,80 @@ def test_objective_composes_with_the_quickstart(fragment, tiny, tmp_path):
 
 def test_every_paper_of_the_objective_table_has_a_fragment():
     assert [path.stem for path in OBJECTIVES] == ["cispo", "dapo", "dr_grpo", "grpo", "gspo"]
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+PER_WEIGHT = {"ddp": (24, 0), "fsdp2": (0, 20), "zero2": (4, 14), "zero3": (0, 18), "zero3_offload": (0, 18)}
+"""Bytes of a device per trained weight in bf16-mixed: (on every device, over the number of devices)."""
+
+
+def strategy_of(fragment: Path) -> Any:
+    """`trainer.strategy` of a fragment, on top of a recipe."""
+    config = parse(["--config", str(RECIPES / "quickstart.yaml"), "--config", str(fragment)])
+    assert config.trainer.inference_mode == (fragment.stem == "ddp")
+    assert config.trainer.devices == "auto"
+    return config.trainer.strategy
+
+
+@pytest.mark.parametrize("fragment", STRATEGIES, ids=lambda path: path.stem)
+def test_strategy_composes_and_is_ours(fragment):
+    found = strategy_of(fragment)
+    division = strategy_division(found, 4)
+    assert division == dataclasses.replace(
+        division_of(fragment.stem, 4), stepped_numbers=10**9 if fragment.stem.startswith("zero3") else None
+    )
+    if fragment.stem.startswith("zero"):
+        zero = GRPODeepSpeedStrategy(**found.init_args).config["zero_optimization"]
+        assert zero["stage"] == int(fragment.stem[4])
+        assert zero.get("stage3_prefetch_bucket_size", 0) == 0
+        assert ("offload_param" in zero) == ("offload_optimizer" in zero) == fragment.stem.endswith("_offload")
+
+
+@pytest.mark.parametrize("fragment", STRATEGIES, ids=lambda path: path.stem)
+def test_strategy_header_counts_what_plan_counts(fragment):
+    header = " ".join(line.lstrip("# ") for line in fragment.read_text().splitlines() if line.startswith("#"))
+    whole, divided = PER_WEIGHT[fragment.stem]
+    for ranks in (4, 8):
+        settings = MemorySettings(
+            ScoredBatch(1, 8, 9, 9), 0, 0, Precision(4, 2, is_mixed=True), 8, division_of(fragment.stem, ranks)
+        )
+        shape = ModelShape(1, 8, 8, 8, 1, 1, 8, (None,), num_weights=8000)
+        kept = {"weights", "reference", "gradients", "gradient buckets", "master weights", "optimizer states"}
+        parts = [part for part in state_parts(shape, settings) if part.name in kept]
+        assert sum(part.num_bytes for part in parts) == 8000 * (whole + divided / ranks)
+    for number in filter(None, (divided, whole if fragment.stem == "ddp" else 0)):
+        assert re.search(rf"\b{number}\b", header)
+    assert "Command:" in header
+
+
+def test_every_strategy_has_a_fragment():
+    assert [path.stem for path in STRATEGIES] == sorted(PER_WEIGHT)
+
+
+def test_ddp_runs_on_one_process(tiny, tmp_path):
+    flag, *others = flags(RECIPES / "quickstart.yaml")
+    others = [other for other in others if other not in ONE_PROCESS]
+    main(["fit", flag, "--config", str(RECIPES / "strategies" / "ddp.yaml"), *others, "--trainer.devices=1"])
+    assert len(logged_steps(tmp_path / "runs")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [path for path in WHOLE if path.stem != "quickstart"], ids=lambda path: path.stem)
+def test_memory_in_a_header_is_what_plan_says(recipe, tiny, capsys):
+    """With the published model's config and prompts as long as the data's; `plan` rounds, the header in words."""
+    policy = yaml.safe_load(recipe.read_text())["model"]["policy"]["init_args"]["name"]
+    PUBLISHED[policy].save_pretrained("policy")
+    data = ['--data.datasets=[{"json_path": "rows.jsonl"}]', "--data.val_datasets=null", "--data.prepare=null"]
+    tokens = f"--prompt_tokens={800 if 'MATH' in recipe.read_text() else 320}"
+    args = ["plan", "--config", str(recipe), "--model.policy.init_args.name=policy", *data, tokens, "--device_gib=80"]
+    if recipe.stem == "zero3_70b":
+        with pytest.raises(SystemExit):
+            main(args)
+    else:
+        main(args)
+    planned = re.search(r"fits?: ([\d.]+) of 80 GiB|not fit: ([\d.]+) of", capsys.readouterr().out)
+    written = re.search(r"about (\d+) GiB", recipe.read_text())
+    assert planned is not None
+    assert written is not None
+    assert float(planned[1] or planned[2]) == pytest.approx(int(written[1]), abs=0.6)

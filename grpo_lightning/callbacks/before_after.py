@@ -16,10 +16,11 @@ import torch
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from grpo_lightning.callbacks.run_files import run_folder
+from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
 from grpo_lightning.data.source import as_prompt_batch, known_prompts
 from grpo_lightning.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.ranks import gather_objects
 from grpo_lightning.seeding import run_seed
 
 Numbers = dict[str, dict[str, float]]
@@ -111,6 +112,7 @@ class BeforeAfter(L.Callback):
                     table.update(evaluation)
                     self.samples[when] += samples(evaluation, self.num_samples - len(self.samples[when]))
                     bar.update()
+        self.samples[when] = in_order_of_prompts(gather_objects(self.samples[when]))[: self.num_samples]
         return {kind: table.compute() for kind, table in tables.items()}
 
     @contextlib.contextmanager

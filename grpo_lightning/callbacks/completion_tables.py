@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 Line = Mapping[str, Any]
 """One completion, as `completions.jsonl` has it."""
 
-NUMBERS = frozenset({"step", "epoch", "rollout", "prompt_index", "length", "reward", "advantage"})
+NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length", "reward", "advantage"})
 """The fields of a line that are numbers or None in every row."""
 
 ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
@@ -48,8 +48,8 @@ class CompletionTables:
             if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
                 self.say(f"{type(logger).__name__} has no tables for completions; they are in {path}.")
 
-    def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt]) -> None:
-        """Show a rollout: its lines, and the prompt of each."""
+    def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
+        """Show a rollout: its lines, and the prompt of each, None where another rank has it."""
         chosen = choose(lines, self.num_samples)
         images = [
             (f"{label}/{number}", image)
@@ -77,9 +77,9 @@ class CompletionTables:
         data = [[row.get(name) for name in columns] for row in rows]
         logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
 
-    def images(self, prompt: Prompt) -> Iterator[Any]:
+    def images(self, prompt: Prompt | None) -> Iterator[Any]:
         """The images of a prompt, as PIL has them. One that cannot be shown is said once, and stops no run."""
-        column = prompt.columns.get("images")
+        column = None if prompt is None else prompt.columns.get("images")
         for image in column if isinstance(column, Sequence) and not isinstance(column, str) else [column]:
             if image is None:
                 continue

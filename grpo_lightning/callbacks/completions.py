@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from grpo_lightning.callbacks.completion_tables import CompletionTables
-from grpo_lightning.callbacks.run_files import append_lines, keep_rollouts_before, plain, rank_file
+from grpo_lightning.callbacks.run_files import (
+    append_lines,
+    in_order_of_prompts,
+    json_line,
+    keep_rollouts_before,
+    run_file,
+)
 from grpo_lightning.evaluation import Evaluation, records
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.ranks import gather_objects
+from grpo_lightning.types import Prompt
 
 
 class CompletionLog(L.Callback):
-    """Writes `completions.jsonl` (rank r > 0: `completions.rank<r>.jsonl`) into the run's folder.
+    """Writes `completions.jsonl`, with the completions of all ranks, into the run's folder.
 
-    A line holds step, epoch, rollout, source, prompt_index, prompt, completion, length (tokens), finish_reason, reward,
-    rewards (by name), advantage, and what rewards gave to `log_extra`. null stands for "not scorable". `step` is the
-    number of optimizer steps that were done when the rollout was drawn: the `step` under which the loggers have the
-    rollout's metrics.
+    A line holds step, epoch, rollout, rank (the process that drew it), source, prompt_index, prompt, completion, length
+    (tokens), finish_reason, reward, rewards (by name), advantage, and what rewards gave to `log_extra`. null stands for
+    "not scorable". `step` is the number of optimizer steps that were done when the rollout was drawn: the `step` under
+    which the loggers have the rollout's metrics. The lines of a rollout are in the order of its prompts, whatever the
+    number of ranks.
 
     Weights & Biases also gets a table of every rollout, and TensorBoard the best, the worst and a few others, with
-    their images where prompts have an `images` column; both of rank 0.
+    their images where prompts have an `images` column. Of images there are those of rank 0 only.
 
     Args:
         every_n_rollouts: Write only every so many rollouts.
@@ -47,8 +58,10 @@ class CompletionLog(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the file; a run from the start replaces an old one, a resumed run goes on where its checkpoint was."""
         assert isinstance(pl_module, GRPOLightningModule)
-        self.path = rank_file(trainer, self.dirpath, "completions")
+        self.path = run_file(trainer, self.dirpath, "completions.jsonl")
         self.written = pl_module.rollout_index
+        if not trainer.is_global_zero:
+            return
         if trainer.global_step == 0:
             self.path.unlink(missing_ok=True)
         else:
@@ -66,21 +79,40 @@ class CompletionLog(L.Callback):
     ) -> None:
         """Write the rollout drawn in this micro-step, if there was one."""
         assert isinstance(pl_module, GRPOLightningModule)
+        # The same on every rank: all gather at the same steps.
         rollout = pl_module.rollout_index
-        if rollout == self.written or pl_module.samples is None:
+        if rollout == self.written:
             return
         self.written = rollout
         if (rollout - 1) % self.every_n_rollouts == 0:
-            assert self.path is not None
-            written = [plain(self.when | line) for line in lines(pl_module)]
-            append_lines(self.path, written)
+            when = {**self.when, "rollout": rollout - 1, "rank": trainer.global_rank}
+            gathered = gather_objects(groups_of_lines(pl_module, when))
             if trainer.is_global_zero:
-                prompts = [group.prompt for group in pl_module.samples[0] for _ in group.completions]
-                self.tables.show(trainer.loggers, written, prompts)
+                self.write(trainer, pl_module, gathered)
+
+    def write(self, trainer: L.Trainer, pl_module: GRPOLightningModule, ranks: list[list[list[str]]]) -> None:
+        """Write the lines of a rollout, by rank and group, and show them."""
+        assert self.path is not None
+        written = [line for group in in_order_of_prompts(ranks) for line in group]
+        append_lines(self.path, written)
+        if written:
+            own = [] if pl_module.samples is None else pl_module.samples[0]
+            of_ranks: list[list[list[Prompt | None]]] = [[[None] * len(group) for group in groups] for groups in ranks]
+            of_ranks[0] = [[group.prompt for _ in group.completions] for group in own]
+            prompts = [prompt for group in in_order_of_prompts(of_ranks) for prompt in group]
+            self.tables.show(trainer.loggers, [json.loads(line) for line in written], prompts)
+
+
+def groups_of_lines(module: GRPOLightningModule, when: Mapping[str, int]) -> list[list[str]]:
+    """This rank's lines of the last rollout, group by group."""
+    if module.samples is None:
+        return []
+    each = (json_line({**when, **line}) for line in lines(module))
+    return [list(itertools.islice(each, len(group.completions))) for group in module.samples[0]]
 
 
 def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
-    """The last rollout, completion by completion.
+    """This rank's part of the last rollout, completion by completion.
 
     A column from `log_extra` with the name of a field of ours, or of one of the tables, is written as `extra/<name>`.
     """
@@ -89,7 +121,7 @@ def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
     completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
     for row, (record, advantage) in enumerate(completions):
         del record["columns"]  # of the data, which prompt_index finds
-        line = {"rollout": module.rollout_index - 1, **record, "advantage": advantage}
-        taken = {"step", "epoch", *line, *(f"rewards/{name}" for name in scores.by_reward)}
+        line = {**record, "advantage": advantage}
+        taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}
         yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}

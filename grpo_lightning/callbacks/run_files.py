@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
+
+T = TypeVar("T")
 
 
 def run_folder(trainer: L.Trainer, dirpath: str | None) -> Path:
@@ -20,18 +23,35 @@ def run_folder(trainer: L.Trainer, dirpath: str | None) -> Path:
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
 
 
-def rank_file(trainer: L.Trainer, dirpath: str | None, name: str) -> Path:
-    """This rank's file in the run's folder, which is made: `<name>.jsonl`, on rank r > 0 `<name>.rank<r>.jsonl`."""
+def run_file(trainer: L.Trainer, dirpath: str | None, name: str) -> Path:
+    """A file in the run's folder, which rank 0 makes: it alone writes, what belongs to all ranks."""
     folder = run_folder(trainer, dirpath)
-    folder.mkdir(parents=True, exist_ok=True)
-    rank = f".rank{trainer.global_rank}" if trainer.global_rank else ""
-    return folder / f"{name}{rank}.jsonl"
+    if trainer.is_global_zero:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
 
 
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add one JSON line per record; what JSON has no word for is written as text."""
+def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
+    """What each rank has of its prompts, prompt by prompt, in the order of the data.
+
+    The i-th prompt of rank r is number `i * world_size + r`: ranks take turns.
+    """
+    turns = itertools.zip_longest(*([[item] for item in items] for items in ranks), fillvalue=[])
+    return [item for turn in turns for items in turn for item in items]
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines to a file."""
     with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n" for record in records)
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """A record as JSON in one line; what JSON has no word for is written as text.
+
+    Also what ranks gather of their records: text is small, and anything becomes text.
+    """
+    return json.dumps(plain(record), ensure_ascii=False, default=str)
 
 
 def plain(value: Any) -> Any:

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from types import TracebackType
 
 TRACEBACK = "GRPO_LIGHTNING_TRACEBACK"
-RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+RANKS = ("LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
+"""What launchers set that know no rank in the whole run, or before it is known."""
+
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
+"""How gloo and NCCL say that a rank they waited for has ended."""
+
 EXPECTED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, TypeError, RuntimeError, ImportError)
 
 
@@ -20,8 +25,12 @@ class ConfigurationError(ValueError):
 
 
 def rank() -> int:
-    """The rank of this process by what its launcher set; 0 without one."""
-    return next((int(os.environ[name]) for name in RANKS if os.environ.get(name, "").isdigit()), 0)
+    """The rank of this process by what its launcher set; 0 without one.
+
+    Where only ranks within a node and the nodes' are known, it is 0 for the first process of the first node alone.
+    """
+    given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
+    return given.get("RANK", max(given.values(), default=0))
 
 
 @contextlib.contextmanager
@@ -29,11 +38,14 @@ def short_errors() -> Iterator[None]:
     """Print errors of configuration and data as `error: ...` on stderr and exit with 2.
 
     All ranks see the same configuration: only the first prints. An error inside a loop may be one rank's alone: every
-    rank prints its own.
+    rank prints its own. That another rank has ended is one line: what matters is what that one said.
     """
     try:
         yield
     except Exception as raised:
+        if is_of_lost_rank(raised) and os.environ.get(TRACEBACK, "0") in ("", "0"):
+            print(f"rank {rank()}: stopped, because another rank has ended; what it said is why.", file=sys.stderr)
+            raise SystemExit(1) from raised
         error = expected(raised)
         if error is None or os.environ.get(TRACEBACK, "0") not in ("", "0"):
             raise
@@ -64,6 +76,11 @@ def is_expected(error: BaseException) -> bool:
     # `zip(strict=True)`, `int("x")` and other builtins raise in our frames too: those are mistakes of the program.
     is_ours = module == "grpo_lightning" and isinstance(error, EXPECTED) and is_raise_statement(error.__traceback__)
     return is_ours or (module == "transformers" and isinstance(error, OSError))
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """True if a collective failed because a rank that takes part in it has ended."""
+    return innermost_module(error) == "torch" and any(said in str(error) for said in LOST_RANK)
 
 
 def innermost_module(error: BaseException) -> str:

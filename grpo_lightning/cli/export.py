@@ -14,13 +14,19 @@ def run(args: list[str]) -> None:
     options["checkpoint"] = checkpoint_of(Path(options["checkpoint"]))
     written = export(**options)
     folder, dtype = written.folder, str(written.dtype).removeprefix("torch.")
-    print(f"Exported {written.num_weights:,} weights ({dtype}) to {folder}:")
+    what = "weights of an adapter" if written.is_adapter else "weights"
+    print(f"Exported {written.num_weights:,} {what} ({dtype}) to {folder}:")
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
     print(f"Config, tokenizer{taken} are those of {written.policy}. To load it:")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
-    print(f'  model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")')
+    if written.is_adapter:
+        print("  from peft import PeftModel")
+        print(f'  base = AutoModelForCausalLM.from_pretrained("{written.policy}", dtype="auto")')
+        print(f'  model = PeftModel.from_pretrained(base, "{folder}")')
+    else:
+        print(f'  model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")')
     print(f'  tokenizer = AutoTokenizer.from_pretrained("{folder}")')
 
 
@@ -55,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", help="where the model goes")
     parser.add_argument("--policy", help="the policy before training; by default as the checkpoint or its run names it")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; by default the checkpoint's")
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the LoRA adapter alone, as peft loads it; not merged"
+    )
     parser.add_argument("--force", action="store_true", help="write into a folder that has files")
     parser.add_argument(
         "--fill_missing",

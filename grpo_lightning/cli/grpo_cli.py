@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from grpo_lightning.cli import diagnosis, resuming, run_folder, short_names, sources
+from grpo_lightning.cli import diagnosis, launched, resuming, run_folder, short_names, sources
 from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_saving, kind_of_default
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.cli.interrupt import GracefulStop
@@ -41,7 +41,7 @@ DESCRIPTIONS = {
         "one epoch. --ckpt_path auto goes on from the newest checkpoint of runs/<run_name> that can be resumed, in its "
         "folder, or starts afresh (where the recipe sends checkpoints elsewhere, it looks there, too); from "
         "--ckpt_path FILE, or the folder of a run for its newest, a run goes on in a new folder. Settings are those of "
-        "the command line, never the checkpoint's. "
+        "the command line, never the checkpoint's. A job that SLURM has put back into the queue goes on as by auto. "
         "Checkpoints are written at the end of every epoch and every 15 minutes, the newest of each kept, unless "
         "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step."
     ),
@@ -145,6 +145,8 @@ class GRPOCLI(LightningCLI):
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
         given = settings.get("ckpt_path")
+        if to_train and given is None and resuming.is_requeued():
+            given = "auto"
         if given == "auto":
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
@@ -257,10 +259,12 @@ class GRPOCLI(LightningCLI):
                 raise
             if rank() == 0:
                 log.info(self.stop.last_words())
+            launched.end_with(self.trainer, seconds=60)
             raise SystemExit(self.stop.exit_code) from None
         except BaseException:
             if self.trainer.global_step == 0:
                 self.leave_nothing()
+            launched.end_with(self.trainer, seconds=5)
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

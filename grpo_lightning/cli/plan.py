@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.plan_devices import Ranks, ranks_of
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -32,13 +34,14 @@ HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 
 class Known:
     """What could be found out without loading weights."""
 
-    world_size: int
-    why_world_size: str
+    ranks: Ranks
     train_prompts: list[Prompt] | None
     val_prompts: list[Prompt] | None
     prompt_tokens: int
     why_prompt_tokens: str
     why_no_prompts: str = ""
+    device_gib: float | None = None
+    """Memory of the device that is planned for; None is this machine's."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -50,6 +53,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
     Raises:
         ValueError: If a setting cannot be trained or translated.
+        ConfigurationError: After the plan, if it is one that would not end in sensible time.
         FileNotFoundError: If the data or the policy are not there, and nothing says that the run builds them.
     """
     from grpo_lightning.cli.plan_tables import print_plan, print_translation
@@ -68,8 +72,10 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
     known = find_out(config, module, data, own)
-    batches = batch_plan(config, module, data, known.world_size)
-    print_plan(config, module, data, known, batches)
+    batches = batch_plan(config, module, data, known.ranks.world_size)
+    refusal = print_plan(config, module, data, known, batches)
+    if refusal is not None:
+        raise ConfigurationError(refusal)
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -85,8 +91,11 @@ def plan_parser() -> argparse.ArgumentParser:
         "  grpo-lightning plan --from trl --per_device_train_batch_size 8 --gradient_accumulation_steps 4 \\\n"
         "      --num_generations 8 --world_size 2        (grpo-lightning plan --from trl --help lists the flags)",
     )
-    parser.add_argument("--devices", type=int, help="devices per node, instead of the configuration's")
+    parser.add_argument("--devices", help="devices per node, instead of the configuration's; 8,8 for each of two nodes")
     parser.add_argument("--nodes", type=int, help="nodes, instead of the configuration's")
+    parser.add_argument(
+        "--device_gib", type=float, help="memory of a device, where another one than this machine's runs"
+    )
     parser.add_argument("--prompt_tokens", type=int, help="the longest prompt, instead of the data's")
     parser.add_argument("--prepare", action="store_true", help="run data.prepare first, where the run would build data")
     return parser
@@ -136,11 +145,11 @@ def seed(config: Namespace) -> None:
 
 def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, own: argparse.Namespace) -> Known:
     """Ranks, prompts and the longest prompt."""
-    world_size, why = ranks(config.trainer, own.devices, own.nodes)
+    ranks = ranks_of(config.trainer, own.devices, own.nodes)
     if own.prepare:
         data.prepare_data()
     # The data module asks its trainer for ranks and for the policy's tokenizer.
-    data.trainer = SimpleNamespace(lightning_module=module, world_size=world_size, global_rank=0)  # type: ignore[assignment]
+    data.trainer = SimpleNamespace(lightning_module=module, world_size=ranks.world_size, global_rank=0)  # type: ignore[assignment]
     why_no_prompts = ""
     try:
         data.setup("fit")
@@ -164,31 +173,7 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
         raise ValueError(f"--prompt_tokens must be at least 1, got {tokens}.")
     if own.prompt_tokens is not None:
         check_given_length(module, tokens)
-    return Known(world_size, why, train, val, tokens, why_tokens, why_no_prompts)
-
-
-def ranks(trainer: Namespace, devices: int | None, nodes: int | None) -> tuple[int, str]:
-    """(ranks, why so many) of a trainer's configuration; `devices` and `nodes` override it."""
-    import torch
-
-    why = ""
-    nodes = trainer.num_nodes if nodes is None else nodes
-    given: Any = trainer.devices if devices is None else devices
-    if isinstance(given, str):
-        given = given.strip()
-        with suppress(ValueError):
-            given = int(given)
-    if isinstance(given, str) and given != "auto":
-        given = [part for part in given.split(",") if part.strip()]
-    if isinstance(given, list | tuple):
-        given = len(given)
-    if given in ("auto", -1):
-        is_cpu = str(trainer.accelerator) in ("cpu", "auto") and not torch.cuda.is_available()
-        given = 1 if is_cpu or trainer.accelerator == "cpu" else max(1, torch.cuda.device_count())
-        why = f"trainer.devices is {trainer.devices}: {given} on this machine; --devices N plans for another"
-    if given < 1 or nodes < 1:
-        raise ValueError(f"A run needs at least one device and one node, got {given} and {nodes}.")
-    return int(given) * int(nodes), why or f"{given} per node x {nodes} node(s)"
+    return Known(ranks, train, val, tokens, why_tokens, why_no_prompts, own.device_gib)
 
 
 def longest_prompt(

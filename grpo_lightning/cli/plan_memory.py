@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from grpo_lightning.cli.plan_strategy import strategy_division
 from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.memory import MemorySettings
+from grpo_lightning.planning.parts import GIB, peak
 from grpo_lightning.planning.precision import precision_of
+from grpo_lightning.planning.settings import MemorySettings, Offloaded
 from grpo_lightning.planning.shape import ModelShape, meta_model, shape_of
-from grpo_lightning.planning.states import optimizer_bytes_per_weight, sharding_of
-from grpo_lightning.policy.scoring import dense_reason
+from grpo_lightning.planning.state_parts import state_parts
+from grpo_lightning.planning.states import optimizer_bytes_per_weight
+from grpo_lightning.planning.trained import trained_weights
+from grpo_lightning.policy.choice import dense_reason
 from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.lockstep import LARGEST_SHARE
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -23,6 +29,12 @@ if TYPE_CHECKING:
 
 ADAMW_BYTES = 8.0
 
+BYTES_OF_8_BIT = 2 + 2 * 4 / 256
+"""Two states of a byte, and of each a 32-bit scale per 256 (arXiv:2110.02861, in the blocks of bitsandbytes)."""
+
+ASSUMED_DEVICE_GIB = 80.0
+"""Of a device that is not here, where `gather_for_generation: auto` asks whether the whole weights have room."""
+
 
 class Described(NamedTuple):
     """A model's shape, the settings its memory follows from, and remarks on both."""
@@ -32,21 +44,40 @@ class Described(NamedTuple):
     remarks: list[str]
 
 
-def describe(config: Namespace, module: GRPOLightningModule, batches: BatchPlan, prompt_tokens: int) -> Described:
+def describe(
+    config: Namespace,
+    module: GRPOLightningModule,
+    batches: BatchPlan,
+    prompt_tokens: int,
+    device_gib: float | None = None,
+) -> Described:
     """Everything the memory of a run follows from.
+
+    Args:
+        config: The run's.
+        module: Of it.
+        batches: Of a cycle.
+        prompt_tokens: Of the longest prompt.
+        device_gib: Memory of a device; None is this machine's, or an assumed one.
 
     Raises:
         FileNotFoundError: If the policy's config is not there.
         ValueError: If the policy, the precision or the strategy is not one that is known.
     """
     loader, completion_tokens = module.loader, module.sampling.max_completion_length
-    model = meta_model(loader.load_config(), trust_remote_code=loader.trust_remote_code)
+    model: Any = meta_model(loader.load_config(), trust_remote_code=loader.trust_remote_code)
     shape = shape_of(model)
     remarks = [f"{shape.num_linear_layers} layers keep a recurrent state: not counted"] * bool(shape.num_linear_layers)
+    is_eager = "eager" in (loader.attention, model.config._attn_implementation)
+    path = scoring_path(loader.scoring, model)
+    trained, shape = trained_weights(model, shape, loader)
     precision = precision_of(config.trainer.precision, loader.dtype)
-    sharding = sharding_of(strategy_name(config.trainer.strategy), batches.world_size)
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[4 if sharding.has_masters else precision.weights]
-    optimizer_bytes, remark = optimizer_bytes_of(module, dtype)
+    division = strategy_division(config.trainer.strategy, batches.world_size)
+    if trained.shares_frozen and division.gathers_layers:
+        trained = dataclasses.replace(trained, shares_frozen=False)
+    is_wide = division.has_masters or bool(trained.adapters)
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[4 if is_wide else precision.weights]
+    optimizer_bytes, remark = optimizer_bytes_of(module, config.model.get("optimizer"), dtype)
     remarks += remark
     rows, prompts = sampling_size(module, batches)
     if not rows:
@@ -58,30 +89,25 @@ def describe(config: Namespace, module: GRPOLightningModule, batches: BatchPlan,
             num_completions=worst.num_completions,
             prompt_length=prompt_tokens,
             completion_length=completion_tokens,
-            path=scoring_path(loader.scoring, model),
+            path=path,
             chunk_size=loader.chunk_size,
+            head_chunk_size=loader.head_chunk_size,
         ),
         sampling_rows=rows,
         sampling_prompts=prompts,
         precision=precision,
         optimizer_bytes=optimizer_bytes,
-        sharding=sharding,
+        division=division,
+        trained=trained,
         checkpointing=loader.activation_checkpointing,
-        is_eager=loader.attention == "eager",
+        is_eager=is_eager,
         has_reference=module.objective.needs_reference,
         accumulates=batches.accumulate_grad_batches > 1,
+        offloaded=frozenset[Offloaded](module.offload),
     )
-    return Described(shape, settings, remarks)
-
-
-def strategy_name(strategy: Any) -> str:
-    """A strategy as `sharding_of` knows it: its name, or its class with DeepSpeed's stage."""
-    if isinstance(strategy, str):
-        return strategy
-    class_name: str = strategy["class_path"].rsplit(".", 1)[-1]
-    if class_name == "DeepSpeedStrategy":
-        return f"zero{strategy['init_args'].get('stage', 2)}"
-    return class_name
+    on_cpu = str(config.trainer.accelerator) == "cpu"
+    is_gathered, remark = gathers_for_sampling(module, shape, settings, None if on_cpu else device_memory(device_gib))
+    return Described(shape, dataclasses.replace(settings, gathers_for_sampling=is_gathered), remarks + remark)
 
 
 def scoring_path(requested: str, model: nn.Module) -> Any:
@@ -99,8 +125,42 @@ def sampling_size(module: GRPOLightningModule, batches: BatchPlan) -> tuple[int,
     return prompts * batches.num_generations, prompts
 
 
-def optimizer_bytes_of(module: GRPOLightningModule, dtype: torch.dtype) -> tuple[float, list[str]]:
+def gathers_for_sampling(
+    module: GRPOLightningModule, shape: ModelShape, settings: MemorySettings, device_gib: float | None
+) -> tuple[bool, list[str]]:
+    """(whether sharded weights are whole while the policy samples, a remark on why); None: a device without a limit."""
+    engine = module.engine
+    if not settings.division.gathers_layers or not isinstance(engine, LocalEngine):
+        return False, []
+    if engine.gather_for_generation != "auto" or device_gib is None:
+        return bool(engine.gather_for_generation), []
+    whole = shape.num_weights * settings.widths.weights / GIB
+    free = device_gib - peak(state_parts(shape, settings), "sampling") / GIB
+    is_gathered = whole <= LARGEST_SHARE * free
+    verb = "are gathered" if is_gathered else "stay sharded"
+    return is_gathered, [
+        f"the whole weights, {whole:,.1f} GiB, {verb} while sampling (engine.gather_for_generation auto), as about "
+        f"{max(0.0, free):,.0f} of a device's {device_gib:,.0f} GiB are free then; the run asks how many are"
+    ]
+
+
+def device_memory(given: float | None) -> float:
+    """GiB of a device: as given, this machine's, or assumed."""
+    if given is not None:
+        return given
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory / GIB)
+    return ASSUMED_DEVICE_GIB
+
+
+def optimizer_bytes_of(module: GRPOLightningModule, optimizer: Any, dtype: torch.dtype) -> tuple[float, list[str]]:
     """Bytes of optimizer state per weight, and a remark where they could not be counted on this machine."""
+    name = str(optimizer.get("class_path", "")).rpartition(".")[2] if hasattr(optimizer, "get") else ""
+    if "8bit" in name:
+        paged = [
+            "the states of a paged optimizer move to the CPU while memory is short: they are counted on the device"
+        ]
+        return BYTES_OF_8_BIT, paged * name.startswith("Paged")
     try:
         return optimizer_bytes_per_weight(module.optimizer_factory, dtype), []
     except (RuntimeError, NotImplementedError) as error:  # an optimizer that steps on another kind of device only

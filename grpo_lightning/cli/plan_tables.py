@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+from grpo_lightning.cli.plan_costs import print_memory, time_lines
 from grpo_lightning.cli.plan_memory import Described, describe
 from grpo_lightning.planning.batches import BatchPlan, RunPlan, plan_run
-from grpo_lightning.planning.memory import GIB, MOMENTS, Moment, Part, memory_parts, peak
+from grpo_lightning.planning.times import sampling_refusal, step_times
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -22,15 +21,17 @@ if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.translate import OtherScript, Translation
 
-TITLES: dict[Moment, str] = {"sampling": "sampling", "update": "update", "step": "step"}
-
 
 def print_plan(
     config: Namespace, module: GRPOLightningModule, data: PromptDataModule, known: Known, batches: BatchPlan
-) -> None:
-    """Batches, length, tokens and memory."""
+) -> str | None:
+    """Print batches, length, tokens, memory and time.
+
+    Returns:
+        Why the run should not be started as it is; None if it can be.
+    """
     console = Console(highlight=False, soft_wrap=False)
-    print_lines(console, "Batches", batch_lines(batches, known.why_world_size))
+    print_lines(console, "Batches", [*batch_lines(batches, known.ranks.why), *filter(None, [known.ranks.idle])])
     length = run_length(config, batches, None if known.train_prompts is None else len(known.train_prompts))
     print_lines(
         console,
@@ -38,14 +39,25 @@ def print_plan(
         [*length_lines(config, batches, length, known), *validation_lines(config, batches, length, known)],
     )
     try:
-        described = describe(config, module, batches, known.prompt_tokens)
+        described = describe(config, module, batches, known.prompt_tokens, known.device_gib)
     except FileNotFoundError as error:
         if data.prepare is None:
             raise
         print_lines(console, "Memory", [f"Not known: {error} data.prepare may build it: add --prepare to do so now."])
-        return
+        return None
     print_lines(console, "Tokens", token_lines(described, known.why_prompt_tokens))
-    print_memory(console, described, batches)
+    print_memory(console, described, known.device_gib)
+    nodes = known.ranks.num_nodes
+    times = step_times(described.shape, described.settings, batches, num_nodes=nodes)
+    if not runs_on_cpu(config):
+        cycles = None if length.total_steps is None else length.total_steps / batches.steps_per_rollout
+        print_lines(console, "Time, estimated", time_lines(times, cycles))
+    return sampling_refusal(times, described.shape, described.settings, nodes)
+
+
+def runs_on_cpu(config: Namespace) -> bool:
+    """True if the run is one on CPUs, whose times are not those of accelerators."""
+    return str(config.trainer.accelerator) == "cpu"
 
 
 def print_lines(console: Console, title: str, lines: list[str]) -> None:
@@ -147,7 +159,7 @@ def token_lines(described: Described, why_prompt_tokens: str) -> list[str]:
     batch, mode = described.settings.batch, described.settings.checkpointing
     N, B, L, T = batch.num_prompts, batch.num_completions, batch.prompt_length, batch.completion_length
     dense = B * (L + T)
-    lines = [f"Longest prompt: {count(L, 'token')} ({why_prompt_tokens}). Longest completion: {T:,} ."]
+    lines = [f"Longest prompt: {count(L, 'token')} ({why_prompt_tokens}). Longest completion: {T:,}."]
     if batch.path == "extended":
         slots = N * L + B * T
         lines.append(
@@ -170,58 +182,6 @@ def token_lines(described: Described, why_prompt_tokens: str) -> list[str]:
             "policy.activation_checkpointing 'chunks' keeps one at a time."
         )
     return lines
-
-
-def print_memory(console: Console, described: Described, batches: BatchPlan) -> None:
-    """The table of parts, the highest moment, and the device it has to fit."""
-    shape, settings, remarks = described
-    parts = memory_parts(shape, settings)
-    peaks = {moment: peak(parts, moment) for moment in MOMENTS}
-    highest = max(MOMENTS, key=peaks.__getitem__)
-    unit, name = (GIB, "GiB") if peaks[highest] > GIB / 10 else (2**20, "MiB")
-    table = Table(title=f"Memory of one device, {name}", title_justify="left", title_style="bold")
-    table.add_column("part")
-    for moment in MOMENTS:
-        table.add_column(TITLES[moment], justify="right")
-    table.add_column("made of")
-    for part in parts:
-        table.add_row(*part_row(part, unit))
-    total = [f"~{peaks[moment] / unit:.2f}" for moment in MOMENTS]
-    table.add_section()
-    table.add_row("together", *total, f"highest: {TITLES[highest]}", style="bold")
-    console.print()
-    console.print(table)
-    weights = f"{shape.num_weights:,} weights, {shape.num_layers} layers"
-    notes = [
-        f"The policy has {weights}, {settings.widths.weights} bytes each (trainer.precision, policy.dtype).",
-        "sampling: while completions are drawn; update: in a micro-batch's forward and backward; step: while the "
-        "optimizer steps. ~ is an estimate by formula, the others are the sizes of real tensors; fragmentation and the "
-        "CUDA context (about 0.5 GiB) come on top.",
-        *[f"{remark[0].upper()}{remark[1:]}." for remark in remarks],
-    ]
-    notes.append(device_line(peaks[highest]))
-    for note in notes:
-        console.print(note, markup=False)
-
-
-def part_row(part: Part, unit: int) -> list[str]:
-    """A row of the table."""
-    size = f"{'' if part.is_exact else '~'}{part.num_bytes / unit:.2f}"
-    cells = [size if moment in part.moments else "" for moment in MOMENTS]
-    return [part.name, *cells, part.how]
-
-
-def device_line(needed: int) -> str:
-    """What is needed against what is there."""
-    if not torch.cuda.is_available():
-        return "No CUDA device is here to compare with."
-    device: Any = torch.cuda.get_device_properties(0)
-    share = needed / device.total_memory
-    verdict = "It fits" if share <= 0.9 else "It may not fit" if share <= 1 else "It does not fit"
-    return (
-        f"{verdict}: {needed / GIB:.1f} GiB of the {device.total_memory / GIB:.1f} GiB of this machine's {device.name} "
-        f"({share:.0%})."
-    )
 
 
 def print_translation(script: OtherScript, translation: Translation) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli import run_folder
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.completeness import why_incomplete
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
@@ -23,27 +24,13 @@ MISSING = "(not set)"
 SHOWN = 20
 
 
-def is_complete(path: Path) -> bool:
-    """True for a checkpoint that was written to its end.
-
-    A file is a zip archive, whose directory is written last. A folder of FSDP2 gets `meta.pt` last, one of DeepSpeed
-    gets `latest`, which names the folder of its parts.
-    """
-    if path.is_file():
-        return zipfile.is_zipfile(path)
-    if (path / ".metadata").is_file():
-        return zipfile.is_zipfile(path / "meta.pt")
-    latest = path / "latest"
-    return latest.is_file() and (path / latest.read_text(encoding="utf-8").strip()).is_dir()
-
-
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """Why nothing can be loaded from a checkpoint, or with `to_train` why no run can go on from it; None if it can.
 
     Of DeepSpeed's, which only its own loader reads, it is known whether they are complete, and no more.
     """
-    if not is_complete(path):
-        return "it was not written to its end"
+    if why := why_incomplete(path):
+        return why
     file = path if path.is_file() else path / "meta.pt"
     if not to_train or not file.is_file():
         return None
@@ -76,9 +63,22 @@ def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | N
 
 
 def folders_of_run(path: Path) -> list[Path]:
-    """The folders of checkpoints in the folder of a run, or of its versions; none where a path is neither."""
-    runs = [path] if (path / "checkpoints").is_dir() else run_folder.versions(path).values()
-    return [run / "checkpoints" for run in runs]
+    """The folders of checkpoints in the folder of a run, or of its versions; none where a path is neither.
+
+    The run's own folder is one if Lightning's checkpoint for a job that SLURM puts back into the queue is there.
+    """
+
+    def requeued(run: Path) -> list[Path]:
+        return [run] if any(run.glob("hpc_ckpt_*.ckpt")) else []
+
+    is_run = (path / "checkpoints").is_dir() or requeued(path)
+    runs = [path] if is_run else run_folder.versions(path).values()
+    return [folder for run in runs for folder in (run / "checkpoints", *requeued(run))]
+
+
+def is_requeued() -> bool:
+    """True if SLURM has put the job back into the queue: the same command line is to go on with the run."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
@@ -125,11 +125,11 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
     if path in LIGHTNINGS_NAMES:  # of the run that this very process did before: it did none, and starts from nothing
         raise ConfigurationError(f"--ckpt_path {path}: take auto (the newest checkpoint of the run) or a file.")
     if Path(path).exists():
-        if not is_complete(Path(path)):
+        if why := why_incomplete(Path(path)):
             what = "file of another kind" if Path(path).is_file() else "folder without a checkpoint"
             raise ConfigurationError(
-                f"--ckpt_path: {path} is no complete checkpoint. It is a {what}, or was not written to its end. Give "
-                "another one, or auto for the newest of this run."
+                f"--ckpt_path: {path} is no complete checkpoint: {why}, or it is a {what}. Give another one, or auto "
+                "for the newest of this run."
             )
         if why := why_unusable(Path(path), to_train=to_train):
             raise ConfigurationError(f"--ckpt_path: no run can go on from {path}: {why}. Give another one, or auto.")

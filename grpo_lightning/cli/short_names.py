@@ -1,7 +1,7 @@
 """Optimizers and schedules by their names alone: `optimizer: AdamW`, `scheduler: {class_path: Cosine}`.
 
 The parser finds a class by its name where there is one of that name. There are two AdamW: torch's and the one of
-`grpo_lightning.schedules`, which is meant here.
+`grpo_lightning.optimizers`, which is meant here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from grpo_lightning import schedules
+from grpo_lightning import optimizers, schedules
 
-KEYS = ("optimizer", "scheduler")
+KEYS = {"optimizer": optimizers, "scheduler": schedules}
+"""The settings of the module that take such names, and where the classes are."""
 
 
 def full_name(name: Any) -> Any:
-    """The import path of a class of `grpo_lightning.schedules`; anything else as it is."""
-    kind = getattr(schedules, name, None) if isinstance(name, str) and name.isidentifier() else None
-    is_own = inspect.isclass(kind) and kind.__module__ == schedules.__name__
-    return f"{schedules.__name__}.{name}" if is_own else name
+    """The import path of an optimizer or schedule of ours; anything else as it is."""
+    for home in KEYS.values() if isinstance(name, str) and name.isidentifier() else ():
+        kind = getattr(home, name, None)
+        if inspect.isclass(kind) and kind.__module__ == home.__name__:
+            return f"{home.__name__}.{name}"
+    return name
 
 
 def in_flags(args: Sequence[str]) -> list[str]:

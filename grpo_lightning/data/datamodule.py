@@ -183,8 +183,6 @@ class PromptDataModule(L.LightningDataModule):
             cycle=trainer.lightning_module.cycle_length(trainer.accumulate_grad_batches),  # type: ignore[operator]
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
             seed=run_seed(self.seed),
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
@@ -201,10 +199,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def once(self, prompts: Prompts) -> PromptSource:
         """This rank's share of some prompts, once, in their order."""
-        trainer = self._attached_to()
-        return PromptSource(
-            prompts, self.val_batch_size, shuffle=False, rank=trainer.global_rank, world_size=trainer.world_size
-        )
+        return PromptSource(prompts, self.val_batch_size, shuffle=False)
 
     def _attached_to(self) -> L.Trainer:
         """The trainer. Raises: ValueError if there is none."""

@@ -18,6 +18,8 @@ from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_pro
 from grpo_lightning.data.listed import LazyPrompts, ListedOrder
 from grpo_lightning.data.stream import PromptStream, StreamOrder, stream_of
 from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.ranks import rank as group_rank
+from grpo_lightning.ranks import world_size as group_size
 from grpo_lightning.seeding import derived_seed
 from grpo_lightning.types import Prompt
 
@@ -39,8 +41,8 @@ class PromptSource:
         cycle: Micro-steps per rollout, `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: A new order every epoch; False keeps that of the data.
         seed: Of the order.
-        rank: This process, of `world_size`; each takes its share of every cycle's prompts.
-        world_size: Processes.
+        rank: This process, of `world_size`; each takes its share of every cycle's prompts. None asks the process group.
+        world_size: Processes; None asks the process group.
         template: What is put around the text of rows.
         shuffle_buffer: Of a stream: rows kept to draw the next one from.
         num_workers: Of a stream: threads that read rows ahead of their use.
@@ -60,15 +62,17 @@ class PromptSource:
         cycle: int = 1,
         shuffle: bool = True,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         template: PromptTemplate | None = None,
         shuffle_buffer: int = 1000,
         num_workers: int = 0,
     ) -> None:
         for name, value in {"batch_size": batch_size, "cycle": cycle, "world_size": world_size}.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if rank is not None and not 0 <= rank < (world_size or rank + 1):
+            raise ValueError(f"rank must be at least 0 and below world_size ({world_size}), got {rank}.")
         if isinstance(prompts, PromptStream) and (template, shuffle_buffer, num_workers) != (None, 1000, 0):
             raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
@@ -77,7 +81,7 @@ class PromptSource:
             log.info("shuffle_buffer and num_workers have no effect: the data set has a length, and is no stream.")
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
-        self.rank, self.world_size = rank, world_size
+        self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
         self.prompts_used = 0  # of this epoch, over all ranks; the running cycle's are used
         self.cycle_start = 0  # where in the order the running cycle's prompts begin
@@ -90,6 +94,16 @@ class PromptSource:
     def is_stream(self) -> bool:
         """True if the data are read as they are used, and have no length."""
         return isinstance(self.prompts, PromptStream)
+
+    @property
+    def rank(self) -> int:
+        """This process: asked for at every use, as a source may be made before there is a process group."""
+        return group_rank() if self.given_rank is None else self.given_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return group_size() if self.given_world_size is None else self.given_world_size
 
     def __len__(self) -> int:
         """Micro-steps of an epoch. Raises: TypeError for a stream, as Python asks of what has no length."""
@@ -201,20 +215,39 @@ class PromptSource:
             "cycle_start": 0 if is_epoch_over else self.cycle_start,
             "position": self.position,
             "shuffle": self.shuffle,
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
             **self._identity(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken. That `shuffle` is as it was is checked when the epoch begins.
 
+        Positions count the prompts of all ranks: at the end of a cycle, a run goes on with any number of them.
+
         Raises:
-            ValueError: If the data, the seed or the cycle are not those of the checkpoint.
+            ValueError: If the data, the seed or the cycle are not those of the checkpoint; or, inside a cycle, the
+                number of ranks or the batch size.
         """
+        sizes = {"batch_size": self.batch_size, "world_size": self.world_size}
+        if state.get("position"):
+            changed = [
+                f"{name} was {state.get(name)}, is {now}" for name, now in sizes.items() if state.get(name, now) != now
+            ]
+            if changed:
+                raise ValueError(
+                    f"The checkpoint was taken inside a cycle, whose rollout is divided among the ranks as they were: "
+                    f"{'; '.join(changed)}. Resume with the original ones, or from a checkpoint at the end of a cycle."
+                )
         now = self._identity()
         changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
         if changed:
             raise ValueError(_other_settings(changed))
         self.resume_from = dict(state)
+
+    def num_batches_before(self, prompts_used: int) -> int:
+        """Micro-steps of an epoch, at this batch size and number of ranks, that use no more than so many prompts."""
+        return prompts_used // (self.batch_size * self.world_size) * self.cycle
 
     def _identity(self) -> dict[str, int]:
         """What must be as it was for a position to mean the same."""

@@ -40,6 +40,13 @@ class ScoredBatch:
     completion_length: int
     path: Literal["extended", "dense"] = "extended"
     chunk_size: int | None = None
+    head_chunk_size: int | None = None
+    """Tokens whose logits are there at a time; None: those of a whole chunk."""
+
+    @property
+    def has_sliced_head(self) -> bool:
+        """True if a chunk's logits are never there at once."""
+        return self.head_chunk_size is not None and self.chunk_rows[0] * self.completion_length > self.head_chunk_size
 
     @property
     def chunk_rows(self) -> list[int]:
@@ -72,16 +79,19 @@ def layer_bytes(shape: ModelShape, size: Pass, precision: Precision, *, is_eager
     Per token, with c the bytes of a matrix product's numbers, h the hidden, i the feed-forward width, a heads of
     size d:
 
-        2 norms       input 4 h, result c h (4 h under autocast), and what the products behind it read: c h
-                      (under autocast a copy each: 3 c h and 2 c h)
+        2 norms       input 4 h, result c h (4 h under autocast; of fused LayerNorms the input alone), and what the
+                      products behind it read: c h (under autocast a copy each: 3 c h and 2 c h)
         attention     queries and output 2 c a d, and per token of the context keys and values, repeated for every
                       query head, 2 c a d; the mask c per pair of token and context; the softmax's sum 4 a
                       (eager: the scores too, (4 + c) a per pair)
-        feed-forward  gate, up, the activated gate and the product: 4 c i (2 c i without a gate); each expert's copy of
-                      its input and output: 2 c h
+        feed-forward  gate, up, the activated gate and the product: 4 c i (2 c i without a gate), and c i for every
+                      further number an activation function in several operations keeps (gelu_new: 3); each expert's
+                      copy of its input and output: 2 c h
         more norms    of queries and keys, or behind a block: 8 bytes a number (6 at 16 bits)
+        adapters      beside frozen weights norms keep their input alone; where the model runs in 16 bits, each layer's
+                      32-bit adapter keeps a copy of what it reads (under autocast back in 16), and the products nothing
 
-    Within 1 % of what autograd keeps for Llama and Qwen2; other activations and experts may keep more.
+    Within 1 % of what autograd keeps for Llama and Qwen2, 8 % for GPT-2; experts may keep more.
 
     Args:
         shape: The model.
@@ -93,11 +103,17 @@ def layer_bytes(shape: ModelShape, size: Pass, precision: Precision, *, is_eager
     heads = shape.num_heads * shape.head_dim
     tokens, keys = size.rows * size.tokens, size.rows * size.context
     pairs = size.rows * size.tokens * size.context
-    normed = 2 * (4 + precision.residual) * h
+    normed = 2 * (precision.residual if shape.has_fused_norms else 4 + precision.residual) * h
     readers = (3 + (2 if shape.has_gated_mlp else 1)) if precision.is_mixed else 2
     normed += shape.extra_norm_channels * (4 + precision.residual)
     routed = 2 * shape.experts_per_token * c * h
-    per_token = normed + routed + readers * c * h + 2 * c * heads + (4 if shape.has_gated_mlp else 2) * c * i
+    width = (4 if shape.has_gated_mlp else 2) + shape.activation_numbers - 1
+    read = readers * c * h
+    if shape.adapted_channels:
+        normed -= 0 if shape.has_fused_norms else 2 * precision.residual * h
+        if precision.adapter_reads:
+            read, width = precision.adapter_reads * shape.adapted_channels, width - 1
+    per_token = normed + routed + read + 2 * c * heads + width * c * i
     attention = keys * 2 * c * heads + pairs * c + tokens * 4 * shape.num_heads
     scores = pairs * shape.num_heads * (4 + c) if is_eager else 0
     return tokens * per_token + attention + scores
@@ -166,12 +182,18 @@ def recomputed_bytes(shape: ModelShape, batch: ScoredBatch, precision: Precision
 def logits_bytes(
     shape: ModelShape, batch: ScoredBatch, *, checkpointing: Literal["none", "layers", "chunks"] = "none"
 ) -> tuple[int, int]:
-    """Bytes of the logits [rows, T, V]: (kept for the backward pass, passing, while the entropy is computed).
+    """Bytes of the logits: (kept for the backward pass, passing, while the entropy is computed).
 
-        kept = 4 rows T V (of all completions, or of one chunk where chunks are recomputed),   passing = 16 rows' T V
+        whole    kept = 4 rows T V (of all completions, or of one chunk where chunks are recomputed),
+                 passing = 16 rows' T V, with rows' those of the largest chunk
+        slices   kept = 0, passing = (4 + 16) S V: a chunk of more than S tokens runs the head on S at a time, and again
+                 in the backward pass
 
-    with rows' those of the largest chunk. See `functional/logprobs.py`, of which they are counted.
+    See `policy/head.py` and `functional/logprobs.py`, of which they are counted.
     """
+    if batch.has_sliced_head:
+        assert batch.head_chunk_size is not None
+        return 0, batch.head_chunk_size * shape.vocab_size * (LOGIT_BYTES_KEPT + LOGIT_BYTES_PASSING)
     per_row = batch.completion_length * shape.vocab_size
     kept_rows = batch.chunk_rows[0] if checkpointing == "chunks" else batch.num_completions
     return kept_rows * per_row * LOGIT_BYTES_KEPT, batch.chunk_rows[0] * per_row * LOGIT_BYTES_PASSING
@@ -190,7 +212,7 @@ def cache_bytes(shape: ModelShape, rows: int, tokens: int, precision: Precision)
         tokens: Of each; the last token drawn is never fed back, so L + T - 1 after sampling.
         precision: The widths.
     """
-    return rows * cached_positions(shape, tokens) * shape.num_kv_heads * shape.head_dim * 2 * precision.cached
+    return rows * cached_positions(shape, tokens) * shape.num_kv_heads * shape.head_dim * 2 * precision.compute
 
 
 def cached_positions(shape: ModelShape, tokens: int) -> int:

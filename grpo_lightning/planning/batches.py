@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from grpo_lightning.planner import Row, padded_cost, split_update, split_updates
+from grpo_lightning.planner import Row, Share, padded_cost, split_update, split_updates
 from grpo_lightning.types import Completion
 
 
@@ -70,8 +70,9 @@ class BatchPlan:
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
         """The micro-batches of one pass, the costliest first, as the planner cuts them when all lengths are equal.
 
-        That is the worst case: every completion is at its longest, and nothing is left out. Micro-batches of a rank
-        with fewer completions than micro-batches stay idle and are not among them.
+        That is the worst case: every completion is at its longest, nothing is left out, and of several ranks it is the
+        one with the largest update. Micro-batches of a rank with fewer completions than micro-batches stay idle and are
+        not among them.
 
         Args:
             prompt_length: L, tokens.
@@ -79,12 +80,12 @@ class BatchPlan:
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
         rows = [[Row(index, prompt, completion, 1.0)] * self.num_generations for index in range(self.batch_size)]
-        parts = [
-            part
-            for update in split_updates(rows, self.updates_per_rollout)
-            for part in split_update(update, self.accumulate_grad_batches)
-            if part
-        ]
+        shares = [Share(self.prompts_per_rollout, rank, self.world_size) for rank in range(self.world_size)]
+        updates = max(
+            (split_updates(rows, self.updates_per_rollout, share) for share in shares),
+            key=lambda updates: max(map(len, updates)),
+        )
+        parts = [part for update in updates for part in split_update(update, self.accumulate_grad_batches) if part]
         parts.sort(key=padded_cost, reverse=True)
         return [MicroBatchShape(len({row.group for row in part}), len(part)) for part in parts]
 

@@ -21,6 +21,9 @@ class Precision:
     is_mixed: bool = False
     """Autocast: 32-bit weights, a residual stream of 32 bits, matrix products in 16."""
 
+    adapter_reads: int = 0
+    """Of the copy that a 32-bit adapter (LoRA) makes of what its 16-bit layer reads; 0 where it reads the very same."""
+
     @property
     def residual(self) -> int:
         """Of the stream between the layers."""
@@ -28,10 +31,7 @@ class Precision:
 
     @property
     def cached(self) -> int:
-        """Of cached keys and values.
-
-        Under autocast keys are rotated by 32-bit cosines, and the cache takes their type for the values too.
-        """
+        """Of the keys that scoring keeps: under autocast they are rotated by 32-bit cosines."""
         return 4 if self.is_mixed else self.compute
 
 
@@ -49,8 +49,9 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
     if dtype not in FLOAT_BYTES:
         raise ValueError(f"policy.dtype must be one of {', '.join(FLOAT_BYTES)}, got {dtype!r}.")
     if name in MIXED:
-        return Precision(FLOAT_BYTES[dtype], 2, is_mixed=dtype == "float32")
+        is_mixed = dtype == "float32"
+        return Precision(FLOAT_BYTES[dtype], 2, is_mixed, adapter_reads=0 if is_mixed else 2)
     if name in TRUE:
         width = TRUE[name] or FLOAT_BYTES[dtype]
-        return Precision(width, width)
+        return Precision(width, width, adapter_reads=4 if width == 2 else 0)
     raise ValueError(f"trainer.precision {precision!r} is not known here: {', '.join([*TRUE, *MIXED])}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,24 @@ class ModelShape:
     num_matrix_weights: int = 0
     """In matrices that are multiplied by, a tied head among them too: what autocast copies to 16 bits."""
 
+    num_end_weights: int = 0
+    """Outside the layers: embeddings, head and last norm, a tied one counted once."""
+
+    activation_numbers: int = 1
+    """Numbers that the activation function keeps per number of the feed-forward block: more than its input, where it is
+    written out in several operations."""
+
+    adapted_channels: int = 0
+    """Numbers per token that the linear layers with a LoRA adapter read, of one layer."""
+
+    has_fused_norms: bool = False
+    """LayerNorms in one kernel, which keep their input alone; RMS norms are written out and keep their result too."""
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Parameters of one layer, all layers being alike."""
+        return (self.num_weights - self.num_end_weights) // self.num_layers
+
 
 def shape_of(model: nn.Module) -> ModelShape:
     """The shape of a causal language model from transformers, on any device.
@@ -80,15 +99,48 @@ def shape_of(model: nn.Module) -> ModelShape:
         extra_norm_channels=max(0, channels // num_layers - 2 * hidden_size),
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
         num_matrix_weights=count_matrix_weights(model),
+        num_end_weights=sum(p.numel() for name, p in model.named_parameters() if not re.search(r"\.\d+\.", name)),
+        activation_numbers=activation_numbers(model),
+        has_fused_norms=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
     )
 
 
-def count_matrix_weights(model: nn.Module) -> int:
-    """Weights in matrices that tokens are multiplied by: all but the embeddings, which are looked up."""
+def count_matrix_weights(model: nn.Module, without: Collection[int] = ()) -> int:
+    """Weights in matrices that tokens are multiplied by: all but the embeddings, which are looked up.
+
+    Args:
+        model: On any device.
+        without: Identities of parameters that are not counted.
+    """
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    count = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in looked_up)
+    found = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in looked_up}
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return count + (head.weight.numel() if head is not None and id(head.weight) in looked_up else 0)
+    if head is not None:
+        found[id(head.weight)] = head.weight.numel()
+    return sum(count for place, count in found.items() if place not in without)
+
+
+def activation_numbers(model: nn.Module) -> int:
+    """Numbers that autograd keeps per number the activation function is given: counted on a small tensor.
+
+    One for silu and the fused gelu; four for gelu_new, which is a chain of operations.
+    """
+    names = ("act_fn", "act", "activation_fn", "activation_function")
+    for module in model.modules():
+        if function := next((found for name in names if callable(found := getattr(module, name, None))), None):
+            break
+    else:
+        return 1
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    probe = torch.ones(64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(probe)
+    return max(1, sum(saved.values()) // len(probe))
 
 
 def norm_channels(model: nn.Module, head_dim: int, heads: dict[str, int]) -> int:

@@ -1,7 +1,8 @@
-"""What stays on a device from step to step: weights, gradients, optimizer states; and how strategies share it out."""
+"""What a strategy keeps on every device: weights, gradients and optimizer states, and how it shares them out."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from torch.optim import Optimizer
 PROBE_WEIGHTS = 64 * 1024
 """8-bit optimizers keep small tensors in 32 bits: the probe must not be one (bitsandbytes: 4096)."""
 
+BUCKET_NUMBERS = 200_000_000
+"""Of a DeepSpeed reduction, as Lightning sets it; stages 1 and 2 fill one while they send another."""
+
 
 @dataclass(frozen=True)
-class Sharding:
-    """Over how many ranks a strategy divides each part: 1 is a whole copy on every device."""
+class Division:
+    """Over how many ranks a strategy divides each part (1 is a whole copy on every device), and where it keeps it."""
 
     weights: int = 1
     gradients: int = 1
@@ -25,13 +29,28 @@ class Sharding:
     """A second copy of the gradients, in the buckets they are averaged in."""
 
     has_masters: bool = False
-    """32-bit weights in the optimizer, beside those the model runs with."""
+    """32-bit weights in the optimizer, beside those the model runs with; DeepSpeed converts the model itself."""
 
     gathers_layers: bool = False
     """Weights of a layer are collected while it runs."""
 
+    gathers_ends: bool = False
+    """Embeddings and head are one unit, which stays collected through a forward and backward (FSDP2's root)."""
 
-def sharding_of(strategy: str, world_size: int) -> Sharding:
+    is_optimizer_offloaded: bool = False
+    """Optimizer states, masters and gradients are on the CPU."""
+
+    are_weights_offloaded: bool = False
+    """The shares of the weights are on the CPU."""
+
+    stepped_numbers: int | None = None
+    """Weights of a rank that the optimizer steps at a time (stage 3's `sub_group_size`); None: all."""
+
+    bucket_numbers: int = 0
+    """Numbers in the buckets of DeepSpeed's reductions, which are there in full for small models, too."""
+
+
+def division_of(strategy: str, world_size: int) -> Division:
     """What a strategy divides among W ranks.
 
     | strategy            | weights | gradients | optimizer |
@@ -45,6 +64,7 @@ def sharding_of(strategy: str, world_size: int) -> Sharding:
 
     Args:
         strategy: `trainer.strategy`: a name, or the class of a strategy (`DeepSpeedStrategy` with its stage: `zero3`).
+            "..._offload" keeps on the CPU what can be there.
         world_size: W.
 
     Raises:
@@ -53,23 +73,30 @@ def sharding_of(strategy: str, world_size: int) -> Sharding:
     name, W = strategy.lower(), world_size
     for stage in (1, 2, 3):
         if name.startswith((f"deepspeed_stage_{stage}", f"zero{stage}")):
-            return Sharding(
+            division = Division(
                 weights=W if stage == 3 else 1,
                 gradients=W if stage >= 2 else 1,
                 optimizer=W,
                 has_masters=True,
                 gathers_layers=stage == 3,
+                bucket_numbers=BUCKET_NUMBERS if stage == 3 else 2 * BUCKET_NUMBERS,
             )
+            return offloaded(division, weights=stage == 3) if name.endswith("_offload") else division
     if name.startswith(("fsdp", "modelparallel")):
-        return Sharding(W, W, W, gathers_layers=True)
+        return Division(W, W, W, gathers_layers=True, gathers_ends=True)
     if name.startswith("ddp") or (name == "auto" and W > 1):
-        return Sharding(has_buckets=W > 1)
+        return Division(has_buckets=W > 1)
     if name in ("auto", "single", "single_device") or name.startswith("singledevice"):
-        return Sharding()
+        return Division()
     raise ValueError(
-        f"How the strategy {strategy!r} divides memory is not known here; auto, single_device, ddp, deepspeed_stage_1, "
-        "deepspeed_stage_2, deepspeed_stage_3, zero1, zero2, zero3, fsdp, fsdp2 are."
+        f"How the strategy {strategy!r} divides memory is not known here; auto, single_device, ddp, fsdp2, zero1, "
+        "zero2, zero3 and zero3_offload are."
     )
+
+
+def offloaded(division: Division, *, optimizer: bool = True, weights: bool = False) -> Division:
+    """The division with parts of it on the CPU."""
+    return dataclasses.replace(division, is_optimizer_offloaded=optimizer, are_weights_offloaded=weights)
 
 
 def optimizer_bytes_per_weight(factory: Callable[[Iterable[Parameter]], Optimizer], dtype: torch.dtype) -> float:

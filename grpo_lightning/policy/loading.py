@@ -7,16 +7,21 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_lightning.policy.choice import choose_head, choose_path
 from grpo_lightning.policy.inputs import text_config
-from grpo_lightning.policy.scoring import Scorer, choose_path
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.quantization import Quantization, quantization_options
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.trained import check_loading, check_trained_settings, limit_training
 from grpo_lightning.seeding import derived_seed, run_seed
 
 if TYPE_CHECKING:
@@ -33,8 +38,11 @@ class Policy:
     """A loaded policy and what belongs to it."""
 
     model: PreTrainedModel
+    """Or peft's wrapper of one, with adapters."""
+
     tokenizer: PreTrainedTokenizerBase
-    scorer: Scorer
+    scorer: Scorer | None
+    """None until sharded weights can be run (`PolicyLoader.choose_scorer`)."""
 
 
 class PolicyLoader:
@@ -52,8 +60,15 @@ class PolicyLoader:
         scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
         chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
             once.
+        head_chunk_size: Tokens per slice of the vocabulary head in scoring, so that the logits of all tokens never
+            exist at once. None takes them all at once.
         activation_checkpointing: Recompute activations in the backward pass: of "chunks" of completions, or of
             "layers".
+        lora: Train low-rank adapters, and freeze the rest; a mapping names the fields of `LoRA`.
+        freeze_layers: Freeze the embeddings and as many decoder layers, the first ones. The reference shares them. A
+            head that is tied to the embeddings is frozen with them.
+        quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit", on CUDA. `dtype` is then that of
+            what is not quantised: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -69,7 +84,11 @@ class PolicyLoader:
         from_scratch: bool = False,
         scoring: Literal["auto", "extended", "dense"] = "auto",
         chunk_size: int | None = None,
+        head_chunk_size: int | None = 512,
         activation_checkpointing: ActivationCheckpointing = "none",
+        lora: LoRA | None = None,
+        freeze_layers: int = 0,
+        quantization: Quantization = "none",
         revision: str = "main",
         trust_remote_code: bool = False,
     ) -> None:
@@ -95,6 +114,10 @@ class PolicyLoader:
             )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
+        if head_chunk_size is not None and head_chunk_size < 1:
+            raise ValueError(
+                f"policy.head_chunk_size must be at least 1, or null for all tokens at once, got {head_chunk_size}."
+            )
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
@@ -103,9 +126,14 @@ class PolicyLoader:
         self.from_scratch = from_scratch
         self.scoring = scoring
         self.chunk_size = chunk_size
+        self.head_chunk_size = head_chunk_size
         self.activation_checkpointing = activation_checkpointing
+        self.lora = LoRA.of(lora)
+        self.freeze_layers = freeze_layers
+        self.quantization = quantization
         self.revision = revision
         self.trust_remote_code = trust_remote_code
+        check_trained_settings(self)
 
     @classmethod
     def of(
@@ -136,21 +164,34 @@ class PolicyLoader:
         """The constructor's arguments as plain values; None if the policy or its tokenizer is an object in memory."""
         if self.model is not None or not isinstance(self.tokenizer, str | Path | None):
             return None
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        return plain | {"lora": None if self.lora is None else asdict(self.lora)}
 
-    def load(self) -> Policy:
-        """Load everything and choose the scoring path, in that order of cost: tokenizer before weights."""
+    def load(self, sharding: Sharding | None = None) -> Policy:
+        """Load everything and choose the scoring path, in that order of cost: tokenizer before weights.
+
+        Args:
+            sharding: How the weights will lie over the processes; None: whole.
+        """
+        sharding = sharding or Sharding()
+        check_loading(self, sharding)
         tokenizer = self.load_tokenizer()
-        model = self.load_model()
+        model = self.load_model(sharding)
         refuse_non_causal(model)
         disable_dropout(model)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
+        model = limit_training(model, self, sharding)
+        return Policy(model, tokenizer, None if sharding.is_sharded else self.choose_scorer(model))
+
+    def choose_scorer(self, model: nn.Module) -> Scorer:
+        """Choose how a model that can be run is scored, and say why."""
         path, reason = choose_path(model, self.scoring)
         log.info("Scoring path: %s (%s).", path, reason)
-        return Policy(
-            model, tokenizer, Scorer(path, self.chunk_size, checkpoint_chunks=self.activation_checkpointing == "chunks")
-        )
+        scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
+        scorer, reason = choose_head(scorer, model)
+        log.info("Vocabulary head: %s.", reason)
+        return scorer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with a pad token for it if it has none: padding is masked everywhere, any id serves."""
@@ -185,9 +226,11 @@ class PolicyLoader:
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
 
-    def load_model(self) -> PreTrainedModel:
-        """The model in eval mode, its weights in `dtype`."""
+    def load_model(self, sharding: Sharding | None = None) -> PreTrainedModel:
+        """The model in eval mode, its weights in `dtype`: before layers are frozen and adapters added."""
         from transformers import AutoModelForCausalLM, PreTrainedModel
+
+        sharding = sharding or Sharding()
 
         if isinstance(self.model, PreTrainedModel):
             return self.model.eval()
@@ -198,11 +241,13 @@ class PolicyLoader:
         }
         if self.model is None and not self.from_scratch:
             assert self.name is not None
-            with naming("model.policy", self.name):
+            if self.quantization != "none":
+                options |= quantization_options(self.quantization)
+            with naming("model.policy", self.name), sharding.loading():
                 return AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options).eval()
         config = self.load_config()
         # Seeded: a resumed run must start from the same weights, which are its reference.
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), sharding.building():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))
             return AutoModelForCausalLM.from_config(config, **options).eval()
 
@@ -217,6 +262,13 @@ class PolicyLoader:
         reason = "it needs 16-bit weights" if has_flash else "it needs flash-attn and a CUDA device"
         log.info("Attention: the model's default, which is sdpa for most; not flash_attention_2: %s.", reason)
         return None
+
+
+if TYPE_CHECKING:
+    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
+else:
+    # What a recipe can say. The loader first: of several types, the parser shows the first one's refusal.
+    PolicyLike = PolicyLoader | str
 
 
 @contextlib.contextmanager

@@ -1,36 +1,103 @@
-"""The frozen reference the KL term measures the distance to."""
+"""The reference the KL term measures the distance to: the policy as it was when the run began."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from grpo_lightning.policy.loading import PolicyLoader, disable_dropout
+from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
+from grpo_lightning.policy.sharding import Sharding
 
-def frozen_copy(policy: nn.Module) -> nn.Module:
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from typing import TypeAlias
+
+
+class FrozenCopy(nn.Module):
+    """A second model. A part of the module that trains, so that it is moved and sharded with it.
+
+    Args:
+        model: With frozen weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.eval()
+        self.has_moved = False
+        """True once it is no longer what the policy is loaded as: checkpoints have to hold it then."""
+
+    @contextlib.contextmanager
+    def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
+        """The model to score with."""
+        yield self.model
+
+
+class DisabledAdapter:
+    """The policy without its adapter: no second model."""
+
+    def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
+        """The policy, its adapter off inside."""
+        return running(policy, None)
+
+
+class StartingAdapter:
+    """The policy with the adapter that the run started from, a second one beside the one that is trained."""
+
+    def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
+        """The policy, with the other adapter inside."""
+        return running(policy, STARTING)
+
+
+if TYPE_CHECKING:
+    Reference: TypeAlias = FrozenCopy | DisabledAdapter | StartingAdapter
+
+
+@contextlib.contextmanager
+def running(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
+    """The policy with another adapter than its own, None for none."""
+    with using_adapter(policy, adapter):
+        yield policy
+
+
+def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding | None = None) -> Reference:
+    """The reference of a policy that was just loaded, and not yet sharded.
+
+    Args:
+        policy: As `loader.load(sharding)` gave it.
+        loader: Where it came from.
+        sharding: How its weights will lie over the processes; None: whole.
+    """
+    sharding = sharding or Sharding()
+    if loader.lora is not None and loader.lora.adapter is not None:
+        with sharding.building():
+            add_starting_adapter(policy, loader.lora.adapter)  # type: ignore[arg-type]
+        return StartingAdapter()
+    if loader.lora is not None:
+        return DisabledAdapter()
+    if any(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
+        # Partitioned as they were read: there is nothing here to be copied.
+        model = loader.load_model(sharding)
+        disable_dropout(model)
+        return FrozenCopy(model.requires_grad_(False).eval())
+    return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
+
+
+def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """The policy's weights as they are now, frozen.
 
     A copy, not a second load by name: a model built in memory, or changed since it was loaded, is its own reference.
+
+    Args:
+        policy: What is copied.
+        shares_frozen: Take the policy's own weights where they are not trained: the same memory.
     """
-    reference = copy.deepcopy(policy)
+    shared = {id(weight): weight for weight in policy.parameters() if not weight.requires_grad} if shares_frozen else {}
+    reference = copy.deepcopy(policy, shared)
     reference.requires_grad_(False)
     return reference.eval()
-
-
-def keep_out_of_checkpoints(owner: nn.Module, name: str) -> None:
-    """Drop the submodule `name` from `owner`'s state dict: the reference is rebuilt from the starting weights.
-
-    A state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies. Loading does not miss it.
-    """
-
-    def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(f"{prefix}{name}.")]:
-            del state_dict[key]
-
-    def forgive(module: nn.Module, keys: Any) -> None:
-        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(f"{name}.")]
-
-    owner.register_state_dict_post_hook(drop)
-    owner.register_load_state_dict_post_hook(forgive)

@@ -123,7 +123,12 @@ class RewardSet:
             reward.check(max_completion_length)
 
     def score(
-        self, groups: Sequence[Group], *, trainer_state: Any = None, max_completion_length: int | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        trainer_state: Any = None,
+        max_completion_length: int | None = None,
+        num_generations: int | None = None,
     ) -> Scores:
         """Run every reward on every completion of the prompts it applies to.
 
@@ -133,10 +138,13 @@ class RewardSet:
         completions a value. If it did and gave another None, that other is not scorable and its total NaN; so is a
         group to which no reward applies. Rewards of weight 0 do not count in any of this.
 
+        Without groups (a rank whose share of the prompts is empty) no reward is called.
+
         Args:
             groups: N groups of G completions each.
             trainer_state: Handed to the rewards as it is.
             max_completion_length: The training run's limit, in tokens; handed to the rewards.
+            num_generations: G, needed where there are no groups.
 
         Raises:
             RuntimeError: If a reward raised and its `on_error` is "raise"; the cause is chained.
@@ -144,6 +152,8 @@ class RewardSet:
                 an unknown reward, or a reward logs a metric under a name that is taken.
         """
         sizes = sorted({len(group.completions) for group in groups})
+        if not groups and num_generations is not None:
+            sizes = [num_generations]
         if len(sizes) != 1 or sizes == [0]:
             raise ValueError(f"groups must all have the same number of completions, at least 1; got sizes {sizes}.")
         batch = sources_of(group.prompt for group in groups)

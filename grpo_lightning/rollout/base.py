@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.types import Completion, SamplingParams
 
 Progress = Callable[[int, int], None]
@@ -17,11 +18,12 @@ Progress = Callable[[int, int], None]
 class RolloutEngine(Protocol):
     """Draws completions from the policy.
 
-    Engines take token ids, not text: what is scored is exactly what was sampled.
+    Engines take token ids, not text: what is scored is exactly what was sampled. Every rank makes the same calls, a
+    rank without prompts too.
     """
 
-    def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Called once, when the policy is loaded."""
+    def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
+        """Called once, when the policy is loaded; `sharding` says how its weights lie over the ranks."""
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Called before every rollout: the next completions come from these weights."""
@@ -31,16 +33,17 @@ class RolloutEngine(Protocol):
         prompts: list[list[int]],
         num_generations: int,
         sampling: SamplingParams,
-        seed: int,
+        seeds: list[int],
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         """Draw completions.
 
         Args:
-            prompts: N unpadded token-id lists.
+            prompts: N unpadded token-id lists; N may be 0 and differ between ranks.
             num_generations: G completions for each.
             sampling: The distribution to draw from and where to stop.
-            seed: The same seed, weights and prompts give the same completions; no global random state is touched.
+            seeds: N, one for each prompt. The same seed, weights and prompt give the same completions, whatever else is
+                drawn beside them and on whichever rank; no global random state is touched.
             progress: Told how far the decoding is.
 
         Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,14 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.axes import Axes
 
-from grpo_lightning.callbacks import BeforeAfter, CompletionLog, LearningCurves, ProgressBar, WritePredictions
+from grpo_lightning.callbacks import (
+    BeforeAfter,
+    CompletionLog,
+    ExportPolicy,
+    LearningCurves,
+    ProgressBar,
+    WritePredictions,
+)
 from grpo_lightning.types import Prompt
 from tests.arguments.registry import case, case_of_each
 from tests.module_runs import fit, make_module, make_source, make_trainer
@@ -164,3 +172,14 @@ def test_leave(capsys):
         fit(make_module(length=1), max_steps=1, enable_progress_bar=True, callbacks=[bar])
         last_line = capsys.readouterr().out.removesuffix("\n").split("\r")[-1]
         assert ("1/1" in last_line) == leave
+
+
+@case(ExportPolicy, "folder", "every_n_steps")
+def test_what_is_exported(tmp_path):
+    found = []
+    for folder, every_n_steps in (("one", None), ("two", None), ("one", 1)):
+        run(ExportPolicy(str(tmp_path / "run" / folder), every_n_steps))
+        files = (tmp_path / "run").rglob("model.safetensors")
+        found.append(sorted(str(file.parent.relative_to(tmp_path / "run")) for file in files))
+        shutil.rmtree(tmp_path / "run")
+    assert found == [["one"], ["two"], ["one", "one/step-1", "one/step-2"]]

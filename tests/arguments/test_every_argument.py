@@ -8,6 +8,7 @@ import pytest
 import grpo_lightning
 import grpo_lightning.callbacks
 import grpo_lightning.demo
+import grpo_lightning.optimizers
 import grpo_lightning.rewards
 import grpo_lightning.schedules
 from tests.arguments.registry import CASES, arguments_of, case, configured, is_varied_alone, problems, recorded
@@ -16,6 +17,7 @@ PUBLIC = [
     grpo_lightning,
     grpo_lightning.callbacks,
     grpo_lightning.demo,
+    grpo_lightning.optimizers,
     grpo_lightning.rewards,
     grpo_lightning.schedules,
 ]

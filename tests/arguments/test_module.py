@@ -10,7 +10,8 @@ import pytest
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.schedules import AdamW, Linear
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.schedules import Linear
 from grpo_lightning.types import SamplingParams
 from tests.arguments.registry import case
 from tests.module_runs import (

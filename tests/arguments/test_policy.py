@@ -10,7 +10,10 @@ import pytest
 import torch
 import transformers
 
+from grpo_lightning.policy import loading
+from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA, adapter_layers
 from grpo_lightning.types import MicroBatch
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
@@ -125,6 +128,115 @@ def test_scoring():
         logprobs, found = score(**changed)
         torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-5)
         assert {name: sorted(found[name]) if name == "layer" else found[name] for name in expected} == expected
+
+
+# ------------------------------------------------------------------------------------------------- what is trained
+
+
+def trained_names(**settings: Any) -> set[str]:
+    """Names of what a loader lets train, of two layers."""
+    model = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), **settings).load().model
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@case(PolicyLoader, "lora", "freeze_layers")
+def test_what_is_trained():
+    everything = trained_names()
+    assert len(everything) == 27
+    assert {name for name in everything if ".0." in name or "embed" in name} == everything - trained_names(
+        freeze_layers=1
+    )
+    adapters = trained_names(lora=LoRA(rank=2))
+    assert len(adapters) == 2 * 7 * 2
+    assert all("lora_" in name for name in adapters)
+
+
+@case(PolicyLoader, "quantization")
+def test_quantization(monkeypatch):
+    asked: list[str] = []
+    for kind in ("none", "4bit", "8bit"):
+        loader = PolicyLoader("somebody/model", lora=LoRA(), quantization=kind)
+        monkeypatch.setattr(loading, "quantization_options", lambda kind: asked.append(kind) or {})
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_model(**SMALL))
+        loader.load_model()
+    assert asked == ["4bit", "8bit"]
+
+
+def adapted(**settings: Any) -> torch.nn.Module:
+    """A tiny model with adapters whose second matrix is 0.1 everywhere."""
+    lora = LoRA(**{"target_modules": ["q_proj"]} | settings)
+    model = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), lora=lora).load().model
+    for name, weight in model.named_parameters():
+        if "lora_B" in name and lora.adapter is None:
+            torch.nn.init.constant_(weight, 0.1)
+    return model
+
+
+def delta(model: torch.nn.Module) -> torch.Tensor:
+    """What the first adapter adds for an input of ones."""
+    layer = next(adapter_layers(model))
+    ones = torch.ones(1, layer.in_features)
+    return (layer(ones) - layer.base_layer(ones)).detach()
+
+
+@case(LoRA, "alpha")
+def test_alpha():
+    torch.testing.assert_close(delta(adapted(alpha=64.0)), 2 * delta(adapted(alpha=32.0)), rtol=1e-4, atol=1e-5)
+
+
+@case(LoRA, "rank")
+def test_rank():
+    ranks = [next(adapter_layers(adapted(rank=rank))).lora_A["default"].weight.shape[0] for rank in (2, 4)]
+    assert ranks == [2, 4]
+
+
+@case(LoRA, "dropout")
+def test_dropout():
+    ids = torch.arange(2, 14)[None]
+    for rate, is_exact in ((0.0, True), (0.5, False)):
+        model = adapted(dropout=rate).train()
+        assert torch.equal(model(ids).logits, model(ids).logits) == is_exact
+
+
+@case(LoRA, "target_modules")
+def test_target_modules():
+    ends = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    for names in (None, ["q_proj", "v_proj"]):
+        found = {name.split(".lora_")[0].rpartition(".")[2] for name in trained_names(lora=LoRA(target_modules=names))}
+        assert found == (ends if names is None else set(names))
+
+
+@case(LoRA, "adapter")
+def test_adapter(tmp_path):
+    adapted(rank=2).save_pretrained(tmp_path)
+    fresh = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), lora=LoRA()).load().model
+    assert not delta(fresh).any()
+    started = PolicyLoader(
+        model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), lora=LoRA(adapter=str(tmp_path))
+    ).load()
+    torch.testing.assert_close(delta(started.model), delta(adapted(rank=2)))
+
+
+@case(PolicyLoader, "head_chunk_size")
+def test_head_chunk_size(monkeypatch):
+    """12 tokens: in one slice, in slices of 5, and without slices."""
+    sizes: list[int] = []
+    score_slice = SlicedHead.score_slice
+
+    def count(self: SlicedHead, logits: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(ids))
+        return score_slice(self, logits, hidden, ids)
+
+    monkeypatch.setattr(SlicedHead, "score_slice", count)
+    wanted = None
+    for settings, slices in (({}, [12]), ({"head_chunk_size": 5}, [5, 5, 2]), ({"head_chunk_size": None}, [])):
+        policy = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), **settings).load()
+        sizes.clear()  # of the probe
+        with torch.no_grad():
+            logprobs = policy.scorer(policy.model, batch(), temperature=1.0).logprobs
+        assert sizes == slices
+        wanted = logprobs if wanted is None else wanted
+        torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=2e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------ the hub

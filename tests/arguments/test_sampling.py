@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.types import SamplingParams
 from tests.arguments.registry import case
@@ -24,9 +27,9 @@ def draw(sampling: SamplingParams, engine: LocalEngine | None = None, **options:
     model.register_forward_pre_hook(options.get("hook", lambda *_: None), with_kwargs="hook" in options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_lightning.rollout.local.log.warning", lambda *_: None)  # that there is no stop token
-        engine.connect(model, tokenizer)
+        engine.connect(model, tokenizer, options.get("sharding", Sharding()))
     prompts = options.get("prompts", [PROMPT])
-    return [c for group in engine.generate(prompts, 6, sampling, seed=0) for c in group]
+    return [c for group in engine.generate(prompts, 6, sampling, seeds=list(range(len(prompts)))) for c in group]
 
 
 def texts(**settings: Any) -> list[str]:
@@ -84,6 +87,32 @@ def test_stop_strings():
     stopped, *_ = draw(SamplingParams(max_completion_length=8, stop_strings=[first.text[2]]))
     assert stopped.text == first.text[: first.text.index(first.text[2]) + 1]
     assert (first.finish_reason, stopped.finish_reason) == ("length", "stop")
+
+
+class Shards(Sharding):
+    """Counts how often they are gathered."""
+
+    is_sharded = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def gathered(self, model: Any) -> Iterator[None]:
+        self.count += 1
+        yield
+
+
+@case(LocalEngine, "gather_for_generation")
+def test_gather_for_generation():
+    gathered, drawn = {}, {}
+    for gather in (True, False, "auto"):
+        shards = Shards()
+        engine = LocalEngine(gather_for_generation=gather)
+        drawn[gather] = draw(SamplingParams(max_completion_length=4), engine, sharding=shards)
+        gathered[gather] = shards.count
+    assert gathered == {True: 1, False: 0, "auto": 1}  # on a CPU there is no GPU memory to run out of
+    assert drawn[True] == drawn[False] == drawn["auto"]
 
 
 @case(LocalEngine, "max_rows")

@@ -1,4 +1,4 @@
-"""Arguments of optimizers and schedules: other weights after a step, other learning rates over a run."""
+"""Arguments of schedules: other learning rates over a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch.nn import Parameter
 
 from grpo_lightning.schedules import (
-    AdamW,
     Constant,
     Cosine,
     CosineWithRestarts,
@@ -21,47 +20,6 @@ from grpo_lightning.schedules import (
 from tests.arguments.registry import case, case_of_each
 
 SCHEDULES = [Constant, Cosine, CosineWithRestarts, InverseSqrt, Linear, WarmupStableDecay]
-
-
-def trained(steps: int = 2, gradient: float = 1e-3, **settings: Any) -> float:
-    """A weight of 1 after two steps."""
-    weight = Parameter(torch.ones(1))
-    optimizer = AdamW([weight], **{"lr": 0.1} | settings)
-    for step in range(steps):
-        weight.grad = torch.full((1,), gradient * (1 - 2 * step))  # the second one points the other way
-        optimizer.step()
-    return weight.item()
-
-
-@case(AdamW, "params")
-def test_params():
-    weights = [Parameter(torch.ones(1)), Parameter(torch.ones(1))]
-    for weight in weights:
-        weight.grad = torch.ones(1)
-    AdamW(weights[:1], lr=0.1).step()
-    assert [weight.item() for weight in weights] == pytest.approx([0.9, 1.0])
-    AdamW(weights, lr=0.1).step()
-    assert [weight.item() for weight in weights] == pytest.approx([0.8, 0.9])
-
-
-@case(AdamW, "lr", "eps", "weight_decay")
-def test_one_step():
-    # Adam's first step: lr * g / (|g| + eps), after a decay of lr * weight_decay * weight
-    assert trained(steps=1) == pytest.approx(0.9, abs=1e-5)
-    assert trained(steps=1, lr=0.2) == pytest.approx(0.8, abs=1e-5)
-    assert trained(steps=1, eps=1e-3) == pytest.approx(0.95, abs=1e-5)
-    assert trained(steps=1, weight_decay=0.5) == pytest.approx(0.85, abs=1e-5)
-
-
-@case(AdamW, "betas")
-def test_betas():
-    assert trained(betas=(0.0, 0.999)) == pytest.approx(
-        1.0, abs=1e-5
-    )  # no momentum: the second step takes the first one back
-    assert trained(betas=(0.9, 0.999)) < 0.92
-
-
-# ---------------------------------------------------------------------------------------------------------- schedules
 
 
 def rates(kind: type[Schedule], steps: int = 12, lr: float = 1.0, **settings: Any) -> list[float]:

@@ -15,8 +15,8 @@ from grpo_lightning.types import Prompt
 from tests.module_runs import ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
 
-FIELDS = ["step", "epoch", "rollout", "source", "prompt_index", "prompt", "completion", "length", "finish_reason"]
-FIELDS += ["reward", "rewards", "advantage"]
+FIELDS = ["step", "epoch", "rollout", "rank", "source", "prompt_index", "prompt", "completion", "length"]
+FIELDS += ["finish_reason", "reward", "rewards", "advantage"]
 
 
 def lines_of(path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from grpo_lightning.callbacks import WritePredictions
+from grpo_lightning.callbacks.predictions import by_prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
@@ -47,3 +48,9 @@ def test_what_is_no_list_of_records_is_refused(tmp_path):
 
     with pytest.raises(TypeError, match=r"returns a list of records .* got str: 'text'"):
         predict(make_module(Odd), callbacks=[WritePredictions(str(tmp_path))])
+
+
+def test_records_by_prompt():
+    assert by_prompt([{"a": i} for i in range(4)], 2) == [['{"a": 0}', '{"a": 1}'], ['{"a": 2}', '{"a": 3}']]
+    assert by_prompt([{"a": 0}], 2) == [['{"a": 0}']]
+    assert by_prompt([], 0) == by_prompt([], 2) == []

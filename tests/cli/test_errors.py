@@ -11,7 +11,7 @@ from grpo_lightning.objective import Objective
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", TRACEBACK):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK", TRACEBACK):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -93,12 +93,47 @@ def test_the_whole_traceback_on_request(monkeypatch):
     assert exit_of(Objective, beta=-1.0) == 2
 
 
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"])
 def test_other_ranks_do_not_repeat_it(monkeypatch, capsys, variable):
     monkeypatch.setenv(variable, "1")
     assert rank() == 1
     assert exit_of(PromptDataModule, [], batch_size=0) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "want"),
+    [
+        ({}, 0),
+        ({"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "1"}, 0),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, 3),
+        ({"LOCAL_RANK": "1", "SLURM_PROCID": "0"}, 1),  # launched from an interactive job
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1),  # the first process of another node is not the first of the run
+        ({"SLURM_PROCID": "x"}, 0),
+    ],
+)
+def test_the_rank_by_what_launchers_set(monkeypatch, environment, want):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert rank() == want
+
+
+def test_that_another_rank_has_ended_is_one_line(monkeypatch, capsys):
+    def wait(said):
+        exec(compile("raise RuntimeError(said)", "torch", "exec"), {"__name__": "torch.distributed", "said": said})
+
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(SystemExit) as end, short_errors():
+        wait(
+            "[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:2. This is typically caused by ..."
+        )
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "rank 2: stopped, because another rank has ended; what it said is why.\n"
+    with pytest.raises(RuntimeError, match="shapes"), short_errors():
+        wait("shapes differ")
+    monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(RuntimeError, match="Connection closed"), short_errors():
+        wait("Connection closed by peer")
 
 
 def test_an_error_inside_a_loop_is_said_by_its_rank(monkeypatch, capsys):

@@ -8,6 +8,8 @@ import torch
 
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.export import run
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -43,6 +45,21 @@ def test_flags(checkpoint, tmp_path, capsys):
     assert "(bfloat16)" in capsys.readouterr().out
     with pytest.raises(FileExistsError, match="--force"):
         run([str(path), str(tmp_path)])
+
+
+def test_the_lines_printed_load_an_adapter(checkpoint, tmp_path, capsys):
+    policy = PolicyLoader(str(checkpoint[1].parent / "policy"), lora=LoRA(rank=2))
+    module = make_module(policy=policy, lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    run([str(tmp_path / "last.ckpt"), str(tmp_path / "adapter"), "--adapter"])
+    out = capsys.readouterr().out
+    assert "weights of an adapter (float32)" in out
+    lines = [line.strip() for line in out.splitlines() if "import" in line or "from_pretrained" in line]
+    names: dict = {}
+    exec("\n".join(lines), names)
+    ids = torch.tensor([names["tokenizer"]("prompt")["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(names["model"](ids).logits, module.policy.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("args", [[], ["a.ckpt"], ["a.ckpt", "b", "--dtype", "float8"], ["a.ckpt", "b", "--forc"]])

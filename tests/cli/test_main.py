@@ -23,7 +23,9 @@ from grpo_lightning.cli.main import COMMANDS
 from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.schedules import AdamW, Cosine
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.schedules import Cosine
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -150,7 +152,7 @@ def test_rewards_by_class_path_with_settings_and_by_import_path(recipe, tmp_path
 
 def test_optimizer_and_scheduler_by_class_path(recipe):
     settings = {
-        "optimizer": {"class_path": "grpo_lightning.schedules.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}},
+        "optimizer": {"class_path": "grpo_lightning.optimizers.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}},
         "scheduler": {"class_path": "grpo_lightning.schedules.Cosine", "init_args": {"warmup_ratio": 0.3}},
     }
     cli = main(["fit", "--config", recipe(**settings)])
@@ -560,12 +562,12 @@ def test_a_reward_that_is_no_function_is_shown(recipe, capsys):
 def test_optimizer_and_scheduler_by_their_names_alone(recipe):
     name = recipe(optimizer={"class_path": "AdamW", "init_args": {"lr": 0.5}}, scheduler="Cosine")
     config = parse(["--config", name])
-    assert config.model.optimizer.class_path == "grpo_lightning.schedules.AdamW"
+    assert config.model.optimizer.class_path == "grpo_lightning.optimizers.AdamW"
     assert config.model.optimizer.init_args.lr == 0.5
     assert config.model.scheduler.class_path == "grpo_lightning.schedules.Cosine"
     for flags in (["--model.optimizer=AdamW"], ["--model.optimizer.class_path", "AdamW"]):
         config = parse(["--config", recipe(), *flags])
-        assert config.model.optimizer.class_path == "grpo_lightning.schedules.AdamW"
+        assert config.model.optimizer.class_path == "grpo_lightning.optimizers.AdamW"
 
 
 def test_a_recipe_that_is_not_there_is_named(recipe, capsys):
@@ -613,6 +615,36 @@ def test_a_checkpoint_of_the_command_line_loads_with_rewards_given_anew(recipe):
     trained = cli.model.state_dict()
     assert loaded.state_dict().keys() == trained.keys()
     assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
+
+
+def test_adapters_by_a_recipe(recipe):
+    """Trained, found again in the checkpoint, and written by the callback as peft loads them."""
+    policy = {"class_path": "PolicyLoader", "init_args": {"name": "policy", "lora": {"rank": 2, "alpha": 4}}}
+    callbacks = [{"class_path": "ExportPolicy"}]
+    settings = {"enable_checkpointing": True, "callbacks": callbacks}
+    cli = main(["fit", "--config", recipe(trainer=settings, policy=policy), "--trainer.max_steps=1"])
+    assert cli.model.loader.lora == LoRA(rank=2, alpha=4.0)
+    (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
+    loaded = GRPOLightningModule.load_from_checkpoint(path, rewards=[vowels], weights_only=True)
+    assert loaded.loader.lora == LoRA(rank=2, alpha=4.0)
+    assert all("lora_" in name for name in loaded.state_dict())
+    written = json.loads(Path("runs/recipe/version_0/policy/adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rnak": 2}, "rnak"),
+        ({"rank": "many"}, "rank"),
+        ({"rank": 0}, "policy.lora.rank must be at least 1, got 0"),
+        ({"target_modules": ["nowhere"]}, "no linear layer of the language model ends in 'nowhere'"),
+    ],
+)
+def test_adapters_that_a_recipe_cannot_have(recipe, capsys, lora, said):
+    policy = {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "policy", "lora": lora}}
+    message = failure(capsys, "fit", "--config", recipe(policy=policy))
+    assert said in message
 
 
 def vowels(completions, answer):

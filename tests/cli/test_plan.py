@@ -6,20 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from jsonargparse import Namespace
 
-from grpo_lightning.cli import plan, plan_memory, plan_tables
+from grpo_lightning.cli import plan, plan_devices, plan_memory, plan_tables
+from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.plan_devices import Ranks
 from grpo_lightning.cli.plan_memory import Described
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.planning.activations import ScoredBatch
 from grpo_lightning.planning.batches import BatchPlan, plan_run
-from grpo_lightning.planning.memory import MemorySettings
 from grpo_lightning.planning.precision import Precision
+from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.types import Prompt
-from tests.planning.real_shapes import llama_1b
+from tests.planning.real_shapes import llama_1b, llama_70b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 # jsonargparse from 4.49 on has another name for the method that `instantiate` calls; the old one serves all versions.
@@ -178,14 +179,14 @@ def test_memory_in_gib_for_a_published_model(recipe, said):
     assert "1,235,814,400 weights, 16 layers, 4 bytes each" in out
     assert re.search(r"weights │ 4\.60 │ 4\.60 │ 4\.60 │", out)
     assert re.search(r"gradients │ │ 4\.60 │ 4\.60 │", out)
-    assert re.search(r"optimizer states │ 9\.21 │ 9\.21 │ 9\.21 │ 8 bytes a weight", out)
+    assert re.search(r"optimizer states │ 9\.21 │ 9\.21 │ 9\.21 │ 8 bytes a trained weight", out)
     assert "│ reference │" not in out
 
 
 def known(**changes):
     """What was found out of a configuration, for the lines alone."""
     values = {"train_prompts": [Prompt("p")] * 10, "val_prompts": [Prompt("p")] * 3}
-    return plan.Known(1, "", prompt_tokens=10, why_prompt_tokens="", **(values | changes))
+    return plan.Known(Ranks(1, 1, ""), prompt_tokens=10, why_prompt_tokens="", **(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -231,26 +232,93 @@ def test_the_engines_rows_bound_what_is_decoded_at_once(max_rows, size):
     assert plan_memory.sampling_size(Namespace(engine=object()), batches) == (0, 0)
 
 
-def test_strategies_by_class_are_known():
-    deepspeed = {"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy", "init_args": {"stage": 3}}
-    assert plan_memory.strategy_name(deepspeed) == "zero3"
-    ddp = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {}}
-    assert plan_memory.strategy_name(ddp) == "DDPStrategy"
-    assert plan_memory.strategy_name("auto") == "auto"
+# --------------------------------------------------------------------------------------------------------- many devices
 
 
-def test_the_device_is_compared(monkeypatch):
-    class Device:
-        name = "Tiny GPU"
-        total_memory = 2**30
+def policy_of(**settings):
+    return {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "./llama", **settings}}
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "No CUDA device is here" in plan_tables.device_line(2**29)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    assert plan_tables.device_line(2**29) == "It fits: 0.5 GiB of the 1.0 GiB of this machine's Tiny GPU (50%)."
-    assert plan_tables.device_line(2**30 - 2**20).startswith("It may not fit")
-    assert plan_tables.device_line(2**31).startswith("It does not fit")
+
+def test_lora_is_planned(recipe, said):
+    """Llama-3.2-1B in 16 bits is 2.30 GiB; 11,272,192 weights of adapters 0.04 in float32, their states twice that."""
+    llama_1b().save_pretrained("llama")
+    out = said(recipe(policy=policy_of(lora={"rank": 16}, dtype="bfloat16")))
+    assert "11,272,192 are trained (0.91%)" in out
+    assert re.search(r"weights │ 2\.30 │ 2\.30 │ 2\.30 │ 2 bytes a weight", out)
+    assert re.search(r"adapters │ 0\.04 │ 0\.04 │ 0\.04 │ 11,272,192 of LoRA, 4 bytes each", out)
+    assert re.search(r"optimizer states │ 0\.08 │", out)
+    assert "│ reference │" not in out
+    out = said(recipe(policy=policy_of(lora={"rank": 16}, dtype="bfloat16", quantization="4bit")))
+    # 973,078,528 weights of linear layers in 0.516 bytes, the others in 2
+    assert re.search(r"weights │ ~0\.96 │ ~0\.96 │ ~0\.96 │ 973,078,528 in 0\.516 bytes, the others in 2", out)
+
+
+def test_eight_bit_states_are_counted_without_a_gpu(recipe, said):
+    llama_1b().save_pretrained("llama")
+    for kind in ("AdamW8bit", "PagedAdamW8bit"):
+        out = said(recipe(policy=policy_of(), optimizer={"class_path": f"grpo_lightning.optimizers.{kind}"}))
+        assert re.search(r"optimizer states │ 2\.34 │ 2\.34 │ 2\.34 │ 2\.03 bytes a trained weight", out)
+        assert ("paged optimizer" in out) == kind.startswith("Paged")
+
+
+def test_frozen_layers_are_planned(recipe, said):
+    out = said(
+        recipe(
+            policy={"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "policy", "freeze_layers": 2}}
+        )
+    )
+    assert re.search(r"163,904 weights.* 8\d,\d{3} are trained \(5\d", out)
+    assert "a frozen copy of what is trained" in out
+
+
+def test_seventy_billion_weights_are_planned_in_seconds_and_not_sampled_layer_by_layer(recipe, said, capsys):
+    """2 x 8 devices, all on the CPU: 141 GB at 25 GB/s are 5.6 s a token. The plan is printed before it is refused."""
+    llama_70b().save_pretrained("llama")
+    trainer = {
+        "accelerator": "gpu",
+        "devices": 8,
+        "num_nodes": 2,
+        "strategy": "zero3_offload",
+        "precision": "bf16-mixed",
+    }
+    args = recipe(policy=policy_of(), sampling={"max_completion_length": 1024}, trainer=trainer)
+    with pytest.raises(
+        ConfigurationError, match=r"would take 1\.6 hours .*1,024 tokens needs all 131 GiB .*from the CPU"
+    ):
+        said(args)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "70,553,706,496 weights, 80 layers" in out
+    assert "On the CPU, for every device of a node: 90.35 GiB (weights 8.21" in out
+    assert "The whole weights, 131.4 GiB, stay sharded" in out
+    assert "98 min to draw the completions (96 min of it collecting weights)" in out
+    short = ["--model.sampling.max_completion_length=256"]
+    assert "24 min to draw" in said([*args, *short])
+    gathered = ["--model.engine=grpo_lightning.LocalEngine", "--model.engine.gather_for_generation=true", "--device_gib=80"]
+    out = said([*args, *gathered])
+    assert re.search(r"gathered weights │ ~131\.4", out)
+    assert "It does not fit: " in out
+
+
+def test_idle_devices_are_said(recipe, said, monkeypatch):
+    monkeypatch.setattr(plan_devices, "visible", lambda accelerator: 8)
+    out = said(recipe(trainer={"accelerator": "gpu", "devices": 4}))
+    assert "4 of this machine's 8 devices are idle: trainer.devices is 4. Set it to 8 or auto" in out
+
+
+def test_nodes_of_unequal_size_are_refused(recipe, said, monkeypatch):
+    with pytest.raises(ValueError, match=r"same number of devices.*--devices 8,4 is 8, 4\. Use 4 on each"):
+        said([*recipe(), "--devices", "8,4"])
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "8(x2),4")
+    with pytest.raises(ValueError, match=r"SLURM_TASKS_PER_NODE=8\(x2\),4 is 8, 8, 4"):
+        said(recipe())
+
+
+def test_times_are_of_accelerators(recipe, said):
+    assert "Time, estimated" not in said(recipe())
+    out = said(recipe(trainer={"accelerator": "gpu"}))
+    assert "Time, estimated A rollout and its updates: at least" in out
+    assert "The run, 6 rollouts: at least" in out
+    assert "assumed: 150 TFLOP/s in 16 bits" in out
 
 
 # --------------------------------------------------------------------------------------------------- what is not there
@@ -287,16 +355,6 @@ def test_bad_settings_are_errors(recipe, said):
         said(recipe(num_generations=1))
     with pytest.raises(ValueError, match="--prompt_tokens must be at least 1, got 0"):
         said([*recipe(), "--prompt_tokens=0"])
-
-
-@pytest.mark.parametrize(("devices", "ranks"), [("auto", 1), (-1, 1), (3, 3), ("2", 2), ("0,1,2", 3), ([0, 1], 2)])
-def test_devices_as_the_trainer_takes_them(devices, ranks):
-    trainer = Namespace(devices=devices, num_nodes=2, accelerator="cpu")
-    assert plan.ranks(trainer, None, None)[0] == 2 * ranks
-    assert plan.ranks(trainer, None, 1)[0] == ranks
-    assert plan.ranks(trainer, 5, 1)[0] == 5
-    with pytest.raises(ValueError, match="at least one device and one node, got 0 and 2"):
-        plan.ranks(trainer, 0, None)
 
 
 # --------------------------------------------------------------------------------------------------------- translation

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import Namespace
 
+from grpo_lightning import completeness
 from grpo_lightning.cli import resuming
 from grpo_lightning.cli.errors import ConfigurationError
 
@@ -78,8 +79,10 @@ def test_a_folder_of_shards_says_in_its_meta_file_whether_it_can_be_resumed(tmp_
     folder.mkdir()
     (folder / ".metadata").write_bytes(b"x")
     saved(folder / "meta.pt", 10)
+    completeness.mark(folder)
     assert "save_weights_only" in resuming.why_unusable(folder, to_train=True)
     saved(folder / "meta.pt", 10, lr_schedulers=[])
+    completeness.mark(folder)
     assert resuming.why_unusable(folder, to_train=True) is None
 
 
@@ -116,27 +119,24 @@ def test_folders_that_the_recipe_names(tmp_path):
     assert resuming.folders_elsewhere(trainer, runs) == []
 
 
-def test_a_folder_of_fsdp2_is_complete_with_its_meta_file(tmp_path):
-    folder = tmp_path / "checkpoints" / "a.ckpt"
-    folder.mkdir(parents=True)
-    (folder / "__0_0.distcp").write_bytes(b"x")
-    assert not resuming.is_complete(folder)
-    (folder / ".metadata").write_bytes(b"x")
-    assert not resuming.is_complete(folder)
-    saved(folder / "meta.pt", 10, hyper_parameters={"num_generations": 2})
-    assert resuming.is_complete(folder)
-    assert resuming.settings(folder) == ({"model": {"num_generations": 2}}, False)
-    cut(folder / "meta.pt")
-    assert not resuming.is_complete(folder)
-
-
-def test_a_folder_of_deepspeed_is_complete_when_its_parts_are_named(tmp_path):
+def test_a_folder_counts_once_it_is_marked_as_complete(tmp_path):
     folder = tmp_path / "checkpoints" / "a.ckpt"
     (folder / "checkpoint").mkdir(parents=True)
-    assert not resuming.is_complete(folder)
-    (folder / "latest").write_text("checkpoint")
-    assert resuming.is_complete(folder)
+    (folder / "checkpoint" / "rank_0.pt").write_bytes(b"12345")
+    assert "complete.json" in resuming.why_unusable(folder)
+    completeness.mark(folder)
     assert resuming.newest([tmp_path / "checkpoints"], to_train=True) == (folder, {})
+    (folder / "checkpoint" / "rank_0.pt").write_bytes(b"123")
+    path, skipped = resuming.newest([tmp_path / "checkpoints"], to_train=True)
+    assert path is None
+    assert "checkpoint/rank_0.pt has 3 bytes instead of 5" in skipped[folder]
+
+
+def test_the_settings_of_a_folder_are_in_its_meta_file(tmp_path):
+    folder = tmp_path / "checkpoints" / "a.ckpt"
+    folder.mkdir(parents=True)
+    saved(folder / "meta.pt", 10, hyper_parameters={"num_generations": 2})
+    assert resuming.settings(folder) == ({"model": {"num_generations": 2}}, False)
 
 
 def test_settings_come_from_the_run_or_else_from_the_checkpoint(tmp_path):
@@ -221,3 +221,20 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no run can go on from .*weights\.ckpt: .*save_weights_only"):
         resuming.check_there(weights, to_train=True)
     resuming.check_there(weights)
+
+
+def test_the_checkpoint_of_a_requeued_job_is_one_of_the_run(tmp_path):
+    """Lightning puts it beside the folder of the others, which a run that was broken off early does not have."""
+    version = tmp_path / "r" / "version_0"
+    version.mkdir(parents=True)
+    torch.save({"optimizer_states": []}, version / "hpc_ckpt_1.ckpt")
+    for path in (tmp_path / "r", version):
+        assert resuming.newest(resuming.folders_of_run(path)) == (version / "hpc_ckpt_1.ckpt", {})
+
+
+@pytest.mark.parametrize(("count", "want"), [(None, False), ("", False), ("0", False), ("1", True), ("12", True)])
+def test_slurm_says_that_a_job_was_put_back(monkeypatch, count, want):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    assert resuming.is_requeued() == want

@@ -1,5 +1,6 @@
 """The data module gives a trainer the mixture as a prompt source."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -42,8 +43,6 @@ def trainer(cycle_per_accumulate=2, **changes):
         "max_steps": -1,
         "accumulate_grad_batches": 3,
         "overfit_batches": 0.0,
-        "global_rank": 0,
-        "world_size": 1,
     }
     return SimpleNamespace(state=SimpleNamespace(fn="fit"), **(facts | changes))
 
@@ -82,9 +81,26 @@ def test_the_seed_chooses_the_random_rows(rows):
     assert len(set(map(tuple, chosen.values()))) > 1
 
 
+@contextlib.contextmanager
+def as_rank(rank, world_size=2):
+    """Inside, the process group has several ranks, and this process is one of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_lightning.data.source.group_rank", lambda: rank)
+        patch.setattr("grpo_lightning.data.source.group_size", lambda: world_size)
+        yield
+
+
+def of_ranks(loader):
+    """What each of two ranks gets."""
+    shares = []
+    for rank in (0, 1):
+        with as_rank(rank):
+            shares.append([name for batch in loader for name in contents(batch)])
+    return shares
+
+
 def test_every_rank_gets_its_share(rows):
-    sources = [ready(rows["train"], facts={"global_rank": r, "world_size": 2}).train_dataloader() for r in (0, 1)]
-    first, second = [{content for batch in source for content in contents(batch)} for source in sources]
+    first, second = map(set, of_ranks(ready(rows["train"]).train_dataloader()))
     assert not first & second
     assert len(first | second) == 10
 
@@ -201,9 +217,9 @@ def test_without_a_trainer_it_is_said(rows):
     data = PromptDataModule(rows["train"], rows["val"])
     data.setup()
     assert len(data.train_prompts) == 10
-    for loader in (data.train_dataloader, data.val_dataloader):
-        with pytest.raises(ValueError, match=message):
-            loader()
+    assert len(data.val_dataloader()) == 1
+    with pytest.raises(ValueError, match=message):
+        data.train_dataloader()
     data = PromptDataModule(rows["train"])
     data.trainer = trainer()
     with pytest.raises(ValueError, match=r"not read yet: call setup\('fit'\)"):
@@ -260,13 +276,13 @@ def test_a_split_follows_the_seed():
 
 
 def test_a_split_is_the_same_on_every_rank_and_in_every_stage(rows):
-    fits = [ready(rows["train"], val_split=3, seed=1, facts={"global_rank": r, "world_size": 2}) for r in (0, 1)]
+    fits = [ready(rows["train"], val_split=3, seed=1) for _ in range(2)]
     first = [p.content for p in fits[0].val_prompts]
     assert len(first) == 3
     assert [p.content for p in fits[1].val_prompts] == first
     assert [p.content for p in ready(rows["train"], val_split=3, seed=1, stage="validate").val_prompts] == first
     assert {p.content for p in fits[0].train_prompts} == {f"train{i}" for i in range(10)} - set(first)
-    shares = [[name for batch in fit.val_dataloader() for name in contents(batch)] for fit in fits]
+    shares = of_ranks(fits[0].val_dataloader())
     assert sorted(itertools.chain(*shares)) == sorted(first)
 
 

@@ -93,6 +93,22 @@ def test_ranks_are_disjoint_and_complete(shuffle, world_size):
     assert [sorted(itertools.chain(*cycle)) for cycle in zip(*ranks, strict=True)] == [sorted(b) for b in alone]
 
 
+def test_the_process_group_is_asked_at_every_use(monkeypatch):
+    source = source_of(10, 2, shuffle=False)
+    assert (source.rank, source.world_size, len(source)) == (0, 1, 5)
+    monkeypatch.setattr("grpo_lightning.data.source.group_rank", lambda: 1)
+    monkeypatch.setattr("grpo_lightning.data.source.group_size", lambda: 3)
+    assert (source.rank, source.world_size, len(source)) == (1, 3, 2)
+    assert epoch_of(source) == [(["p1", "p4"], 0), (["p7"], 0)]
+    assert (source_of(rank=0, world_size=2).rank, source_of(rank=0, world_size=2).world_size) == (0, 2)
+
+
+def test_a_rank_without_prompts_has_as_many_batches():
+    shares = [epoch_of(source_of(4, 3, shuffle=False, rank=r, world_size=3)) for r in range(3)]
+    assert shares == [[(["p0", "p3"], 0)], [(["p1"], 0)], [(["p2"], 0)]]
+    assert [epoch_of(source_of(1, 2, rank=r, world_size=3)) for r in (0, 2)] == [[(["p0"], 0)], [([], 0)]]
+
+
 def test_lightning_finds_what_it_looks_for():
     source = source_of()
     source.sampler.set_epoch(3)
@@ -172,7 +188,7 @@ def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next():
     }
     next(steps)
     want = {"epoch": 1, "prompts_used": 0, "cycle_start": 0, "position": 0, "num_prompts": 4, "seed": 0, "cycle": 2}
-    want["shuffle"] = True
+    want |= {"shuffle": True, "batch_size": 2, "world_size": 1}
     assert source.state_dict() == want
     assert next(steps, None) is None
     assert source.state_dict() == want
@@ -230,6 +246,28 @@ def test_other_data_or_settings_are_refused(changes, said):
     with pytest.raises(ValueError, match=f"other data or settings: {said}"):
         other.load_state_dict(source.state_dict())
     assert len(list(other)) == len(other), "a refused state must leave nothing behind"
+
+
+def test_another_number_of_ranks_is_refused_inside_a_cycle_only():
+    def stopped(micro_steps):
+        source = source_of(12, 1, cycle=2, rank=0, world_size=2)
+        for _ in itertools.islice(source, micro_steps):
+            pass
+        return source.state_dict()
+
+    for changes, said in (
+        ({"world_size": 1}, "world_size was 2, is 1"),
+        ({"world_size": 1, "batch_size": 2}, "batch_size was 1, is 2; world_size was 2, is 1"),
+    ):
+        with pytest.raises(ValueError, match=f"inside a cycle.*{said}. Resume .* at the end of a cycle"):
+            source_of(12, **({"batch_size": 1, "cycle": 2} | changes)).load_state_dict(stopped(3))
+    shares = []
+    for rank in range(3):
+        source = source_of(12, 1, cycle=2, rank=rank, world_size=3)
+        source.load_state_dict(stopped(4))
+        shares.append([prompts for prompts, position in epoch_of(source) if position == 0])
+    rest = [prompt for turn in zip(*shares, strict=True) for prompts in turn for prompt in prompts]
+    assert rest == epoch_of(source_of(12, 12))[0][0][4:], "4 of 12 were used"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -27,6 +27,47 @@ QWEN_1_5B = {
 }
 """Qwen/Qwen2.5-1.5B."""
 
+QWEN_0_5B = QWEN_1_5B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+}
+"""Qwen/Qwen2.5-0.5B."""
+
+QWEN_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+"""Qwen/Qwen2.5-7B."""
+
+QWEN_32B = QWEN_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+"""deepseek-ai/DeepSeek-R1-Distill-Qwen-32B."""
+
+LLAMA_70B = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+"""meta-llama/Llama-3.3-70B-Instruct."""
+
 
 def llama_1b() -> PretrainedConfig:
     """The config of Llama-3.2-1B."""
@@ -36,3 +77,19 @@ def llama_1b() -> PretrainedConfig:
 def qwen_1_5b() -> PretrainedConfig:
     """The config of Qwen2.5-1.5B."""
     return AutoConfig.for_model("qwen2", **QWEN_1_5B)
+
+
+def llama_70b() -> PretrainedConfig:
+    """The config of Llama-3.3-70B."""
+    return AutoConfig.for_model("llama", **LLAMA_70B)
+
+
+PUBLISHED: dict[str, PretrainedConfig] = {
+    "meta-llama/Llama-3.2-1B-Instruct": llama_1b(),
+    "meta-llama/Llama-3.3-70B-Instruct": llama_70b(),
+    "Qwen/Qwen2.5-0.5B-Instruct": AutoConfig.for_model("qwen2", **QWEN_0_5B),
+    "Qwen/Qwen2.5-Math-1.5B": qwen_1_5b(),
+    "Qwen/Qwen2.5-7B-Instruct": AutoConfig.for_model("qwen2", **QWEN_7B),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": AutoConfig.for_model("qwen2", **QWEN_32B),
+}
+"""The policies of the recipes, by their names on the hub."""

@@ -1,6 +1,7 @@
 """Activations, logits and the key-value cache: by hand, and against what real forwards keep."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from grpo_lightning.planning.activations import (
 )
 from grpo_lightning.planning.precision import Precision, precision_of
 from grpo_lightning.planning.shape import ModelShape, meta_model, shape_of
-from grpo_lightning.policy import scoring
-from grpo_lightning.policy.loading import checkpoint_layers
+from grpo_lightning.planning.trained import trained_weights
+from grpo_lightning.policy import head
+from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_dropout
+from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.types import SamplingParams
@@ -83,6 +87,14 @@ def test_logits_by_hand():
     assert logits_bytes(shape, batch, checkpointing="chunks") == (kept // 4, passing)
 
 
+def test_a_sliced_head_by_hand():
+    """1024 tokens at a time x 128256 x (4 + 16) bytes, whatever the batch; a chunk of fewer tokens has one slice."""
+    shape = shape_of(meta_model(llama_1b()))
+    batch = ScoredBatch(2, 16, 256, 786, chunk_size=4, head_chunk_size=1024)
+    assert logits_bytes(shape, batch) == (0, 1024 * 128256 * 20)
+    assert logits_bytes(shape, dataclasses.replace(batch, chunk_size=1)) == (16 * 786 * 128256 * 4, 786 * 128256 * 16)
+
+
 @pytest.mark.parametrize(("config", "per_token"), [(llama_1b, 16 * 2 * 8 * 64 * 2), (qwen_1_5b, 28 * 2 * 2 * 128 * 2)])
 def test_the_cache_by_hand(config, per_token):
     """Layers x keys and values x heads x head size x 2 bytes: 32 KiB a token for Llama, 28 KiB for Qwen."""
@@ -104,27 +116,64 @@ def test_a_window_bounds_the_cache():
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("path", ["dense", "extended"])
 @pytest.mark.parametrize(
-    ("family", "tolerance"), [("llama", 0.01), ("qwen2", 0.01), ("qwen3", 0.05), ("gemma3", 0.16), ("qwen3_moe", 0.25)]
+    ("family", "tolerance"),
+    [("llama", 0.01), ("qwen2", 0.01), ("qwen3", 0.05), ("gpt2", 0.08), ("gemma3", 0.16), ("qwen3_moe", 0.25)],
 )
 def test_activations_are_what_autograd_keeps(family, tolerance, path, precision):
-    model = tiny_model(family, dtype=DTYPES[precision], **WIDE).train()
+    model = tiny_model(family, dtype=DTYPES[precision], **({} if family == "gpt2" else WIDE)).train()
+    disable_dropout(model)
     kept = saved_bytes(model, Scorer(path), ragged_batch(2, 3, 40, 24), is_mixed=precision == "bf16-mixed")
     shape, batch = shape_of(model), ScoredBatch(2, 6, 40, 24, path)
     predicted = activation_bytes(shape, batch, precision_of(precision, "float32")) + logits_bytes(shape, batch)[0]
     assert predicted == pytest.approx(kept, rel=tolerance)
 
 
+ADAPTED = [
+    ("32-true", torch.float32, False),
+    ("bf16-mixed", torch.float32, False),
+    ("bf16-mixed", torch.bfloat16, False),
+    ("bf16-true", torch.bfloat16, False),
+    ("bf16-true", torch.bfloat16, True),
+]
+"""Precision, the base's dtype, and whether adapters have it too, as DeepSpeed makes them."""
+
+
+@pytest.mark.parametrize(("precision", "dtype", "is_converted"), ADAPTED)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_adapters_keep_what_they_read(family, precision, dtype, is_converted):
+    base = tiny_model(family, dtype=dtype, **WIDE)
+    loader = PolicyLoader(model=base, tokenizer=tiny_tokenizer(), lora=LoRA(rank=2))
+    _, shape = trained_weights(base, shape_of(base), loader)
+    model = add_adapters(base, loader.lora).train()
+    if is_converted:
+        model.bfloat16()
+    kept = saved_bytes(model, Scorer(), ragged_batch(2, 3, 40, 24), is_mixed=precision == "bf16-mixed")
+    batch = ScoredBatch(2, 6, 40, 24)
+    widths = Precision(2, 2) if is_converted else precision_of(precision, str(dtype).removeprefix("torch."))
+    predicted = activation_bytes(shape, batch, widths) + logits_bytes(shape, batch)[0]
+    assert predicted == pytest.approx(kept, rel=0.06)
+
+
 @pytest.mark.parametrize("path", ["dense", "extended"])
 @pytest.mark.parametrize(
-    ("mode", "chunk_size"), [("none", None), ("none", 2), ("chunks", 2), ("layers", None), ("layers", 2)]
+    ("mode", "chunk_size", "head_chunk_size"),
+    [
+        ("none", None, None),
+        ("none", 2, None),
+        ("chunks", 2, None),
+        ("layers", None, None),
+        ("layers", 2, None),
+        ("none", None, 64),
+        ("chunks", 2, 32),
+    ],
 )
-def test_the_peak_is_that_of_a_real_forward_and_backward(path, mode, chunk_size):
+def test_the_peak_is_that_of_a_real_forward_and_backward(path, mode, chunk_size, head_chunk_size):
     model = tiny_model("llama", vocab_size=2000, **WIDE).train()
     if mode == "layers":
         checkpoint_layers(model)
-    scorer = Scorer(path, chunk_size, checkpoint_chunks=mode == "chunks")
+    scorer = Scorer(path, chunk_size, checkpoint_chunks=mode == "chunks", head_chunk_size=head_chunk_size)
     real = peak_bytes(model, scorer, ragged_batch(2, 4, 60, 40))
-    shape, batch = shape_of(model), ScoredBatch(2, 8, 60, 40, path, chunk_size)
+    shape, batch = shape_of(model), ScoredBatch(2, 8, 60, 40, path, chunk_size, head_chunk_size)
     kept, passing = logits_bytes(shape, batch, checkpointing=mode)
     if mode == "layers":
         passing = max(passing, recomputed_bytes(shape, batch, FP32))
@@ -136,14 +185,14 @@ def test_the_peak_is_that_of_a_real_forward_and_backward(path, mode, chunk_size)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_the_logits_kept_are_the_scorers(monkeypatch, chunk_size):
     real = 0
-    score = scoring.token_logprobs
+    score = head.token_logprobs
 
     def count(logits, ids, *, temperature):
         nonlocal real
         real += logits.float().nbytes
         return score(logits, ids, temperature=temperature)
 
-    monkeypatch.setattr(scoring, "token_logprobs", count)
+    monkeypatch.setattr(head, "token_logprobs", count)
     model = tiny_model("qwen2", dtype=torch.bfloat16)
     Scorer(chunk_size=chunk_size)(model, ragged_batch(2, 4, 12, 9), temperature=1.0)
     assert logits_bytes(shape_of(model), ScoredBatch(2, 8, 12, 9, chunk_size=chunk_size))[0] == real
@@ -155,17 +204,17 @@ def test_the_cache_is_the_engines(monkeypatch, family, precision):
     """To the byte, with all completions at their longest."""
     caches = []
 
-    class Kept(local.DynamicCache):
+    class Kept(local.SamplingCache):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             caches.append(self)
 
-    monkeypatch.setattr(local, "DynamicCache", Kept)
+    monkeypatch.setattr(local, "SamplingCache", Kept)
     model, engine = tiny_model(family, dtype=DTYPES[precision]), LocalEngine()
-    engine.connect(model, tiny_tokenizer())
+    engine.connect(model, tiny_tokenizer(), Sharding())
     engine.stop_ids = []
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     with autocast:
-        engine.generate([[5] * 12, [6] * 10], 3, SamplingParams(max_completion_length=6), seed=0)
+        engine.generate([[5] * 12, [6] * 10], 3, SamplingParams(max_completion_length=6), seeds=[0, 1])
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[-1].layers)
     assert cache_bytes(shape_of(model), 6, 12 + 6 - 1, precision_of(precision, "float32")) == real

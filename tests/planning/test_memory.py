@@ -5,13 +5,16 @@ import dataclasses
 import pytest
 import torch
 
+from grpo_lightning.optimizers import AdamW
 from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.memory import MOMENTS, MemorySettings, memory_parts, peak
+from grpo_lightning.planning.memory import memory_parts
+from grpo_lightning.planning.parts import MOMENTS, peak
 from grpo_lightning.planning.precision import Precision
+from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.planning.shape import ModelShape, shape_of
-from grpo_lightning.planning.states import optimizer_bytes_per_weight, sharding_of
+from grpo_lightning.planning.states import division_of, optimizer_bytes_per_weight
+from grpo_lightning.planning.trained import TrainedWeights
 from grpo_lightning.policy.reference import frozen_copy
-from grpo_lightning.schedules import AdamW
 from tests.tiny_models import tiny_model
 
 SETTINGS = MemorySettings(
@@ -66,7 +69,7 @@ def test_states_are_exactly_those_of_a_real_module():
 def test_the_zero_papers_example(stage, expected):
     """7.5 billion weights on 64 devices with Adam: 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
     shape = dataclasses.replace(SHAPE, num_weights=7_500_000_000)
-    found = sizes(shape, precision=Precision(2, 2), sharding=sharding_of(stage, 64), has_reference=False)
+    found = sizes(shape, precision=Precision(2, 2), division=division_of(stage, 64), has_reference=False)
     states = sum(found[name] for name in ("weights", "gradients", "optimizer states", "master weights"))
     assert states == pytest.approx(expected, rel=0.02)
 
@@ -74,7 +77,7 @@ def test_the_zero_papers_example(stage, expected):
 def test_without_sharding_the_papers_baseline():
     """(2 + 2) bytes for weights and gradients in 16 bits, and with masters 12 more: 120 GB."""
     shape = dataclasses.replace(SHAPE, num_weights=7_500_000_000)
-    found = sizes(shape, precision=Precision(2, 2), sharding=sharding_of("zero1", 1), has_reference=False)
+    found = sizes(shape, precision=Precision(2, 2), division=division_of("zero1", 1), has_reference=False)
     states = sum(found[name] for name in ("weights", "gradients", "optimizer states", "master weights"))
     assert states == 120e9
 
@@ -82,17 +85,39 @@ def test_without_sharding_the_papers_baseline():
 def test_parts_come_and_go_with_the_settings():
     base = sizes()
     assert "gradient buckets" not in base
-    assert sizes(sharding=sharding_of("ddp", 2))["gradient buckets"] == base["gradients"] == 4000
+    assert sizes(division=division_of("ddp", 2))["gradient buckets"] == base["gradients"] == 4000
     assert "reference" not in sizes(has_reference=False)
     assert {"key-value cache", "growing the cache"}.isdisjoint(sizes(sampling_rows=0))
     mixed = sizes(precision=Precision(4, 2, is_mixed=True))
     assert mixed["16-bit weights"] == 2 * 900
     assert "16-bit weights" not in base
     # DeepSpeed converts the model: 16-bit weights instead of copies of 32-bit ones.
-    deepspeed = sizes(precision=Precision(4, 2, is_mixed=True), sharding=sharding_of("zero2", 2))
+    deepspeed = sizes(precision=Precision(4, 2, is_mixed=True), division=division_of("zero2", 2))
     assert (deepspeed["weights"], deepspeed["master weights"]) == (2000, 2000)
     assert "16-bit weights" not in deepspeed
-    assert sizes(sharding=sharding_of("fsdp2", 2))["gathered layers"] == 2 * 450 * 4
+    # FSDP2 gathers in 16 bits, and needs no copies.
+    fsdp = sizes(precision=Precision(4, 2, is_mixed=True), division=division_of("fsdp2", 2))
+    assert fsdp["weights"] == 2000
+    assert "16-bit weights" not in fsdp
+
+
+def test_copies_of_frozen_matrices_are_made_by_every_forward():
+    """900 in matrices: kept by the prompts' forward and by that of every chunk, unless it is recomputed."""
+    mixed = Precision(4, 2, is_mixed=True)
+    adapters = TrainedWeights(0, 0, adapters=50)
+    batch = dataclasses.replace(SETTINGS.batch, chunk_size=4)
+    assert sizes(precision=mixed, trained=adapters)["16-bit frozen"] == 2 * 900 * 2
+    assert sizes(precision=mixed, trained=adapters, batch=batch)["16-bit frozen"] == 3 * 900 * 2
+    recomputed = sizes(precision=mixed, trained=adapters, batch=batch, checkpointing="chunks")
+    assert recomputed["16-bit frozen"] == 2 * 900 * 2
+    assert "16-bit frozen" not in sizes(precision=Precision(2, 2), trained=adapters)
+
+
+def test_a_sliced_head_keeps_no_logits():
+    batch = dataclasses.replace(SETTINGS.batch, head_chunk_size=4)
+    found = sizes(batch=batch)
+    assert "logits, kept" not in found
+    assert found["logits, passing"] == 4 * 10 * 20
 
 
 def test_gradients_count_in_the_update_only_where_an_earlier_one_left_them():

@@ -10,11 +10,11 @@ from grpo_lightning.planning.precision import Precision, precision_of
     [
         ("32-true", "float32", Precision(4, 4)),
         (None, "float32", Precision(4, 4)),
-        ("32-true", "bfloat16", Precision(2, 2)),
-        ("bf16-true", "float32", Precision(2, 2)),
+        ("32-true", "bfloat16", Precision(2, 2, adapter_reads=4)),
+        ("bf16-true", "float32", Precision(2, 2, adapter_reads=4)),
         ("bf16-mixed", "float32", Precision(4, 2, is_mixed=True)),
         (16, "float32", Precision(4, 2, is_mixed=True)),
-        ("bf16-mixed", "bfloat16", Precision(2, 2)),
+        ("bf16-mixed", "bfloat16", Precision(2, 2, adapter_reads=2)),
         ("64-true", "float32", Precision(8, 8)),
     ],
 )

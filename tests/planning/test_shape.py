@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_lightning.planning.shape import ModelShape, meta_model, shape_of
+from grpo_lightning.planning.shape import ModelShape, count_matrix_weights, meta_model, shape_of
 from tests.planning.real_shapes import llama_1b, qwen_1_5b
 from tests.tiny_models import FAMILIES, MAMBA, tiny_model
 
@@ -23,7 +23,9 @@ def test_llama_3_2_1b_by_hand():
         windows=(None,) * 16,
         num_weights=128256 * 2048 + 16 * layer + 2048,  # 1,235,814,400, as published
         num_matrix_weights=128256 * 2048 + 16 * (layer - 2 * 2048),
+        num_end_weights=128256 * 2048 + 2048,
     )
+    assert shape_of(meta_model(llama_1b())).num_layer_weights == layer
 
 
 def test_qwen2_5_1_5b_by_hand():
@@ -60,6 +62,21 @@ def test_windows_experts_and_recurrent_layers():
     hybrid = shape_of(tiny_model("qwen3.5"))
     assert (len(hybrid.windows), hybrid.num_linear_layers) == (1, 3)
     assert not shape_of(tiny_model("gpt2")).has_gated_mlp
+
+
+def test_activation_functions_and_norms():
+    """gelu_new is written out in operations that keep four numbers; silu is one kernel and keeps its input."""
+    gpt2, llama = (shape_of(meta_model(tiny_model(family).config)) for family in ("gpt2", "llama"))
+    assert (gpt2.activation_numbers, gpt2.has_fused_norms) == (4, True)
+    assert (llama.activation_numbers, llama.has_fused_norms) == (1, False)
+    assert shape_of(tiny_model("gemma3")).activation_numbers == 1  # the fused gelu
+
+
+def test_matrices_can_be_counted_without_some():
+    model = tiny_model("qwen2")
+    frozen = {id(parameter) for parameter in model.model.layers[0].parameters()}
+    layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim > 1)
+    assert count_matrix_weights(model) - count_matrix_weights(model, frozen) == layer
 
 
 def test_a_config_without_the_usual_sizes_is_named():

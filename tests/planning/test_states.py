@@ -5,9 +5,12 @@ import functools
 import pytest
 import torch
 
-from grpo_lightning.planning.states import Sharding, optimizer_bytes_per_weight, shard_bytes, sharding_of
-from grpo_lightning.schedules import AdamW
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.planning.states import Division, division_of, optimizer_bytes_per_weight, shard_bytes
 from tests.tiny_models import tiny_model
+
+DEEPSPEED = {"has_masters": True, "bucket_numbers": 400_000_000}
+STAGE_3 = {"gathers_layers": True, "has_masters": True, "bucket_numbers": 200_000_000}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,26 +49,32 @@ def test_adamw_in_16_bits_keeps_16_bit_states():
 @pytest.mark.parametrize(
     ("strategy", "world_size", "expected"),
     [
-        ("auto", 1, Sharding()),
-        ("auto", 4, Sharding(has_buckets=True)),
-        ("ddp_find_unused_parameters_true", 4, Sharding(has_buckets=True)),
-        ("DDPStrategy", 1, Sharding()),
-        ("deepspeed_stage_1", 4, Sharding(1, 1, 4, has_masters=True)),
-        ("deepspeed_stage_2_offload", 4, Sharding(1, 4, 4, has_masters=True)),
-        ("zero3", 4, Sharding(4, 4, 4, has_masters=True, gathers_layers=True)),
-        ("FSDPStrategy", 4, Sharding(4, 4, 4, gathers_layers=True)),
-        ("fsdp2", 4, Sharding(4, 4, 4, gathers_layers=True)),
-        ("ModelParallelStrategy", 2, Sharding(2, 2, 2, gathers_layers=True)),
-        ("SingleDeviceStrategy", 1, Sharding()),
+        ("auto", 1, Division()),
+        ("auto", 4, Division(has_buckets=True)),
+        ("ddp_find_unused_parameters_true", 4, Division(has_buckets=True)),
+        ("DDPStrategy", 1, Division()),
+        ("deepspeed_stage_1", 4, Division(1, 1, 4, **DEEPSPEED)),
+        ("zero2", 4, Division(1, 4, 4, **DEEPSPEED)),
+        ("deepspeed_stage_2_offload", 4, Division(1, 4, 4, is_optimizer_offloaded=True, **DEEPSPEED)),
+        ("zero3", 4, Division(4, 4, 4, **STAGE_3)),
+        (
+            "zero3_offload",
+            4,
+            Division(4, 4, 4, is_optimizer_offloaded=True, are_weights_offloaded=True, **STAGE_3),
+        ),
+        ("fsdp2", 4, Division(4, 4, 4, gathers_layers=True, gathers_ends=True)),
+        ("FSDP2Strategy", 4, Division(4, 4, 4, gathers_layers=True, gathers_ends=True)),
+        ("ModelParallelStrategy", 2, Division(2, 2, 2, gathers_layers=True, gathers_ends=True)),
+        ("SingleDeviceStrategy", 1, Division()),
     ],
 )
 def test_strategies(strategy, world_size, expected):
-    assert sharding_of(strategy, world_size) == expected
+    assert division_of(strategy, world_size) == expected
 
 
 def test_an_unknown_strategy_is_named():
-    with pytest.raises(ValueError, match=r"'xla' divides memory is not known here; auto, .* fsdp2 are"):
-        sharding_of("xla", 2)
+    with pytest.raises(ValueError, match=r"'xla' divides memory is not known here; auto, .* zero3_offload are"):
+        division_of("xla", 2)
 
 
 def test_a_share_is_rounded_up():

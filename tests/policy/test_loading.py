@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_lightning.policy.choice import probe_difference
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.reference import frozen_copy, keep_out_of_checkpoints
-from grpo_lightning.policy.scoring import probe_difference
+from grpo_lightning.policy.scoring import Scorer
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -66,6 +66,7 @@ def test_dtype_and_dropout():
         ({"name": "a", "model": object()}, "either a name or a model"),
         ({"model": object()}, "needs its tokenizer"),
         ({"name": "a", "chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"name": "a", "head_chunk_size": 0}, "head_chunk_size must be at least 1"),
         ({"model": torch.nn.Linear(1, 1), "tokenizer": "a", "dtype": "bfloat16"}, "loaded already"),
     ],
 )
@@ -83,25 +84,6 @@ def test_pad_token_falls_back_to_eos():
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     assert PolicyLoader.of(tiny_model("qwen2"), tokenizer).load().tokenizer.pad_token == "<eos>"
-
-
-def test_reference_is_a_frozen_copy_of_the_weights_as_they_are():
-    model = tiny_model("qwen2")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)  # changed since it was built
-    reference = frozen_copy(model)
-    assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
-    assert not any(parameter.requires_grad for parameter in reference.parameters())
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    assert reference.lm_head.weight.abs().sum() > 0
-
-
-def test_reference_stays_out_of_the_state_dict():
-    owner = torch.nn.Module()
-    owner.policy, owner.reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    keep_out_of_checkpoints(owner, "reference")
-    assert set(owner.state_dict()) == {"policy.weight", "policy.bias"}
 
 
 def test_a_model_changed_by_from_pretrained_round_trip_is_the_same(folder):
@@ -123,7 +105,7 @@ def test_the_probe_ignores_the_default_device():
     """Lightning loads models with the GPU as default device; "meta" stands in for one here."""
     model = tiny_model("qwen2")
     with torch.device("meta"):
-        assert probe_difference(model).max() < 5e-6
+        assert probe_difference(model, Scorer(), Scorer("dense")).max() < 5e-6
 
 
 @pytest.mark.parametrize("name", ["runs/task/nope", "./nope", "/nope"])

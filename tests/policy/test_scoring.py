@@ -6,55 +6,18 @@ import pytest
 import torch
 from transformers.cache_utils import Cache
 
+from grpo_lightning.policy.choice import choose_path
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.prefix_cache import LostCacheError, PrefixCache
-from grpo_lightning.policy.scoring import Scorer, choose_path, probe_difference
+from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.types import MicroBatch
-from tests.tiny_models import FAMILIES, VOCAB, tiny_model
+from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
+from tests.tiny_models import FAMILIES, tiny_model
 
 # Older releases of transformers do not read linear-attention states through the cache: there such models score densely.
 READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
+REFERENCE = Scorer("dense", head_chunk_size=None)
 EXTENDED = [family for family in FAMILIES if family != "qwen3.5" or READS_LINEAR_STATES]
-
-
-def ragged_batch(lengths=(20, 10, 5), generations=3, width=9, seed=0):
-    """Left-padded prompts of these lengths with ragged completions: the first the longest, the last one token."""
-    generator = torch.Generator().manual_seed(seed)
-    count, longest = len(lengths), max(lengths)
-    prompt_mask = torch.arange(longest) >= (longest - torch.tensor(lengths))[:, None]
-    sizes = torch.randint(1, width + 1, (count * generations,), generator=generator)
-    sizes[0], sizes[-1] = width, 1
-    mask = torch.arange(width) < sizes[:, None]
-    return MicroBatch(
-        prompt_ids=torch.randint(2, VOCAB, (count, longest), generator=generator) * prompt_mask,
-        prompt_mask=prompt_mask,
-        prompt_index=torch.arange(count).repeat_interleave(generations),
-        completion_ids=torch.randint(2, VOCAB, (count * generations, width), generator=generator) * mask,
-        attention_mask=mask,
-        completion_mask=mask,
-        advantages=torch.zeros(count * generations),
-        rollout_logprobs=torch.zeros(count * generations, width),
-    )
-
-
-def row_weights(batch, seed=1):
-    """One random factor per completion, as an advantage would be."""
-    factors = torch.randn(len(batch.completion_ids), 1, generator=torch.Generator().manual_seed(seed))
-    return factors * batch.completion_mask
-
-
-def loss_and_gradients(model, batch, scorer, weights):
-    model.zero_grad()
-    loss = -(scorer(model, batch, temperature=0.7).logprobs * weights).sum() / batch.completion_mask.sum()
-    loss.backward()
-    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def worst_difference(got, want):
-    """Largest difference of a parameter's gradient, relative to the larger of its norm and 1e-3 of the whole."""
-    assert got.keys() == want.keys()
-    whole = math.sqrt(sum(g.norm() ** 2 for g in want.values()))
-    return max(float((got[n] - want[n]).norm() / max(want[n].norm(), 1e-3 * whole)) for n in want)
 
 
 def dense_noise(model, batch, weights):
@@ -62,10 +25,9 @@ def dense_noise(model, batch, weights):
     wider = vars(batch).copy()
     wider["prompt_ids"] = torch.nn.functional.pad(batch.prompt_ids, (5, 0))
     wider["prompt_mask"] = torch.nn.functional.pad(batch.prompt_mask, (5, 0))
-    dense = Scorer("dense")
     return worst_difference(
-        loss_and_gradients(model, MicroBatch(**wider), dense, weights)[1],
-        loss_and_gradients(model, batch, dense, weights)[1],
+        loss_and_gradients(model, MicroBatch(**wider), REFERENCE, weights)[1],
+        loss_and_gradients(model, batch, REFERENCE, weights)[1],
     )
 
 
@@ -76,14 +38,14 @@ def test_extended_equals_dense(family, generations):
     disable_dropout(model)
     batch = ragged_batch(generations=generations, seed=1)
     weights = row_weights(batch)
-    want_loss, want = loss_and_gradients(model, batch, Scorer("dense"), weights)
+    want_loss, want = loss_and_gradients(model, batch, REFERENCE, weights)
     floor = max(1e-5, 3 * dense_noise(model, batch, weights)) if family == "qwen3.5" else 1e-5
-    for scorer in (Scorer(), Scorer(chunk_size=2), Scorer(chunk_size=4, checkpoint_chunks=True)):
+    for scorer in (Scorer(), Scorer(chunk_size=2), Scorer(chunk_size=4, checkpoint_chunks=True, head_chunk_size=5)):
         loss, got = loss_and_gradients(model, batch, scorer, weights)
         assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
         assert worst_difference(got, want) < floor, scorer
     checkpoint_layers(model.train())
-    for scorer in (Scorer(), Scorer(chunk_size=4)):
+    for scorer in (Scorer(head_chunk_size=None), Scorer(chunk_size=4, head_chunk_size=5)):
         loss, got = loss_and_gradients(model, batch, scorer, weights)
         assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
         assert worst_difference(got, want) < floor, scorer
@@ -92,7 +54,7 @@ def test_extended_equals_dense(family, generations):
 def test_a_wrong_position_turns_the_equality_red(monkeypatch):
     """Completions at the padded instead of the real prompt length: no loss curve would show it, this test does."""
     model, batch = tiny_model("qwen2"), ragged_batch(seed=1)
-    _, want = loss_and_gradients(model, batch, Scorer("dense"), row_weights(batch))
+    _, want = loss_and_gradients(model, batch, REFERENCE, row_weights(batch))
     monkeypatch.setattr(
         "grpo_lightning.policy.scoring.text_positions", lambda mask: torch.arange(mask.shape[1]).expand_as(mask)
     )
@@ -129,6 +91,50 @@ def test_prompts_are_embedded_once_per_pass(checkpointing):
     assert sum(shape[0] for shape in embedded if shape[1] != 20) == (32 if checkpointing == "chunks" else 16)
 
 
+def trained(model, checkpointing):
+    """A scorer in chunks of 4 with this checkpointing, and the calls of the last layer, told apart by a mark."""
+    if checkpointing == "layers":
+        checkpoint_layers(model)
+    calls = []
+    # A recomputed layer is called by its `forward`, which hooks do not see: count what is inside.
+    inside = model.model.layers[-1].self_attn.q_proj
+    inside.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    return Scorer(chunk_size=4, checkpoint_chunks=checkpointing == "chunks", head_chunk_size=5), calls
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("checkpointing", "recomputed"), [("none", []), ("chunks", [4, 4, 4, 4]), ("layers", [2, 4, 4, 4, 4])]
+)
+def test_checkpointed_forwards_run_again_in_the_backward_pass_alone(checkpointing, recomputed, mode):
+    """The prompts (2) run once and the chunks (4) once each, where gradients are off; else they are recomputed."""
+    batch = ragged_batch(lengths=(20, 10), generations=8)
+    _, want = loss_and_gradients(tiny_model("qwen2"), batch, Scorer(chunk_size=4), row_weights(batch))
+    model = tiny_model("qwen2").train(mode == "train")
+    scorer, calls = trained(model, checkpointing)
+    with torch.no_grad():
+        scorer(model, batch, temperature=0.7)
+    assert calls == [2, 4, 4, 4, 4]
+    calls.clear()
+    logprobs = scorer(model, batch, temperature=0.7).logprobs
+    assert calls == [2, 4, 4, 4, 4]
+    calls.clear()
+    (-(logprobs * row_weights(batch)).sum() / batch.completion_mask.sum()).backward()
+    assert sorted(calls) == recomputed
+    assert worst_difference({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want) < 1e-5
+
+
+def test_sampling_runs_no_layer_twice():
+    calls = {}
+    for checkpointing in ("none", "layers"):
+        model = tiny_model("qwen2").train()
+        _, calls[checkpointing] = trained(model, checkpointing)
+        with torch.no_grad():
+            model.generate(torch.arange(2, 7)[None], max_new_tokens=4, do_sample=False)
+    assert calls["layers"] == calls["none"]
+    assert len(calls["none"]) == 4
+
+
 def test_transformers_checkpointing_is_refused():
     model = tiny_model("qwen2")
     model.gradient_checkpointing_enable()
@@ -150,40 +156,17 @@ def test_no_pass_before_phase_one():
         PrefixCache(tiny_model("qwen2").config).extend(2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_takes_the_extended_path(family):
-    path, reason = choose_path(tiny_model(family))
-    assert path == ("extended" if family in EXTENDED else "dense"), reason
-
-
-def test_the_static_rule_refuses_models_without_a_key_value_cache():
-    model = tiny_model("mamba2")
-    path, reason = choose_path(model)
-    assert path == "dense"
-    assert "past_key_values" in reason
-    with pytest.raises(ValueError, match=r"policy.scoring is 'extended', but"):
-        choose_path(model, "extended")
-
-
-def test_the_static_rule_refuses_length_dependent_rope():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    path, reason = choose_path(tiny_model("llama", rope_parameters=rope))
-    assert path == "dense"
-    assert "dynamic rope" in reason
-
-
-def test_the_probe_has_the_last_word(monkeypatch):
-    model = tiny_model("qwen2")
-    assert probe_difference(model).max() < 5e-6
-    monkeypatch.setattr("grpo_lightning.policy.scoring.probe_difference", lambda model: torch.full((3,), 0.01))
-    path, reason = choose_path(model)
-    assert path == "dense"
-    assert "1.0e-02 nats" in reason
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "scorer", [Scorer(), Scorer(chunk_size=4), Scorer(chunk_size=4, checkpoint_chunks=True), Scorer("dense")]
+    "scorer",
+    [
+        Scorer(),
+        Scorer(chunk_size=4),
+        Scorer(chunk_size=4, checkpoint_chunks=True),
+        Scorer("dense"),
+        Scorer(head_chunk_size=5),
+        Scorer(head_chunk_size=None),
+    ],
 )
 def test_unmoved_weights_give_a_ratio_of_exactly_one(dtype, scorer):
     """The pass without gradients and the pass with them round alike, bit for bit."""
@@ -202,12 +185,59 @@ def test_chunks_hold_completions_of_like_length():
     assert lengths == sorted(lengths, reverse=True)
 
 
+@pytest.mark.parametrize("path", ["extended", "dense"])
+@pytest.mark.parametrize("checkpoint_chunks", [False, True])
+def test_any_number_of_forward_calls_gives_the_same_scores_and_gradients(path, checkpoint_chunks):
+    """More chunks than rows: what fills up the number runs forward and backward, and changes nothing."""
+    model, batch = tiny_model("qwen2"), ragged_batch(lengths=(6, 4), generations=2)
+    weights, scorer = row_weights(batch), Scorer(path, 3, checkpoint_chunks)
+    calls, passed_back = [], []
+    model.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    model.model.layers[0].register_full_backward_hook(lambda *_: passed_back.append("backward"))
+    want = scorer(model, batch, temperature=0.7)
+    _, gradients = loss_and_gradients(model, batch, scorer, weights)
+    assert scorer.num_chunks(batch) == 2
+    for number in (2, 3, 4, 7):
+        batch.num_chunks = number
+        calls.clear(), passed_back.clear()
+        got = scorer(model, batch, temperature=0.7)
+        num_calls = number + (path == "extended")
+        assert len(calls) == num_calls
+        for ours, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        calls.clear()
+        _, found = loss_and_gradients(model, batch, scorer, weights)
+        assert len(calls) == num_calls + (number if checkpoint_chunks else 0)
+        assert len(passed_back) == num_calls
+        assert worst_difference(found, gradients) < 1e-5
+    batch.num_chunks = 1
+    with pytest.raises(AssertionError, match="more than 3 rows"):
+        scorer(model, batch, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "rows", "number"), [(None, 9, 1), (9, 9, 1), (4, 9, 3), (3, 9, 3), (1, 9, 9), (100, 9, 1)]
+)
+def test_the_number_of_chunks_by_hand(chunk_size, rows, number):
+    batch, scorer = ragged_batch(generations=rows // 3), Scorer(chunk_size=chunk_size)
+    assert scorer.num_chunks(batch) == len(scorer.chunks(batch)) == number
+
+
+def test_what_fills_up_the_number_of_chunks_is_the_shortest_row():
+    batch = ragged_batch(lengths=(5,), generations=3)
+    batch.num_chunks = 5
+    chunks = Scorer().chunks(batch)
+    assert [len(rows) for rows in chunks] == [1] * 5
+    lengths = batch.attention_mask.sum(1)[torch.cat(chunks)].tolist()
+    assert lengths == [*sorted(lengths[:3], reverse=True), 1, 1]
+
+
 @pytest.mark.parametrize("generations", [1, 2])
 @pytest.mark.parametrize("width", [1, 2])
 def test_single_token_completions(generations, width):
     model = tiny_model("qwen2")
     batch = ragged_batch(lengths=(4,), generations=generations, width=width)
-    _, want = loss_and_gradients(model, batch, Scorer("dense"), row_weights(batch))
+    _, want = loss_and_gradients(model, batch, REFERENCE, row_weights(batch))
     _, got = loss_and_gradients(model, batch, Scorer(), row_weights(batch))
     assert worst_difference(got, want) < 1e-5
 
@@ -221,7 +251,7 @@ def test_completions_split_unevenly_over_prompts():
         if isinstance(value, torch.Tensor)
     }
     batch = MicroBatch(**fields)
-    _, want = loss_and_gradients(model, batch, Scorer("dense"), row_weights(batch))
+    _, want = loss_and_gradients(model, batch, REFERENCE, row_weights(batch))
     _, got = loss_and_gradients(model, batch, Scorer(), row_weights(batch))
     assert worst_difference(got, want) < 1e-5
 

@@ -436,3 +436,19 @@ def test_weights_keep_their_precision_under_another_default_dtype():
     rewards = RewardSet([WeightedReward(lambda completions: [1.0] * len(completions), weight=1 / 3, name="third")])
     torch.set_default_dtype(torch.bfloat16)  # as Lightning's bf16-true does inside a training step
     assert rewards.score(groups).total[0].tolist() == pytest.approx([1 / 3, 1 / 3], rel=1e-6)
+
+
+def test_without_groups_no_reward_is_called():
+    def called(completions):
+        raise AssertionError
+
+    async def called_too(completions):
+        raise AssertionError
+
+    scores = RewardSet([called, called_too]).score([], num_generations=3)
+    assert scores.total.shape == (0, 3)
+    assert {name: values.shape for name, values in scores.by_reward.items()} == {"called": (0, 3), "called_too": (0, 3)}
+    assert set(scores.failures.values()) == {0}
+    assert (scores.metrics, scores.extras) == ({}, {})
+    with pytest.raises(ValueError, match="at least 1; got sizes"):
+        RewardSet([called]).score([])

@@ -1,13 +1,18 @@
 """The local engine draws what `generate` draws, from the distribution it says, at a fraction of the work."""
 
+import contextlib
 import itertools
 import logging
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_lightning.planner import plan_micro_batches
-from grpo_lightning.policy.scoring import Scorer, choose_path
+from grpo_lightning.policy.choice import choose_path
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.types import Group, Prompt, SamplingParams
 from tests.tiny_models import EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
@@ -25,7 +30,7 @@ def make_prompts(lengths=(20, 10, 5), seed=0):
 
 def connected(model, tokenizer=None, **options):
     engine = LocalEngine(**options)
-    engine.connect(model, tokenizer or tiny_tokenizer())
+    engine.connect(model, tokenizer or tiny_tokenizer(), Sharding())
     return engine
 
 
@@ -107,7 +112,7 @@ def test_greedy_equals_generate_on_unpadded_rows(family):
     want = [cut(row, stops) for row in free]
     assert len({len(row) for row in want}) > 1, "rows must end at different steps"
     model.generation_config.eos_token_id = list(stops)
-    groups = connected(model).generate(prompts, 2, greedy(), seed=0)
+    groups = connected(model).generate(prompts, 2, greedy(), seeds=[0, 1, 2])
     assert token_ids(groups) == [[row, row] for row in want]
     assert [group[0].finish_reason for group in groups] == ["stop" if row[-1] in stops else "length" for row in want]
 
@@ -117,7 +122,7 @@ def test_several_stop_ids_mean_what_they_mean_to_generate():
     stops = list(two_stops([generated(model, prompt) for prompt in prompts]))
     model.generation_config.eos_token_id = stops
     want = [[generated(model, prompt, eos_token_id=[*stops, EOS])] for prompt in prompts]
-    assert token_ids(connected(model).generate(prompts, 1, greedy(), seed=0)) == want
+    assert token_ids(connected(model).generate(prompts, 1, greedy(), seeds=[0, 1, 2])) == want
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, {"suppress_tokens": list(range(2, 60))}])
@@ -126,7 +131,7 @@ def test_processors_equal_generate_on_unpadded_rows(either, options):
     prompts = make_prompts()
     want = [[generated(either, prompt, eos_token_id=EOS, **options)] for prompt in prompts]
     assert want != [[generated(either, prompt, eos_token_id=EOS)] for prompt in prompts]
-    assert token_ids(connected(either).generate(prompts, 1, greedy(**options), seed=0)) == want
+    assert token_ids(connected(either).generate(prompts, 1, greedy(**options), seeds=[0, 1, 2])) == want
 
 
 def test_a_repetition_penalty_spares_the_padding(either):
@@ -139,7 +144,7 @@ def test_a_repetition_penalty_spares_the_padding(either):
     bias = torch.zeros(VOCAB)
     bias[PAD] = 8.0  # the pad id is the most likely by far, unless it is penalised
     either.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output + bias)
-    together = connected(either).generate(prompts, 20, sampling, seed=0)
+    together = connected(either).generate(prompts, 20, sampling, seeds=[0, 1])
     assert sum(completion.token_ids == [PAD] for completion in together[1]) > 10
 
 
@@ -148,7 +153,7 @@ def test_logprobs_equal_the_scorers(family):
     model, prompts = tiny_model(family), make_prompts()
     model.generation_config.eos_token_id = list(range(2, 14))
     sampling = SamplingParams(max_completion_length=12, temperature=0.7)
-    groups = connected(model).generate(prompts, 3, sampling, seed=0)
+    groups = connected(model).generate(prompts, 3, sampling, seeds=[0, 1, 2])
     assert len({len(completion.token_ids) for group in groups for completion in group}) > 2
     path, _ = choose_path(model)  # extended, but for linear attention in older releases of transformers
     got, want = scored(model, prompts, groups, path, 0.7)
@@ -160,7 +165,7 @@ def test_logprobs_equal_the_scorers(family):
 
 def test_greedy_logprobs_are_those_of_the_model(either):
     prompts = make_prompts()
-    groups = connected(either).generate(prompts, 1, greedy(max_completion_length=5), seed=0)
+    groups = connected(either).generate(prompts, 1, greedy(max_completion_length=5), seeds=[0, 1, 2])
     got, want = scored(either, prompts, groups, "dense", 1.0)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
@@ -180,7 +185,7 @@ def embedded():
 def test_prompts_are_embedded_once_and_ended_rows_leave(embedded):
     model, shapes = embedded
     sampling = SamplingParams(max_completion_length=12)
-    groups = connected(model).generate(make_prompts(), 8, sampling, seed=0)
+    groups = connected(model).generate(make_prompts(), 8, sampling, seeds=[0, 1, 2])
     lengths = [len(completion.token_ids) for group in groups for completion in group]
     assert len(set(lengths)) > 4
     assert shapes[0] == (3, 20)
@@ -193,9 +198,9 @@ def test_prompts_are_embedded_once_and_ended_rows_leave(embedded):
 def test_waves_bound_the_rows_and_keep_the_order(embedded, max_rows, widest):
     model, shapes = embedded
     prompts = make_prompts()
-    want = token_ids(connected(model).generate(prompts, 3, greedy(), seed=0))
+    want = token_ids(connected(model).generate(prompts, 3, greedy(), seeds=[0, 1, 2]))
     shapes.clear()
-    assert token_ids(connected(model, max_rows=max_rows).generate(prompts, 3, greedy(), seed=0)) == want
+    assert token_ids(connected(model, max_rows=max_rows).generate(prompts, 3, greedy(), seeds=[0, 1, 2])) == want
     assert max(rows for rows, length in shapes if length == 1) == widest
 
 
@@ -203,8 +208,155 @@ def test_waves_draw_different_completions():
     """A second wave does not repeat the first one's random numbers."""
     model, prompt = tiny_model("qwen2"), make_prompts((10,))[0]
     sampling = SamplingParams(max_completion_length=8)
-    first, second = token_ids(connected(model, max_rows=2).generate([prompt, prompt], 2, sampling, seed=0))
+    first, second = token_ids(connected(model, max_rows=2).generate([prompt, prompt], 2, sampling, seeds=[0, 1]))
     assert first != second
+
+
+@pytest.fixture(scope="module")
+def engine_and_alone():
+    """An engine, and the completions of five prompts each drawn alone."""
+    model = tiny_model("qwen2", num_hidden_layers=2)
+    model.generation_config.eos_token_id = list(range(2, 14))
+    engine, sampling = connected(model), SamplingParams(max_completion_length=8, temperature=0.8, top_p=0.95)
+    prompts = [*make_prompts((20, 10, 5, 1)), make_prompts((10,), seed=1)[0]]
+    alone = [engine.generate([prompt], 3, sampling, seeds=[i])[0] for i, prompt in enumerate(prompts)]
+    return engine, sampling, prompts, alone
+
+
+@given(order=st.lists(st.sampled_from(range(5)), max_size=7), max_rows=st.one_of(st.none(), st.integers(1, 20)))
+@settings(max_examples=10)
+def test_what_is_drawn_beside_a_prompt_does_not_matter(engine_and_alone, order, max_rows):
+    """Any of the prompts, some of them twice, in any order and any waves: each gets what it gets alone."""
+    engine, sampling, prompts, alone = engine_and_alone
+    engine.max_rows = max_rows
+    groups = engine.generate([prompts[i] for i in order], 3, sampling, seeds=order)
+    assert token_ids(groups) == token_ids([alone[i] for i in order])
+    for group, i in zip(groups, order, strict=True):
+        for completion, other in zip(group, alone[i], strict=True):
+            assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_generate_too_draws_a_prompt_as_alone():
+    """The other way of decoding, through transformers' `generate`."""
+    model, prompts = tiny_model("mamba2", num_hidden_layers=2), make_prompts()
+    model.generation_config.eos_token_id = list(range(2, 14))
+    sampling = SamplingParams(max_completion_length=6)
+    together = connected(model).generate(prompts, 3, sampling, seeds=[4, 5, 6])
+    alone = [connected(model).generate([prompts[i]], 3, sampling, seeds=[4 + i])[0] for i in range(3)]
+    assert token_ids(together) == token_ids(alone)
+    waves = connected(model, max_rows=3).generate(prompts[::-1], 3, sampling, seeds=[6, 5, 4])
+    assert token_ids(waves[::-1]) == token_ids(alone)
+
+
+def test_both_ways_of_decoding_draw_the_same(monkeypatch):
+    model, prompts, sampling = tiny_model("qwen2"), make_prompts(), SamplingParams(max_completion_length=6)
+    fanned_out = connected(model).generate(prompts, 3, sampling, seeds=[0, 1, 2])
+    monkeypatch.setattr("grpo_lightning.rollout.local.no_fan_out_reason", lambda policy: "the test says so")
+    assert token_ids(connected(model).generate(prompts, 3, sampling, seeds=[0, 1, 2])) == token_ids(fanned_out)
+
+
+def test_a_longer_limit_only_continues(either):
+    """The numbers that a seed means do not depend on the longest completion allowed."""
+    short, long = (
+        connected(either).generate(make_prompts(), 2, SamplingParams(max_completion_length=length), seeds=[0, 1, 2])
+        for length in (3, 6)
+    )
+    assert [[ids[:3] for ids in group] for group in token_ids(long)] == token_ids(short)
+
+
+def test_no_prompts_no_completions(either):
+    assert connected(either).generate([], 3, SamplingParams(max_completion_length=4), seeds=[]) == []
+    assert connected(either, max_rows=2).generate([], 3, SamplingParams(max_completion_length=4), seeds=[]) == []
+
+
+def test_a_seed_for_every_prompt():
+    with pytest.raises(ValueError, match="one seed per prompt: 3 prompts, 2 seeds"):
+        connected(tiny_model("qwen2")).generate(make_prompts(), 2, greedy(), seeds=[0, 1])
+
+
+# -------------------------------------------------------------------------------------------------- sharded weights
+
+
+class Pretended(Sharding):
+    """Shards that are whole: says when they are gathered."""
+
+    is_sharded = True
+
+    def __init__(self):
+        self.said = []
+
+    @contextlib.contextmanager
+    def gathered(self, model):
+        self.said.append("gathered")
+        try:
+            yield
+        finally:
+            self.said.append("sharded")
+
+
+@pytest.mark.parametrize("prompts", [make_prompts(), []])
+@pytest.mark.parametrize(("gather", "said"), [(True, ["gathered", "sharded"]), (False, []), ("auto", None)])
+def test_shards_are_gathered_once_per_rollout(either, gather, said, prompts):
+    """Also by a rank without prompts: the others wait for it."""
+    want = connected(either).generate(prompts, 2, greedy(), seeds=[0] * len(prompts))
+    engine, sharding = LocalEngine(max_rows=2, gather_for_generation=gather), Pretended()
+    engine.connect(either, tiny_tokenizer(), sharding)
+    assert token_ids(engine.generate(prompts, 2, greedy(), seeds=[0] * len(prompts))) == token_ids(want)
+    assert sharding.said == (["gathered", "sharded"] if said is None else said)
+
+
+def test_whole_weights_are_not_gathered(either):
+    sharding = Pretended()
+    sharding.is_sharded = False
+    engine = LocalEngine(gather_for_generation=True)
+    engine.connect(either, tiny_tokenizer(), sharding)
+    engine.generate(make_prompts(), 2, greedy(max_completion_length=2), seeds=[0, 1, 2])
+    assert sharding.said == []
+
+
+def test_shards_are_left_when_sampling_fails(either):
+    with torch.no_grad():
+        next(either.parameters()).fill_(torch.nan)
+    engine, sharding = LocalEngine(gather_for_generation=True), Pretended()
+    engine.connect(either, tiny_tokenizer(), sharding)
+    with pytest.raises(FloatingPointError):
+        engine.generate(make_prompts(), 2, greedy(), seeds=[0, 1, 2])
+    assert sharding.said == ["gathered", "sharded"]
+
+
+def test_a_rank_that_is_done_keeps_step(monkeypatch):
+    """Another rank needs two waves and all tokens: this one makes as many calls, and its completions stay.
+
+    Where transformers' `generate` decodes, it asks the process group itself: see tests/distributed.
+    """
+    model = tiny_model("qwen2", num_hidden_layers=2)
+    monkeypatch.setattr("grpo_lightning.ranks.max_over_ranks", lambda values: values.clamp(min=2))
+    monkeypatch.setattr("grpo_lightning.ranks.is_any", lambda flag: True)
+    monkeypatch.setattr("grpo_lightning.ranks.world_size", lambda: 2)
+    model.generation_config.eos_token_id = list(range(2, 60))
+    sampling = SamplingParams(max_completion_length=6)
+    want = connected(model).generate(make_prompts(), 2, sampling, seeds=[0, 1, 2])
+    assert max(len(ids) for group in token_ids(want) for ids in group) < 6
+    engine, calls = LocalEngine(gather_for_generation=False), []
+    engine.connect(model, tiny_tokenizer(), Pretended())
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert token_ids(engine.generate(make_prompts(), 2, sampling, seeds=[0, 1, 2])) == token_ids(want)
+    assert len(calls) == 2 * 6
+
+
+@pytest.mark.parametrize("value", ["always", 1, None])
+def test_gather_for_generation_is_checked(value):
+    with pytest.raises(ValueError, match=r"engine.gather_for_generation must be 'auto', true or false, got"):
+        LocalEngine(gather_for_generation=value)
+
+
+def test_the_choice_is_said_once(caplog):
+    caplog.set_level(logging.INFO)
+    engine = LocalEngine()
+    engine.connect(tiny_model("qwen2", num_hidden_layers=1), tiny_tokenizer(), Pretended())
+    for _ in range(2):
+        engine.generate(make_prompts(), 1, greedy(max_completion_length=1), seeds=[0, 1, 2])
+    assert len([r for r in caplog.records if "gather_for_generation" in r.getMessage()]) == 1
 
 
 def test_max_rows_below_one_is_refused():
@@ -215,7 +367,7 @@ def test_max_rows_below_one_is_refused():
 def test_progress_is_told_every_step():
     calls = []
     connected(tiny_model("qwen2")).generate(
-        make_prompts(), 2, greedy(max_completion_length=4), seed=0, progress=lambda *steps: calls.append(steps)
+        make_prompts(), 2, greedy(max_completion_length=4), seeds=[0, 1, 2], progress=lambda *steps: calls.append(steps)
     )
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
@@ -228,11 +380,11 @@ def test_the_seed_alone_decides(either):
     sampling = SamplingParams(max_completion_length=8)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = engine.generate(prompts, 3, sampling, seed=5)
+    first = engine.generate(prompts, 3, sampling, seeds=[5, 6, 7])
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert engine.generate(prompts, 3, sampling, seed=5) == first
-    assert token_ids(engine.generate(prompts, 3, sampling, seed=6)) != token_ids(first)
+    assert engine.generate(prompts, 3, sampling, seeds=[5, 6, 7]) == first
+    assert token_ids(engine.generate(prompts, 3, sampling, seeds=[8, 9, 10])) != token_ids(first)
     assert all(len({tuple(ids) for ids in group}) == 3 for group in token_ids(first))
 
 
@@ -244,7 +396,7 @@ def next_token_probabilities(model, prompt, temperature):
 def draw_once(model, prompt, count, **options):
     """[count] first tokens and their log-probs."""
     sampling = SamplingParams(max_completion_length=1, **options)
-    (group,) = connected(model).generate([prompt], count, sampling, seed=0)
+    (group,) = connected(model).generate([prompt], count, sampling, seeds=[0])
     return torch.tensor([c.token_ids[0] for c in group]), torch.tensor([c.logprobs[0] for c in group])
 
 
@@ -301,7 +453,7 @@ def test_filters_draw_from_what_they_leave(either, options, allowed_of):
 def test_what_the_model_suggests_does_not_reshape(either):
     """Instruction-tuned checkpoints come with sampling settings of their own; ours alone count."""
     prompts, sampling = make_prompts(), SamplingParams(max_completion_length=6)
-    want = connected(either).generate(prompts, 3, sampling, seed=0)
+    want = connected(either).generate(prompts, 3, sampling, seeds=[0, 1, 2])
     suggested = {
         "temperature": 0.1,
         "top_k": 2,
@@ -316,9 +468,11 @@ def test_what_the_model_suggests_does_not_reshape(either):
     }
     for name, value in suggested.items():
         setattr(either.generation_config, name, value)
-    assert connected(either).generate(prompts, 3, sampling, seed=0) == want
-    want = connected(tiny_model(either.config.model_type, num_hidden_layers=2)).generate(prompts, 1, greedy(), seed=0)
-    assert connected(either).generate(prompts, 1, greedy(), seed=0) == want
+    assert connected(either).generate(prompts, 3, sampling, seeds=[0, 1, 2]) == want
+    want = connected(tiny_model(either.config.model_type, num_hidden_layers=2)).generate(
+        prompts, 1, greedy(), seeds=[0, 1, 2]
+    )
+    assert connected(either).generate(prompts, 1, greedy(), seeds=[0, 1, 2]) == want
 
 
 # ------------------------------------------------------------------------------------------------------------ stops
@@ -344,7 +498,7 @@ def test_stop_strings(either, prompt, drawn, stop_strings, want, reason):
     script = ids_of(drawn) + [UNUSED] * 10
     sampling = SamplingParams(max_completion_length=10, stop_strings=stop_strings)
     engine = connected(scripted(either, script))
-    for completion in engine.generate([ids_of(prompt)], 2, sampling, seed=0)[0]:
+    for completion in engine.generate([ids_of(prompt)], 2, sampling, seeds=[0])[0]:
         assert completion.text == want
         assert completion.token_ids == script[: len(completion.token_ids)]
         assert completion.finish_reason == reason
@@ -357,7 +511,7 @@ def test_a_stop_string_that_ends_inside_a_token(either):
     tokenizer.add_tokens(["Dxyz"])
     script = [*ids_of("aEN"), tokenizer.convert_tokens_to_ids("Dxyz"), *ids_of("more than this")]
     sampling = SamplingParams(max_completion_length=10, stop_strings=["END"])
-    ((completion,),) = connected(scripted(either, script), tokenizer).generate([ids_of("hi")], 1, sampling, seed=0)
+    ((completion,),) = connected(scripted(either, script), tokenizer).generate([ids_of("hi")], 1, sampling, seeds=[0])
     assert completion.token_ids == script[:4]
     assert completion.text == "aENDxyz"
     assert completion.finish_reason == "stop"
@@ -369,7 +523,7 @@ def test_a_stop_string_that_ends_inside_a_token(either):
 def test_finish_reasons(either, length, count, reason):
     script = [*ids_of("abc"), EOS, *ids_of("def")]
     sampling = SamplingParams(max_completion_length=length)
-    groups = connected(scripted(either, script)).generate([ids_of("hi"), ids_of("longer")], 2, sampling, seed=0)
+    groups = connected(scripted(either, script)).generate([ids_of("hi"), ids_of("longer")], 2, sampling, seeds=[0, 1])
     for completion in itertools.chain(*groups):
         assert completion.token_ids == script[:count]
         assert completion.finish_reason == reason
@@ -380,7 +534,7 @@ def test_padding_never_ends_a_completion(either):
     """The pad token may be drawn like any other; only stop tokens end a row."""
     script = [*ids_of("ab"), PAD, *ids_of("c"), EOS]
     sampling = SamplingParams(max_completion_length=8)
-    ((completion,),) = connected(scripted(either, script)).generate([ids_of("hi")], 1, sampling, seed=0)
+    ((completion,),) = connected(scripted(either, script)).generate([ids_of("hi")], 1, sampling, seeds=[0])
     assert completion.token_ids == script
 
 
@@ -392,7 +546,7 @@ def test_a_model_without_a_stop_token_warns(either, caplog):
     assert [record.getMessage() for record in caplog.records if "stop token" in record.getMessage()] == [
         "Neither the generation config nor the tokenizer names a stop token: every completion is truncated."
     ]
-    groups = engine.generate(make_prompts(), 2, SamplingParams(max_completion_length=5), seed=0)
+    groups = engine.generate(make_prompts(), 2, SamplingParams(max_completion_length=5), seeds=[0, 1, 2])
     assert {(len(c.token_ids), c.finish_reason) for group in groups for c in group} == {(5, "length")}
 
 
@@ -411,7 +565,7 @@ def test_eval_inside_and_every_mode_restored(either):
     assert len(set(modes)) == 2
     inside = []
     either.register_forward_hook(lambda module, *args: inside.extend(m.training for m in module.modules()))
-    connected(either).generate(make_prompts(), 2, greedy(max_completion_length=2), seed=0)
+    connected(either).generate(make_prompts(), 2, greedy(max_completion_length=2), seeds=[0, 1, 2])
     assert inside
     assert not any(inside)
     assert [module.training for module in either.modules()] == modes
@@ -424,14 +578,14 @@ def test_nan_logits_are_said(either, temperature):
         next(either.parameters()).fill_(torch.nan)
     sampling = SamplingParams(max_completion_length=4, temperature=temperature)
     with pytest.raises(FloatingPointError, match=r"logits are NaN.*diverged"):
-        connected(either).generate(make_prompts(), 2, sampling, seed=0)
+        connected(either).generate(make_prompts(), 2, sampling, seeds=[0, 1, 2])
     assert either.training
 
 
 def test_no_graph_is_kept(either):
     seen = []
     either.register_forward_hook(lambda module, args, output: seen.append(output.logits.requires_grad))
-    connected(either).generate(make_prompts(), 2, greedy(max_completion_length=2), seed=0)
+    connected(either).generate(make_prompts(), 2, greedy(max_completion_length=2), seeds=[0, 1, 2])
     assert seen
     assert not any(seen)
 
@@ -442,7 +596,7 @@ def test_without_a_cache_to_fan_out_it_says_so_once_and_uses_generate(caplog):
     model.generation_config.eos_token_id = list(range(2, 14))
     engine = connected(model, max_rows=6)
     sampling = SamplingParams(max_completion_length=12, temperature=0.7)
-    groups = [engine.generate(prompts, 3, sampling, seed=seed) for seed in (0, 1)][1]
+    groups = [engine.generate(prompts, 3, sampling, seeds=seeds) for seeds in ([0, 1, 2], [3, 4, 5])][1]
     assert [r.getMessage() for r in caplog.records if "generate" in r.getMessage()] == [
         "Sampling with transformers' `generate`, each prompt run G times: Mamba2ForCausalLM.forward takes no "
         "past_key_values."

@@ -1,0 +1,132 @@
+"""Peak memory of the loss at a real vocabulary: the head in slices against whole logits, with the same gradients.
+
+    python benchmarks/loss_memory.py             # prints the table
+    python benchmarks/loss_memory.py --record    # and writes it into benchmarks/proofs.json
+
+One decoder layer of width 64 under a head of 151,936 tokens (Qwen2.5's), 4,096 completion tokens, float32, one thread.
+Each variant runs in a process of its own. Its peak is the largest sum of what was allocated in the forward and backward
+pass, gradients among them, as torch's profiler saw it; beside it the growth of the process's resident memory.
+Exit code 1 if slices of 512 tokens need more than a quarter of whole logits, or if gradients differ by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from memory import mib, peak_bytes
+from proofs import record
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.types import MicroBatch
+
+VOCAB = 151_936
+NUM_PROMPTS, GENERATIONS, PROMPT_LENGTH, COMPLETION_LENGTH = 2, 8, 32, 256
+SLICES = [None, 1024, 512, 256]
+"""Tokens per slice; None: whole logits."""
+
+PROVEN, MOST = 512, 0.25
+MOST_DIFFERENCE = 1e-5
+
+
+def policy() -> Qwen2ForCausalLM:
+    """The model, always the same."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=VOCAB, num_key_value_heads=1, initializer_range=0.3, **shape)
+    return Qwen2ForCausalLM(config)
+
+
+def micro_batch() -> MicroBatch:
+    """Completions without padding, so that the number of tokens is that of the shape."""
+    generator = torch.Generator().manual_seed(0)
+    rows = NUM_PROMPTS * GENERATIONS
+    mask = torch.ones(rows, COMPLETION_LENGTH, dtype=torch.bool)
+    return MicroBatch(
+        prompt_ids=torch.randint(VOCAB, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator),
+        prompt_mask=torch.ones(NUM_PROMPTS, PROMPT_LENGTH, dtype=torch.bool),
+        prompt_index=torch.arange(NUM_PROMPTS).repeat_interleave(GENERATIONS),
+        completion_ids=torch.randint(VOCAB, mask.shape, generator=generator),
+        attention_mask=mask,
+        completion_mask=mask,
+        advantages=torch.randn(rows, generator=generator),
+        rollout_logprobs=torch.zeros(mask.shape),
+    )
+
+
+def loss_of(model: torch.nn.Module, batch: MicroBatch, size: int | None) -> torch.Tensor:
+    """Advantage-weighted log-probs, averaged over tokens."""
+    logprobs = Scorer(head_chunk_size=size)(model, batch, temperature=1.0).logprobs
+    return -(logprobs * batch.advantages[:, None]).sum() / batch.attention_mask.sum()
+
+
+def measure(size: int | None, gradients: Path) -> None:
+    """What the child prints: one forward and backward; its gradients go into a file."""
+    torch.set_num_threads(1)
+    model, batch = policy(), micro_batch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    peak = peak_bytes(lambda: loss_of(model, batch, size).backward())
+    seconds = time.process_time() - start
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    torch.save({name: weight.grad for name, weight in model.named_parameters()}, gradients)
+    outcome = {"peak_mib": mib(peak), "resident_mib": mib(resident * 2**10), "cpu_seconds": round(seconds, 1)}
+    print(json.dumps(outcome))
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest difference of a parameter's gradients, relative to the norm of the second."""
+    ours, theirs = torch.load(one), torch.load(other)
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+def main() -> None:
+    """Run the variants one after another and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("TOKENS", "FILE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        tokens, path = options.child
+        measure(None if tokens == "all" else int(tokens), Path(path))
+        return
+    outcome: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for size in SLICES:
+            name = str(size or "all")
+            path = str(Path(folder) / name)
+            child = [sys.executable, __file__, "--child", name, path]
+            outcome[name] = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
+            outcome[name]["share"] = round(outcome[name]["peak_mib"] / outcome["all"]["peak_mib"], 3)
+            outcome[name]["gradient_difference"] = difference(Path(path), Path(folder) / "all")
+    table = Table("tokens per slice", "peak MiB", "share", "resident MiB", "CPU seconds", "gradient difference")
+    for name, entry in outcome.items():
+        table.add_row(
+            name,
+            f"{entry['peak_mib']:,}",
+            f"{entry['share']:.3f}",
+            f"{entry['resident_mib']:,}",
+            f"{entry['cpu_seconds']}",
+            f"{entry['gradient_difference']:.1e}",
+        )
+    Console().print(table)
+    if options.record:
+        shape = {"vocabulary": VOCAB, "completion_tokens": NUM_PROMPTS * GENERATIONS * COMPLETION_LENGTH}
+        record("loss_memory", {"shape": shape, "tokens_per_slice": outcome})
+    is_same = all(entry["gradient_difference"] <= MOST_DIFFERENCE for entry in outcome.values())
+    if outcome[str(PROVEN)]["share"] > MOST or not is_same:
+        sys.exit(f"Slices of {PROVEN} tokens must need at most {MOST} of whole logits, with the same gradients.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""LoRA on 4-bit and 8-bit weights with 8-bit AdamW: that it trains on CUDA, and what memory it takes.
+
+    python benchmarks/qlora_cuda.py                # 0.4B parameters, five optimizer steps for each row; about 2 minutes
+    python benchmarks/qlora_cuda.py --record       # and writes it into benchmarks/proofs.json
+    python benchmarks/qlora_cuda.py --size tiny    # 3M parameters
+
+A Qwen3 with random weights is saved as a folder and loaded as a run loads it. For each row: the bytes of all weights
+and of those that are quantised, the peak of the run, and how many adapters moved. Exit code 1 if one did not, if
+anything else did, if quantised weights take more than they should, or if the reference is not the base any more.
+Without a CUDA device it says so and measures nothing. `--size tiny --device cpu` runs the row without quantisation,
+which checks this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from proofs import record
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from grpo_lightning import GRPOLightningModule, Objective, PolicyLoader, PromptSource, SamplingParams
+from grpo_lightning.optimizers import AdamW, AdamW8bit, PagedAdamW8bit
+from grpo_lightning.policy.lora import LoRA, adapter_layers, using_adapter
+
+SIZES = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "head_dim": 32, "num_key_value_heads": 2, "vocab_size": 2048},
+    "0.4b": {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "head_dim": 128, "num_key_value_heads": 2, "vocab_size": 8192},
+}  # fmt: skip
+ROWS: list[tuple[str, Any, float]] = [
+    ("none", AdamW, 1.0),
+    ("8bit", AdamW8bit, 0.51),
+    ("4bit", AdamW8bit, 0.26),
+    ("4bit", PagedAdamW8bit, 0.26),
+]
+"""(policy.quantization, optimizer, the most that linear layers may take of what they take in bfloat16)."""
+
+STEPS, LEARNING_RATE = 5, 1e-3
+
+
+def save_policy(folder: Path, size: str) -> None:
+    """A model with random weights and a tokenizer of one word per id."""
+    shape = SIZES[size]
+    torch.manual_seed(0)
+    config = Qwen3Config(**shape, pad_token_id=0, bos_token_id=None, eos_token_id=1, tie_word_embeddings=False)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, shape["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))  # noqa: S106 - no password
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)  # noqa: S106
+
+
+def even_words(completions: list[str]) -> list[float]:
+    """The share of words with an even number."""
+    return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in completions]
+
+
+class Bytes(L.Callback):
+    """What the device holds once the policy is loaded, and at most."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Note what there is."""
+        self.before = {name: weight.detach().cpu().clone() for name, weight in pl_module.policy.named_parameters()}
+        self.weights = sum(weight.nbytes for weight in pl_module.policy.parameters())
+        self.linear = sum(layer.base_layer.weight.nbytes for layer in adapter_layers(pl_module.policy))
+        self.base_logits = logits(pl_module)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Compare with it."""
+        self.peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        after = pl_module.policy.named_parameters()
+        moved = {name: not torch.equal(weight.detach().cpu(), self.before[name]) for name, weight in after}
+        self.adapters = [has for name, has in moved.items() if "lora_" in name]
+        self.others = [name for name, has in moved.items() if has and "lora_" not in name]
+        self.is_base = torch.equal(logits(pl_module), self.base_logits)
+
+
+@torch.no_grad()
+def logits(module: Any) -> torch.Tensor:
+    """Of the policy with its adapter off: the reference."""
+    ids = torch.arange(2, 34, device=module.device)[None]
+    with using_adapter(module.policy, None):
+        return module.policy.eval()(ids).logits.float().cpu()
+
+
+def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[str, Any]:
+    """Train for a few steps and say what came of it."""
+    policy = PolicyLoader(str(folder), lora=LoRA(rank=16), dtype="bfloat16", quantization=quantization)  # type: ignore[arg-type]
+    module = GRPOLightningModule(
+        policy,
+        rewards=[even_words],
+        sampling=SamplingParams(max_completion_length=64),
+        objective=Objective(beta=0.04),
+        optimizer=lambda parameters: optimizer(parameters, lr=LEARNING_RATE),
+        seed=0,
+    )
+    watched = Bytes()
+    trainer = L.Trainer(
+        accelerator=device,
+        devices=1,
+        max_steps=STEPS,
+        precision="bf16-mixed",
+        callbacks=[watched],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    prompts = [" ".join(f"w{i * j + 2}" for j in range(1, 17)) for i in range(1, 9)]
+    trainer.fit(module, PromptSource(prompts, batch_size=4))
+    return {
+        "quantization": quantization,
+        "optimizer": optimizer.__name__,
+        "weights_mib": round(watched.weights / 2**20, 1),
+        "linear_mib": round(watched.linear / 2**20, 1),
+        "peak_mib": round(watched.peak / 2**20, 1),
+        "adapters_moved": f"{sum(watched.adapters)} of {len(watched.adapters)}",
+        "others_moved": len(watched.others),
+        "reference_is_base": watched.is_base,
+    }
+
+
+def failures(rows: list[dict[str, Any]], limits: list[float]) -> list[str]:
+    """What is not as it should be."""
+    found = []
+    for row, most in zip(rows, limits, strict=True):
+        name = f"{row['quantization']} with {row['optimizer']}"
+        moved, count = row["adapters_moved"].split(" of ")
+        if moved != count or row["others_moved"]:
+            found.append(f"{name}: {moved} of {count} adapters moved, and {row['others_moved']} other weights.")
+        if not row["reference_is_base"]:
+            found.append(f"{name}: the reference is not the base any more.")
+        if row["linear_mib"] > most * rows[0]["linear_mib"]:
+            found.append(f"{name}: {row['linear_mib']} MiB of linear layers, more than {most} of bfloat16's.")
+    return found
+
+
+def main() -> int:
+    """Run all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="0.4b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("Skipped: there is no CUDA device, and bitsandbytes needs one.")
+        return 0
+    chosen = ROWS if options.device == "cuda" else ROWS[:1]
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        save_policy(Path(scratch), options.size)
+        for quantization, optimizer, _ in chosen:
+            rows.append(run(Path(scratch), quantization, optimizer, options.device))
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    table = Table(title=f"LoRA, {options.size}, {STEPS} steps, {options.device}")
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    found = failures(rows, [most for *_, most in chosen])
+    print("\n".join(found) or "Adapters moved, nothing else did, and the reference is the base.")
+    if options.record:
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        record("qlora_cuda", {"device": device, "rows": rows, "failures": found})
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Which checkpoints were written to their end.
+
+A file is a zip archive, whose directory is written last. A folder (ZeRO, FSDP2) is written by all ranks, file by file:
+it gets a list of its files once all of them are there.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+MARK = "complete.json"
+
+
+def mark(checkpoint: Path) -> None:
+    """Say of a folder that it is whole now; called by one rank, when all are done."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
+    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+    unfinished = checkpoint / f".{MARK}"
+    unfinished.write_text(json.dumps({"bytes": sizes}, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(checkpoint / MARK)
+
+
+def unmark(checkpoint: Path) -> None:
+    """Say of a folder that it is about to be written again."""
+    (checkpoint / MARK).unlink(missing_ok=True)
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What a checkpoint lacks; None if it was written to its end."""
+    if checkpoint.is_file():
+        return None if zipfile.is_zipfile(checkpoint) else "it was not written to its end"
+    if not (checkpoint / MARK).is_file():
+        return f"it was not written to its end (it has no {MARK})"
+    sizes = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))["bytes"]
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None

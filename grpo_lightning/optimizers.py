@@ -1,0 +1,88 @@
+"""Optimizers in the form a recipe names them.
+
+    optimizer: {class_path: grpo_lightning.optimizers.AdamW, init_args: {lr: 1.0e-6}}
+
+Any other optimizer class works as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
+"""Parameters to an optimizer."""
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay."""
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with 8-bit states, each block of them with its own scale (arXiv:2110.02861): 2 bytes a weight instead of 8.
+
+    The object is one of bitsandbytes' class of the same name. It runs on CUDA only; the weights stay as wide as they
+    are.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+        RuntimeError: If there is no CUDA device.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        become_bitsandbytes(self, "AdamW8bit", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class PagedAdamW8bit(Optimizer):
+    """The same with states that move to the CPU's memory by pages where the device's runs out.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+        RuntimeError: If there is no CUDA device.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        become_bitsandbytes(self, "PagedAdamW8bit", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def become_bitsandbytes(optimizer: Optimizer, name: str, params: Iterable[Parameter], **settings: Any) -> None:
+    """Make the optimizer one of bitsandbytes: a class cannot derive from a package that is imported when it is used."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{name} needs bitsandbytes, which is not installed: pip install 'grpo-lightning[quantization]'. Or take "
+            "AdamW."
+        ) from error
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{name} runs on CUDA only, and there is no CUDA device here. Take AdamW.")
+    optimizer.__class__ = getattr(bitsandbytes.optim, name)
+    optimizer.__init__(params, **settings)  # type: ignore[misc]

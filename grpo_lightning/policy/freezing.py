@@ -1,0 +1,95 @@
+"""Frozen layers: the first ones of the policy are not trained, and checkpoints hold what is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from torch import nn
+
+from grpo_lightning.policy.inputs import text_config
+
+
+def freeze_first_layers(model: Any, number: int) -> None:
+    """Freeze the embeddings and the first decoder layers.
+
+    A head that is tied to the embeddings is the same weight, and frozen with them.
+
+    Raises:
+        ValueError: If there are not as many layers, or they cannot be found.
+    """
+    decoder, layers = decoder_layers(model)
+    check_num_layers(number, len(layers))
+    embeddings = [module for module in decoder.children() if isinstance(module, nn.Embedding)]
+    for module in (model.get_input_embeddings(), *embeddings, *layers[:number]):
+        module.requires_grad_(False)
+
+
+def check_num_layers(number: int, available: int) -> None:
+    """Raise ValueError if more layers are to be frozen than there are."""
+    if number > available:
+        raise ValueError(f"policy.freeze_layers is {number}, and the policy has {available} layers.")
+
+
+def decoder_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The language model's decoder and the layers it is a stack of.
+
+    Raises:
+        ValueError: If they cannot be found.
+    """
+    decoder, count = model.get_decoder(), text_config(model).num_hidden_layers
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return decoder, module
+    raise ValueError(
+        f"policy.freeze_layers: the layers of {type(model).__name__} cannot be found: its decoder has no list of "
+        f"{count} modules. Freeze them yourself (`requires_grad_(False)`) and give the model."
+    )
+
+
+def frozen_names(owner: nn.Module) -> set[str]:
+    """The names of weights that are not trained; of tied ones, all their names."""
+    return {name for name, weight in all_parameters(owner) if not weight.requires_grad}
+
+
+def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
+    """Drop what is not trained from a module's state dict: frozen weights are loaded anew, the reference made anew.
+
+    Only weights that are frozen now and when it is taken: those that are frozen later have been trained, those that are
+    freed later will be. Loading misses nothing of what is dropped.
+
+    A state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies; of the owner, because the
+    policy may be a user's model.
+    """
+    at_start = frozen_names(owner)
+
+    def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
+        for name in left_out(module, at_start):
+            state_dict.pop(prefix + name, None)
+
+    def forgive(module: nn.Module, keys: Any) -> None:
+        names = left_out(module, at_start)
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in names]
+
+    owner.register_state_dict_post_hook(drop)
+    owner.register_load_state_dict_post_hook(forgive)
+
+
+def left_out(owner: nn.Module, at_start: set[str]) -> set[str]:
+    """The names of what checkpoints do not hold.
+
+    Args:
+        owner: The module that trains.
+        at_start: Names of weights that were frozen when the run began.
+    """
+    names = at_start & frozen_names(owner)
+    for path, part in owner.named_modules():
+        if hasattr(part, "has_moved"):  # the reference: one that has moved is saved apart, whole
+            own = {f"{path}.{name}" for name, _ in (*all_parameters(part), *part.named_buffers())}
+            names = names | own
+    return names
+
+
+def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Parameters by name, tied ones by all their names."""
+    return module.named_parameters(remove_duplicate=False)

@@ -1,0 +1,297 @@
+"""LoRA: small matrices beside the policy's linear layers, which are all that is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.seeding import derived_seed, run_seed
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+log = logging.getLogger(__name__)
+
+TRAINED = "default"
+"""The adapter that is trained, as peft calls it."""
+
+STARTING = "reference"
+"""The frozen copy of the adapter that a run starts from."""
+
+NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
+"""Parts of the names of what is no language model, where a model does not say which of its parts the decoder is."""
+
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
+
+
+@dataclass
+class LoRA:
+    """Low-rank adapters (arXiv:2106.09685): a layer W is run as W + alpha / rank * B A, and only A and B are trained.
+
+    B starts at 0: the first policy is the base. Adapters are float32, whatever the base is.
+
+    Args:
+        rank: Rows of A, columns of B.
+        alpha: The scale of what is added is alpha / rank.
+        dropout: Share of A's inputs set to 0 in the update. Importance ratios are then not 1 before the first update.
+        target_modules: Ends of the names of the layers, `q_proj` for example; None takes every linear layer of the
+            language model but its output head.
+        adapter: Folder or hub name of an adapter of peft to start from, with its own rank, alpha and layers. It is then
+            the reference, too.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"policy.lora.rank must be at least 1, got {self.rank}.")
+        if self.alpha <= 0:
+            raise ValueError(f"policy.lora.alpha must be above 0, got {self.alpha}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"policy.lora.dropout must be at least 0 and below 1, got {self.dropout}.")
+        if self.target_modules is not None and (
+            isinstance(self.target_modules, str) or not all(map(bool, self.target_modules)) or not self.target_modules
+        ):
+            raise ValueError(
+                "policy.lora.target_modules must be a list of ends of names, or null for all linear layers, got "
+                f"{self.target_modules!r}."
+            )
+        if self.adapter is not None:
+            for name in ("rank", "alpha", "target_modules"):
+                if getattr(self, name) != getattr(LoRA, name):
+                    raise ValueError(
+                        f"policy.lora.{name} ({getattr(self, name)}) is set, and policy.lora.adapter ({self.adapter}) "
+                        "has its own: leave it out."
+                    )
+
+    @classmethod
+    def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
+        """The settings given; a mapping, as checkpoints and YAML have it, names the fields.
+
+        Raises:
+            ValueError: If it is something else, or names a field that does not exist.
+        """
+        if value is None or isinstance(value, LoRA):
+            return value
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(value, Mapping):
+            raise ValueError(f"policy.lora must be LoRA(...) or a mapping of {', '.join(names)}, got {value!r:.80}.")
+        if unknown := [name for name in value if name not in names]:
+            close = difflib.get_close_matches(str(unknown[0]), names, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"policy.lora has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
+        return cls(**value)
+
+    def check(self) -> None:
+        """Say what stands against it, before weights are loaded.
+
+        Raises:
+            ModuleNotFoundError: If peft is not installed.
+            FileNotFoundError: If the adapter is not there.
+            ValueError: If the adapter trains more than low-rank matrices.
+        """
+        try:
+            import peft  # noqa: F401 - is it there?
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "policy.lora needs peft, which is not installed: pip install 'grpo-lightning[peft]'."
+            ) from error
+        if self.adapter is not None:
+            adapter_config(self.adapter)
+
+
+def adapter_config(adapter: str) -> LoraConfig:
+    """The settings of an adapter that was saved.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is not LoRA, or trains biases or whole layers, which cannot be switched off for the reference.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(adapter)
+    except (OSError, ValueError) as error:
+        found = "it has no adapter_config.json" if Path(adapter).is_dir() else f"no folder {Path(adapter).resolve()}"
+        raise FileNotFoundError(
+            f"policy.lora.adapter {adapter!r} cannot be loaded: {found}, nor on the hub."
+        ) from error
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"policy.lora.adapter {adapter!r} is of the kind {config.peft_type}; it must be LoRA.")
+    whole = config.modules_to_save or config.trainable_token_indices
+    if whole or config.bias != "none":
+        what = f"whole layers ({whole})" if whole else f"biases (bias: {config.bias})"
+        raise ValueError(
+            f"policy.lora.adapter {adapter!r} trains {what} beside its matrices. Merge it into its base "
+            "(merge_and_unload), and train a new adapter on that."
+        )
+    return config
+
+
+def add_adapters(model: Any, lora: LoRA) -> PeftModel:
+    """Freeze a model and put adapters beside its layers, float32 and the same on every process.
+
+    Args:
+        model: The complete base; it is wrapped, and its layers are replaced in place.
+        lora: What is added.
+
+    Raises:
+        ValueError: If the model has adapters already, or a target matches none of its layers.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    if next(adapter_layers(model), None) is not None:
+        raise ValueError(
+            "The policy has adapters already: give its base, and the folder of the adapter as lora.adapter."
+        )
+    # Seeded: sharded strategies take every process's own part of A, and a resumed run starts from the same one.
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
+        torch.manual_seed(derived_seed(run_seed(None), "adapters"))
+        if lora.adapter is not None:
+            config = adapter_config(lora.adapter)
+            adapted = PeftModel.from_pretrained(model, lora.adapter, config=config, is_trainable=True)
+        else:
+            layers = targets(model, lora.target_modules)
+            config = LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]
+                target_modules=list(layers),
+                fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
+                task_type="CAUSAL_LM",
+            )
+            adapted = get_peft_model(model, config)
+    set_dropout(adapted, lora.dropout)
+    trained = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
+    names = sorted({name.rpartition(".")[2] for name, module in adapted.named_modules() if is_adapter_layer(module)})
+    log.info("LoRA: %s weights are trained, beside %s.", f"{sum(trained):,}", ", ".join(names))
+    return adapted.eval()
+
+
+def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
+    """Put a frozen copy of the adapter that a run starts from beside the one that is trained."""
+    policy.load_adapter(adapter, STARTING, is_trainable=False)
+    set_dropout(policy, 0.0, STARTING)
+
+
+def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
+    """The layers that get adapters, by their names: the linear ones of the language model without its output head.
+
+    Args:
+        model: The base.
+        names: Ends of names to choose by; None takes all.
+
+    Raises:
+        ValueError: If one of the ends matches no layer.
+    """
+    layers = language_layers(model)
+    if names is None:
+        return layers
+    for end in names:
+        if not any(f".{name}".endswith(f".{end}") for name in layers):
+            known = sorted({name.rpartition(".")[2] for name in layers})
+            raise ValueError(
+                f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "
+                f"{', '.join(known)}."
+            )
+    return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
+
+
+def language_layers(model: Any) -> dict[str, nn.Module]:
+    """Every linear layer of the decoder but the output head, by name.
+
+    Of models with several parts, the vision tower and its projector are none: they are outside of the decoder.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and id(module) in inside
+        and not (decoder is model and any(part in name for part in NOT_LANGUAGE))
+        and not (model.config.model_type in MAMBA and name.endswith(".out_proj"))
+    }
+
+
+class UpdateDropout(nn.Dropout):
+    """Dropout where a gradient is taken, and nowhere else: not in sampling, old log-probs and the reference.
+
+    By grad mode, because a forward pass that is recomputed in the backward one must drop the same.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Some inputs 0, the others scaled up."""
+        return nn.functional.dropout(input, self.p, self.training and torch.is_grad_enabled())
+
+
+def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
+    """Give an adapter this dropout, whatever it was saved with."""
+    for layer in adapter_layers(policy):
+        layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
+    policy.peft_config[adapter].lora_dropout = rate  # type: ignore[union-attr, index]
+
+
+@contextlib.contextmanager
+def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
+    """Inside, the adapters' dropout is drawn from this seed: the same in a resumed run. Without dropout, nothing.
+
+    The backward pass may stand outside: checkpoints recompute a forward one with the random state that it saw.
+    """
+    configs: Any = getattr(policy, "peft_config", {})
+    if TRAINED not in configs or not configs[TRAINED].lora_dropout:
+        yield
+        return
+    device = next(policy.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(derived_seed(*seed))
+        yield
+
+
+@contextlib.contextmanager
+def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[None]:
+    """Inside, the policy runs with another of its adapters, or with none.
+
+    peft's own switches take `requires_grad` from the adapter that is trained, and sharded strategies that first run
+    inside would never train it.
+    """
+    layers = list(adapter_layers(policy))
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = adapter is None
+        if adapter is not None:
+            layer._active_adapter = [adapter]
+    try:
+        yield
+    finally:
+        for layer, (active, disabled) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+def adapter_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers with adapters beside them."""
+    return (module for module in model.modules() if is_adapter_layer(module))
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """True for peft's wrapper of a layer; told by what it has, as peft may not be installed."""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")

@@ -1,0 +1,45 @@
+"""Frozen weights in 4 or 8 bits, as bitsandbytes stores them, under adapters that are trained."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+Quantization = Literal["none", "4bit", "8bit"]
+
+
+def check_quantization(kind: Quantization) -> None:
+    """Say what stands against it, before weights are loaded.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+        RuntimeError: If there is no CUDA device.
+    """
+    try:
+        import bitsandbytes  # noqa: F401 - is it there?
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"policy.quantization {kind!r} needs bitsandbytes, which is not installed: pip install "
+            "'grpo-lightning[quantization]'."
+        ) from error
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"policy.quantization {kind!r} runs on CUDA only, and there is no CUDA device here.")
+
+
+def quantization_options(kind: Quantization) -> dict[str, Any]:
+    """What `from_pretrained` is given: NF4 with quantised scales (arXiv:2305.14314), or int8; computed in bfloat16."""
+    from transformers import BitsAndBytesConfig
+
+    config = (
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        if kind == "4bit"
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    # Quantised where it will run: bitsandbytes stores it on the device.
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}

@@ -1,0 +1,87 @@
+"""What of the policy is trained: all of it, all but the first layers, or adapters beside it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from grpo_lightning.policy.freezing import check_num_layers, freeze_first_layers
+from grpo_lightning.policy.lora import add_adapters
+from grpo_lightning.policy.quantization import check_quantization
+from grpo_lightning.policy.sharding import Sharding
+
+if TYPE_CHECKING:
+    from grpo_lightning.policy.loading import PolicyLoader
+
+log = logging.getLogger(__name__)
+
+
+def check_trained_settings(loader: PolicyLoader) -> None:
+    """Raise ValueError for settings of adapters and frozen weights that exclude each other."""
+    kind = loader.quantization
+    if loader.freeze_layers < 0:
+        raise ValueError(f"policy.freeze_layers must be at least 0, got {loader.freeze_layers}.")
+    if loader.freeze_layers and loader.lora is not None:
+        raise ValueError(
+            f"policy.freeze_layers ({loader.freeze_layers}) and policy.lora: under adapters all layers are frozen "
+            "already. Leave it out."
+        )
+    if hasattr(loader.model, "peft_config"):
+        raise ValueError(
+            "The policy given has adapters. Give its base as the policy, and the folder of the adapter as lora.adapter."
+        )
+    if kind == "none":
+        return
+    if loader.lora is None:
+        raise ValueError(
+            f"policy.quantization is {kind!r}, and quantised weights cannot be trained: add policy.lora ({{}} for its "
+            "defaults), or leave quantization out."
+        )
+    if loader.model is not None or loader.from_scratch:
+        raise ValueError(
+            f"policy.quantization ({kind}) says how a checkpoint is loaded, and the policy is in memory or has random "
+            "weights: give a name, or leave quantization out."
+        )
+    if loader.dtype == "float16":
+        raise ValueError(
+            f"policy.dtype is float16, and weights quantised to {kind} are computed with in bfloat16: set it to "
+            "bfloat16 or float32."
+        )
+
+
+def check_loading(loader: PolicyLoader, sharding: Sharding) -> None:
+    """Say what stands against loading, before weights are.
+
+    Raises:
+        FileNotFoundError: If the adapter to start from is not there.
+        ModuleNotFoundError: If a package is missing.
+        RuntimeError: If there is no CUDA device where one is needed.
+        ValueError: If the strategy shards what is quantised, or more layers are to be frozen than there are.
+    """
+    if loader.quantization != "none":
+        if sharding.is_sharded:
+            raise ValueError(
+                f"policy.quantization is {loader.quantization!r}, and the strategy shards the weights, which "
+                "bitsandbytes cannot: take ddp or zero2, or leave quantization out."
+            )
+        check_quantization(loader.quantization)
+    if loader.lora is not None:
+        loader.lora.check()
+        if loader.lora.dropout:
+            log.warning(
+                "policy.lora.dropout is %g: log-probs of the update differ from those before it by the dropout alone, "
+                "and importance ratios are not 1 before the first update.",
+                loader.lora.dropout,
+            )
+    if loader.freeze_layers:
+        check_num_layers(loader.freeze_layers, loader.load_config().get_text_config(decoder=True).num_hidden_layers)
+
+
+def limit_training(model: Any, loader: PolicyLoader, sharding: Sharding) -> Any:
+    """The loaded model with what is not trained frozen, and with adapters where they are asked for."""
+    if loader.freeze_layers:
+        freeze_first_layers(model, loader.freeze_layers)
+    if loader.lora is None:
+        return model
+    with sharding.building():
+        return add_adapters(model, loader.lora)

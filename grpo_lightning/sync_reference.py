@@ -1,0 +1,114 @@
+"""A reference that follows the policy from a distance (TR-DPO, arXiv:2404.09656).
+
+Every few optimizer steps: reference = alpha * policy + (1 - alpha) * reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.policy.reference import FrozenCopy
+from grpo_lightning.policy.sharding import Sharding
+
+
+@dataclass
+class SyncReference:
+    """When and how far the reference moves towards the policy."""
+
+    every_n_steps: int = 512
+    """Optimizer steps between two moves."""
+
+    mixup_alpha: float = 0.6
+    """Share of the policy in the new reference; 1 copies it."""
+
+    def __post_init__(self) -> None:
+        """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
+        if self.every_n_steps < 1:
+            raise ValueError(f"model.sync_reference.every_n_steps must be at least 1, got {self.every_n_steps}.")
+        if not 0 < self.mixup_alpha <= 1:
+            raise ValueError(f"model.sync_reference.mixup_alpha must be above 0 and at most 1, got {self.mixup_alpha}.")
+
+
+def check(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
+    """Refuse a reference to be moved where there is none. Raises: ValueError."""
+    if sync is None:
+        return
+    if beta == 0:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and there is no reference: "
+            "model.objective.beta is 0. Set beta above 0, or leave sync_reference out."
+        )
+    if has_lora:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and the policy trains LoRA adapters: its "
+            "reference is the base without them, or the adapter it started from, and what lies between two adapters is "
+            "no adapter of that rank. Leave sync_reference out; or export the run merged and start the next from it, "
+            "which moves the reference all the way."
+        )
+
+
+class ReferenceMover(L.Callback):
+    """Moves the module's reference at the ends of optimizer steps. The next rollout is compared with the new one."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Move it if it is time."""
+        sync: SyncReference | None = pl_module.sync_reference
+        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if sync is not None and is_step and trainer.global_step % sync.every_n_steps == 0:
+            mix(pl_module.reference, pl_module.policy, sync.mixup_alpha, pl_module.sharding)
+
+
+@torch.no_grad()
+def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Sharding) -> None:
+    """Move the reference towards the policy, weight by weight: no second copy of the model is made.
+
+    Args:
+        reference: Of the policy's architecture.
+        policy: What it moves towards.
+        alpha: The policy's share.
+        sharding: How both lie over the processes.
+    """
+    for ours, theirs in zip(reference.model.parameters(), policy.parameters(), strict=True):
+        if ours is not theirs:  # frozen layers may be shared
+            sharding.assign(ours, torch.lerp(sharding.whole(ours), sharding.whole(theirs).to(ours.dtype), alpha))
+    reference.has_moved = True
+
+
+def moved_weights(reference: Any, sharding: Sharding, *, is_first: bool) -> dict[str, Tensor] | None:
+    """The weights of a reference that has moved, whole and on the CPU; None of one that has not.
+
+    Args:
+        reference: Of the module; every rank takes part.
+        sharding: How it lies over the processes.
+        is_first: True on the rank that keeps them.
+    """
+    if not isinstance(reference, FrozenCopy) or not reference.has_moved:
+        return None
+    weights = {}
+    for name, parameter in reference.model.named_parameters():
+        whole = sharding.whole(parameter)
+        if is_first:
+            weights[name] = whole.to("cpu", copy=True)
+    return weights or None
+
+
+@torch.no_grad()
+def restore(reference: Any, weights: dict[str, Tensor] | None, sharding: Sharding) -> None:
+    """Put back what `moved_weights` gave. Every rank takes part; ZeRO-3's other ranks have no weights to give.
+
+    Raises:
+        ValueError: If there is no reference to put them in.
+    """
+    if not isinstance(reference, FrozenCopy):
+        raise ValueError(
+            "The checkpoint has a reference that was moved (model.sync_reference), and this run has none: set "
+            "model.objective.beta and the policy as they were."
+        )
+    for name, parameter in reference.model.named_parameters():
+        sharding.assign(parameter, None if weights is None else weights[name])
+    reference.has_moved = True

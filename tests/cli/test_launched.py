@@ -1,0 +1,40 @@
+"""Processes that a run has launched end with it."""
+
+import logging
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from grpo_lightning.cli.launched import end_with
+
+
+def started(*scripts):
+    """A trainer that has launched these."""
+    launcher = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=len(scripts) + 1, num_nodes=1)
+    launcher.procs = [subprocess.Popen([sys.executable, "-S", "-c", script]) for script in scripts]
+    return SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), list(launcher.procs)
+
+
+def test_who_ends_in_time_is_waited_for_and_who_does_not_is_ended(caplog):
+    trainer, processes = started("import time; time.sleep(0.2)", "import time; time.sleep(600)", "raise SystemExit(2)")
+    start = time.monotonic()
+    end_with(trainer, seconds=2)
+    assert [process.returncode for process in processes] == [0, -9, 2]
+    assert time.monotonic() - start < 60
+    assert trainer.strategy.launcher.procs == [], "Lightning watches them, and would end this process"
+    assert caplog.text == "", "of one that was ended here, or said itself why, there is nothing to say"
+
+
+def test_a_rank_that_was_killed_cannot_say_so(caplog):
+    caplog.set_level(logging.ERROR, logger="grpo_lightning")
+    trainer, _ = started("import os; os.kill(os.getpid(), 9)")
+    end_with(trainer, seconds=30)
+    assert "Rank 1 was ended by SIGKILL (often the system, out of memory)." in caplog.text
+
+
+def test_what_others_have_launched_is_theirs():
+    end_with(SimpleNamespace(strategy=SimpleNamespace(launcher=None)), seconds=0)

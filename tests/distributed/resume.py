@@ -1,0 +1,188 @@
+"""Runs that are killed and go on: `python -m tests.distributed.resume STRATEGY FOLDER [KILL]`.
+
+Two epochs over seven prompts on two ranks, two updates of two micro-batches per rollout, two iterations, a KL, AdamW, a
+cosine schedule and clipping. A checkpoint after every optimizer step; the last two are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from grpo_lightning import ranks
+from grpo_lightning.completeness import why_incomplete
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.schedules import Cosine
+from grpo_lightning.sync_reference import SyncReference
+from grpo_lightning.types import SamplingParams
+from tests.distributed import harness
+from tests.distributed.steps import STRATEGIES, save_policy, whole_weights
+from tests.module_runs import vowel_share
+
+PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]
+CYCLE = 2 * 2 * 2
+MICRO_STEPS_PER_EPOCH = 2 * CYCLE
+MICRO_STEPS = 2 * MICRO_STEPS_PER_EPOCH
+
+
+class Kill(L.Callback):
+    """SIGKILL to this process at a micro-step, in a hook that the micro-step has."""
+
+    def __init__(self, micro_step: int, hook: str) -> None:
+        self.micro_step = micro_step
+        setattr(self, hook, self.strike)
+
+    def strike(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready >= self.micro_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(strategy: str, folder: Path, checkpoints: Path, kill: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
+    """From the newest complete checkpoint to the kill or the end; returns the whole weights."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module = GRPOLightningModule(
+        PolicyLoader(str(folder / "policy"), **settings),
+        rewards=[vowel_share],
+        sampling=SamplingParams(max_completion_length=6),
+        objective=Objective(beta=0.04),
+        optimizer=functools.partial(AdamW, lr=3e-3),
+        scheduler=functools.partial(Cosine, warmup_ratio=0.1),
+        sync_reference=None if settings.get("lora") else SyncReference(every_n_steps=5, mixup_alpha=0.6),
+        num_generations=4,
+        num_iterations=2,
+        updates_per_rollout=2,
+        seed=0,
+    )
+    final: dict[str, Any] = {}
+
+    class Final(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+            final.update(whole_weights(pl_module))
+            final["reference"] = (
+                None
+                if settings.get("lora")
+                else pl_module.sharding.whole(next(pl_module.reference.parameters())).clone()
+            )
+
+    saving = ModelCheckpoint(
+        checkpoints, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks_of(strategy),
+        strategy=STRATEGIES[strategy](),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[saving, Final(), *([Kill(kill["micro_step"], kill["hook"])] if is_hit(kill) else [])],
+    )
+    source = PromptSource(PROMPTS, 4 // ranks_of(strategy), cycle=module.cycle_length(2))
+    trainer.fit(module, source, ckpt_path=newest(checkpoints))
+    return final
+
+
+def ranks_of(strategy: str) -> int:
+    """Processes."""
+    return 1 if strategy == "one" else 2
+
+
+def is_hit(kill: dict[str, Any] | None) -> bool:
+    """True if this rank is one of those to be killed."""
+    return kill is not None and kill["rank"] in (None, int(os.environ.get("RANK", "0")))
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The complete checkpoint after the most optimizer steps; None if there is none."""
+    found = {int(path.stem.removeprefix("step=")): path for path in checkpoints.glob("step=*.ckpt")}
+    complete = [step for step, path in found.items() if why_incomplete(path) is None]
+    return found[max(complete)] if complete else None
+
+
+def main(strategy: str, folder: str, kill: str = "", settings: str = "{}") -> None:
+    """With a kill, the run that gets it. Without, the run that goes on, and one that was never killed."""
+    torch.set_num_threads(1)
+    where = Path(folder)
+    how, options = json.loads(kill) if kill else None, json.loads(settings)
+    got = train(strategy, where, where / "checkpoints", how, options)
+    if ranks.rank() == 0:
+        torch.save(got, where / "got.pt")
+    if how is None:
+        ranks.gather_objects(None)
+        want = train(strategy, where, where / "unbroken", None, options)
+        if ranks.rank() == 0:
+            torch.save(want, where / "want.pt")
+
+
+def kill_and_resume(
+    strategy: str,
+    folder: Path,
+    *,
+    micro_step: int,
+    hook: str,
+    rank: int | None,
+    damage: Any = None,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Start a run, kill it, and go on.
+
+    Args:
+        strategy: Name.
+        folder: Empty.
+        micro_step: When it is killed.
+        hook: In which hook.
+        rank: The rank that is killed; None for all.
+        damage: Called with the newest checkpoint before the run goes on.
+        settings: Of the policy.
+
+    Returns:
+        `equal` (bit for bit), the largest `difference`, and the checkpoint that the run went on from.
+    """
+    save_policy(folder)
+    kill = json.dumps({"micro_step": micro_step, "hook": hook, "rank": rank})
+    options = json.dumps(settings or {})
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = harness.start_ranks(
+            "tests.distributed.resume", strategy, folder, kill, options, world_size=ranks_of(strategy),
+            folder=Path(scratch),
+        )  # fmt: skip
+        struck = processes if rank is None else [processes[rank]]
+        try:
+            codes = [process.wait(timeout=200) for process in struck]
+        finally:
+            for process in processes:  # the others wait for it, or fail: nothing of theirs may be saved any more
+                harness.kill(process)
+        assert codes == [-signal.SIGKILL] * len(codes), harness.tails(Path(scratch))
+    path = newest(folder / "checkpoints")
+    if damage is not None:
+        damage(path)
+        path = newest(folder / "checkpoints")
+    harness.run_ranks("tests.distributed.resume", strategy, folder, "", options, world_size=ranks_of(strategy))
+    got, want = (torch.load(folder / f"{name}.pt") for name in ("got", "want"))
+    names = [name for name in want if want[name] is not None]
+    return {
+        "equal": all(torch.equal(got[name], want[name]) for name in names),
+        "difference": max(float((got[name] - want[name]).abs().max()) for name in names),
+        "went on from": path.name if path else None,
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

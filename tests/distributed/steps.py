@@ -1,0 +1,227 @@
+"""Single optimizer steps on one rank or several: `python -m tests.distributed.steps STRATEGY FOLDER`.
+
+The completions are scripted by the prompts, and SGD shows the gradient as it is, so the weights afterwards are those of
+one device to rounding, or something is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from grpo_lightning import PolicyLoader, ranks
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from grpo_lightning.types import Completion, SamplingParams
+from tests.module_runs import SMALL
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+LONGEST = 24
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "zero1": lambda: GRPODeepSpeedStrategy(stage=1),
+    "zero2": lambda: GRPODeepSpeedStrategy(stage=2),
+    # A tiny model would stay whole under the default threshold, and the test would prove nothing.
+    "zero3": lambda: GRPODeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+    "fsdp2": FSDP2Strategy,
+}
+
+
+class ByPrompt:
+    """Completions that the prompt says: `long` has the longest, `short` single tokens; the others 2 to 9 tokens."""
+
+    def connect(self, policy: Any, tokenizer: Any, sharding: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def sync_weights(self, policy: Any) -> None:
+        pass
+
+    def generate(
+        self, prompts: list[list[int]], num_generations: int, sampling: Any, seeds: Any, progress: Any = None
+    ) -> list[list[Completion]]:
+        return [[self.completion(prompt, number) for number in range(num_generations)] for prompt in prompts]
+
+    def completion(self, prompt: list[int], number: int) -> Completion:
+        generator = torch.Generator().manual_seed(sum(prompt) * 100 + number)
+        text = self.tokenizer.decode(prompt)
+        size = LONGEST if "long" in text else 1 if "short" in text else 2 + (sum(prompt) + 3 * number) % 8
+        ids = torch.randint(2, 97, (size,), generator=generator).tolist()
+        return Completion(ids, [-1.0] * size, "length" if "long" in text else "stop", self.tokenizer.decode(ids))
+
+
+def small_letters(completions: list[str], prompts: list[str]) -> list[float | None]:
+    """The share of small letters; the same for all completions of an `equal` prompt, none of a `blank` one."""
+    shares = [sum(c.islower() for c in text) / max(1, len(text)) for text in completions]
+    return [
+        None if "blank" in prompt else 0.5 if "equal" in prompt else share
+        for prompt, share in zip(prompts, shares, strict=True)
+    ]
+
+
+LORA = {"rank": 4, "alpha": 16}
+PLAIN = ["one", "two of them", "3", "number four is", "five", "the sixth of all", "7!", "eight"]
+
+
+@dataclass
+class Case:
+    """One run of a few steps. Of two ranks, the second has the prompts at odd places."""
+
+    prompts: list[str] = field(default_factory=lambda: PLAIN[:4])
+    steps: int = 1
+    accumulate: int = 1
+    updates: int = 1
+    clip: float | None = None
+    lr: float = 1.0
+    objective: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    sync: dict[str, Any] | None = None
+    batch: int = 4
+    """Prompts per step, over all ranks."""
+
+
+CASES: dict[str, Case] = {
+    "plain": Case(objective={"beta": 0.0}),
+    "kl": Case(objective={"beta": 0.04}, steps=2),
+    "accumulate 2": Case(objective={"beta": 0.0}, accumulate=2),
+    "accumulate 4, kl": Case(objective={"beta": 0.04}, accumulate=4),
+    "clipped": Case(objective={"beta": 0.0}, clip=0.01, accumulate=2),
+    "two updates": Case(objective={"beta": 0.04}, updates=2, steps=2, accumulate=2),
+    "sequence": Case(objective={"beta": 0.0, "aggregate": "sequence", "scale": "batch_std"}),
+    "a rank of equals": Case(
+        prompts=["one", "equal 2", "three", "equal 4"], objective={"beta": 0.0}, accumulate=2, steps=2
+    ),
+    "a rank of blanks": Case(prompts=["one", "blank 2", "three", "blank 4"], objective={"beta": 0.0}),
+    "a rank of truncated, much longer ones": Case(
+        prompts=["short one", "long two", "short three", "long four"],
+        objective={"beta": 0.04},
+        policy={"chunk_size": 3},
+        accumulate=2,
+    ),
+    "fewer prompts": Case(prompts=["one", "two of them", "3"], accumulate=2),
+    "a rank without prompts": Case(prompts=["lonely"], accumulate=2, updates=2, steps=2),
+    "chunks": Case(policy={"chunk_size": 2, "activation_checkpointing": "chunks"}, accumulate=2),
+    "layers": Case(policy={"activation_checkpointing": "layers"}, accumulate=2),
+    "dense": Case(policy={"scoring": "dense", "chunk_size": 5}),
+    "sliced head": Case(policy={"head_chunk_size": 3}),
+    "frozen layers, kl": Case(policy={"freeze_layers": 1}, objective={"beta": 0.04}, steps=2),
+    # Two steps: in the first only B moves, as A's gradient is a multiple of B.
+    "lora": Case(policy={"lora": LORA}, objective={"beta": 0.0}, steps=2, accumulate=2, lr=0.01),
+    "lora, kl, two updates": Case(
+        policy={"lora": LORA}, objective={"beta": 0.04}, steps=2, updates=2, accumulate=2, lr=0.01
+    ),
+    "lora, kl, accumulate 4, clipped": Case(
+        policy={"lora": LORA, "activation_checkpointing": "layers"}, steps=2, accumulate=4, clip=0.01, lr=0.01
+    ),
+    "reference follows": Case(
+        objective={"beta": 0.04}, sync={"every_n_steps": 2, "mixup_alpha": 0.6}, steps=4, accumulate=2, lr=0.1
+    ),
+    "lora, fewer prompts": Case(
+        prompts=["one", "long two", "3"], policy={"lora": LORA}, steps=2, accumulate=2, lr=0.01
+    ),
+}
+
+
+def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
+    """Train the case; returns the weights before and after, whole, and what was logged."""
+    world_size = 1 if strategy == "one" else 2
+    module = GRPOLightningModule(
+        PolicyLoader(str(folder / "policy"), **case.policy),
+        rewards=[small_letters],
+        engine=ByPrompt(),
+        sampling=SamplingParams(max_completion_length=LONGEST),
+        objective=Objective(**case.objective),
+        sync_reference=case.sync,
+        optimizer=functools.partial(torch.optim.SGD, lr=case.lr),
+        num_generations=4,
+        updates_per_rollout=case.updates,
+        seed=0,
+    )
+    watch = Watch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=STRATEGIES[strategy](),
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
+    source = PromptSource(
+        case.prompts, case.batch // world_size, cycle=module.cycle_length(case.accumulate), shuffle=False
+    )
+    trainer.fit(module, source)
+    return {"before": watch.before, "after": watch.after, "trained": watch.trained, "log": watch.log}
+
+
+class Watch(L.Callback):
+    """The whole weights before and after, what was logged, and whether the weights are sharded in between."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.before, self.log = whole_weights(pl_module), {}
+        self.trained = [name for name, p in pl_module.policy.named_parameters() if p.requires_grad]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        self.log = {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name}
+        models = [pl_module.policy, getattr(pl_module.reference, "model", None)]
+        for model in filter(None, models):
+            for name, parameter in model.named_parameters():
+                if pl_module.sharding.is_sharded:
+                    local, whole = local_size(parameter), whole_size(parameter)
+                    # FSDP2 gives whole rows, of which a matrix of LoRA has few.
+                    limit = max(-(-whole // 2) + 1, parameter.shape[-1] if parameter.ndim > 1 else 1)
+                    assert local <= limit, f"{name} is not sharded: {local} of {whole} numbers are here"
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.after = whole_weights(pl_module)
+        if pl_module.sync_reference:
+            for name, weight in pl_module.reference.model.named_parameters():
+                self.after[f"reference of {name}"] = pl_module.sharding.whole(weight).cpu().clone()
+
+
+def whole_size(parameter: Any) -> int:
+    """The numbers of a parameter, over all ranks."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def local_size(parameter: Any) -> int:
+    """The numbers of a sharded parameter that are on this rank."""
+    return int((parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.to_local()).numel())
+
+
+def whole_weights(module: Any) -> dict[str, Tensor]:
+    """A copy of the policy's weights, whole on every rank."""
+    return {name: module.sharding.whole(weight).cpu().clone() for name, weight in module.policy.named_parameters()}
+
+
+def save_policy(folder: Path) -> None:
+    """The policy that all runs start from."""
+    tiny_model("qwen2", **SMALL).save_pretrained(folder / "policy")
+    tiny_tokenizer().save_pretrained(folder / "policy")
+
+
+def main(strategy: str, folder: str, *names: str) -> None:
+    """Run the cases, all of them if none is named, and save what came out on each rank."""
+    torch.set_num_threads(1)
+    for name in names or CASES:
+        sys.stderr.write(f"case {name}\n")  # a rank that fails says where
+        result = run(CASES[name], strategy, Path(folder))
+        torch.save(result, Path(folder) / f"{strategy}-{name}-{ranks.rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

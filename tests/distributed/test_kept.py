@@ -1,0 +1,98 @@
+"""Checkpoints hold what is trained and the optimizer's states; those that no run can go on from are refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from grpo_lightning.cli import resuming
+from tests.distributed import kept
+from tests.distributed.harness import run_ranks
+
+FLOAT = 4
+OVERHEAD = 90_000
+"""Bytes of archives' directories and of the run's own state, beside the tensors."""
+
+LAST, INSIDE = (f"step={step}.ckpt" for step in (kept.STEPS, kept.STEPS - 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the policy is, and a checkpoint that one process saved inside a cycle."""
+    folder = tmp_path_factory.mktemp("kept")
+    kept.save_policy(folder)
+    kept.train("one", folder, {}, *kept.savings(folder / "one"))
+    shutil.copy(folder / "one" / "whole" / INSIDE, folder / "one.ckpt")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["ddp", "zero3", "fsdp2"])
+def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
+    """A strategy, once all runs are done under it on two ranks."""
+    run_ranks("tests.distributed.kept", request.param, folder)
+    return request.param
+
+
+def size(checkpoint: Path) -> int:
+    """The bytes of a checkpoint, without DeepSpeed's scripts and the two kilobytes that FSDP2 adds to a shard."""
+    if (checkpoint / ".metadata").is_file():
+        entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata.values()
+        tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+    files = [checkpoint] if checkpoint.is_file() else [path for path in checkpoint.rglob("*") if path.suffix != ".py"]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def found(folder: Path, strategy: str) -> list[dict]:
+    return [json.loads((folder / f"{strategy}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("policy", kept.POLICIES)
+def test_a_checkpoint_is_trained_weights_and_moments(folder: Path, strategy: str, policy: str):
+    """AdamW keeps two numbers for each weight."""
+    expected = 3 * FLOAT * found(folder, strategy)[0]["trained"][policy]
+    assert expected <= size(folder / strategy / policy / "whole" / LAST) < 1.05 * expected + OVERHEAD
+
+
+@pytest.mark.parametrize("policy", kept.POLICIES)
+def test_the_newest_are_kept_with_their_ranks_files_and_a_link(folder: Path, strategy: str, policy: str):
+    place = folder / strategy / policy / "whole"
+    assert sorted(path.name for path in place.iterdir()) == ["last.ckpt", INSIDE, f"{INSIDE}.ranks", LAST]
+    assert (place / "last.ckpt").resolve() == (place / LAST).resolve()
+    assert resuming.why_unusable(place / "last.ckpt", to_train=True) is None
+    assert len(list((place / f"{INSIDE}.ranks").iterdir())) == 2
+
+
+def test_what_is_missing_or_half_written_is_said_on_every_rank(folder: Path, strategy: str):
+    inside = folder / strategy / "all" / "whole" / INSIDE
+    for rank, result in enumerate(found(folder, strategy)):
+        missing, half = result["said"]["without ranks' files"], result["said"]["half written"]
+        assert missing.startswith(f"FileNotFoundError: The checkpoint {inside} was saved inside a cycle")
+        assert f"the rollout of rank {rank} is not beside it" in missing
+        assert half.startswith(f"ValueError: The checkpoint {inside} cannot be used: ")
+
+
+def test_inside_a_cycle_another_number_of_ranks_is_refused(folder: Path, strategy: str):
+    if strategy != "ddp":
+        pytest.skip("files, which any number of ranks could load, are those of DDP")
+    for result in found(folder, strategy):
+        assert "inside a cycle by 1 processes; this run has 2" in result["said"]["of one process"]
+    inside = folder / strategy / "frozen layers" / "whole" / INSIDE
+    said = kept.refusal("one", folder, inside, kept.POLICIES["frozen layers"])
+    assert "inside a cycle by 2 processes; this run has 1" in said
+
+
+@pytest.mark.parametrize("policy", kept.POLICIES)
+def test_weights_alone_have_no_moments(folder: Path, strategy: str, policy: str):
+    if strategy == "zero3":
+        pytest.skip("DeepSpeed keeps the weights' shards in the files of the optimizer's states")
+    checkpoint = folder / strategy / policy / "weights" / LAST
+    expected = FLOAT * found(folder, strategy)[0]["trained"][policy]
+    assert expected <= size(checkpoint) < 1.05 * expected + OVERHEAD
+    assert "save_weights_only" in (resuming.why_unusable(checkpoint, to_train=True) or "")
+    if checkpoint.is_file():
+        assert "optimizer_states" not in torch.load(checkpoint, weights_only=True)

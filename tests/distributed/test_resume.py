@@ -1,0 +1,45 @@
+"""Killed on one rank or on all, a run of two ranks ends with the weights of the unbroken one, bit for bit."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.cli import resuming
+from grpo_lightning.cli.errors import ConfigurationError
+from tests.distributed.kept import cut
+from tests.distributed.resume import MICRO_STEPS_PER_EPOCH, kill_and_resume
+
+MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
+"""In the second epoch, in the third of a cycle's four optimizer steps."""
+
+NEWEST, BEFORE = "step=10.ckpt", "step=9.ckpt"
+
+
+def half_write(newest: Path) -> None:
+    """What a kill leaves while a checkpoint is written: refused by name, and the one before it is taken."""
+    assert newest.name == NEWEST
+    file = cut(newest)
+    path, skipped = resuming.newest([newest.parent], to_train=True)
+    assert path == newest.with_name(BEFORE)
+    assert list(skipped) == [newest]
+    assert file in skipped[newest] if newest.is_dir() else "not written to its end" in skipped[newest]
+    with pytest.raises(ConfigurationError, match=re.escape(f"{newest} is no complete checkpoint: {skipped[newest]}")):
+        resuming.check_there(str(newest), to_train=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hook", "rank", "damage"),
+    [
+        pytest.param("ddp", "on_after_backward", 1, half_write, id="ddp, one rank, newest half written"),
+        pytest.param("zero2", "on_train_batch_end", 0, None, id="zero2, one rank"),
+        pytest.param("zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written"),
+        pytest.param("fsdp2", "on_train_batch_start", None, None, id="fsdp2, all ranks"),
+    ],
+)
+def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, damage):
+    outcome = kill_and_resume(strategy, tmp_path, micro_step=MICRO_STEP, hook=hook, rank=rank, damage=damage)
+    assert outcome == {"equal": True, "difference": 0.0, "went on from": BEFORE if damage else NEWEST}
+    # The run's last step ends a cycle, the one before it is inside: of what was removed, nothing is left beside them.
+    kept = sorted(path.name for path in (tmp_path / "unbroken").iterdir())
+    assert kept == ["step=15.ckpt", "step=15.ckpt.ranks", "step=16.ckpt"]

@@ -1,0 +1,58 @@
+"""Checkpoints of every strategy are exported, evaluated, and hold no more than they should."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lightning.export import export
+from tests.distributed import saving
+from tests.distributed.harness import run_ranks
+from tests.distributed.steps import STRATEGIES, save_policy
+
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the runs on one device."""
+    folder = tmp_path_factory.mktemp("saving")
+    save_policy(folder)
+    run_ranks("tests.distributed.saving", "one", folder, world_size=1)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[name for name in STRATEGIES if name not in ("one", "zero1")])
+def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
+    """A strategy, with its runs on two ranks."""
+    run_ranks("tests.distributed.saving", request.param, folder, timeout=400)
+    return request.param
+
+
+def logprobs_of(folder: Path) -> torch.Tensor:
+    """As anybody would load it."""
+    AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(input_ids=saving.IDS).logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", saving.KINDS)
+def test_an_exported_checkpoint_has_the_log_probs_of_the_run(folder: Path, strategy: str, kind: str, tmp_path: Path):
+    results = torch.load(folder / f"{strategy}-{kind}.pt")
+    export(results["checkpoint"], tmp_path / "exported", policy=str(folder / "policy"))
+    assert (logprobs_of(tmp_path / "exported") - results["logprobs"]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", saving.KINDS)
+def test_a_run_exports_its_policy_with_all_ranks(folder: Path, strategy: str, kind: str):
+    results = torch.load(folder / f"{strategy}-{kind}.pt")
+    assert (logprobs_of(folder / strategy / kind / "at-the-end") - results["logprobs"]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", saving.KINDS)
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_a_checkpoint_is_evaluated_as_on_one_device(folder: Path, strategy: str, kind: str, verb: str):
+    found, expected = (torch.load(folder / f"{name}-{kind}.pt")[verb] for name in (strategy, "one"))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(expected) > 5

@@ -1,0 +1,44 @@
+"""The same weights after a step on one device and on two ranks, under every strategy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import steps
+from tests.distributed.harness import run_ranks
+
+STRATEGIES = [name for name in steps.STRATEGIES if name != "one"]
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the policy is, and the results of all cases on one device."""
+    folder = tmp_path_factory.mktemp("steps")
+    steps.save_policy(folder)
+    run_ranks("tests.distributed.steps", "one", folder, world_size=1)
+    return folder
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
+    """A strategy, once all cases have run on two ranks under it, in one process group."""
+    run_ranks("tests.distributed.steps", request.param, folder, timeout=400)
+    return request.param
+
+
+@pytest.mark.parametrize("case", steps.CASES)
+def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
+    expected = torch.load(folder / f"one-{case}-0.pt")
+    for rank in (0, 1):
+        found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
+        assert found["before"].keys() == expected["before"].keys()
+        assert found["trained"] == expected["trained"]
+        assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)
+        for name, after in expected["after"].items():
+            difference = (found["after"][name] - after).norm() / after.norm()
+            assert difference <= TOLERANCE, f"{name} differs by {difference:.1e} on rank {rank}"
+        for name, before in expected["before"].items():
+            assert torch.equal(found["before"][name], before), f"{name} starts from other weights"
+            assert torch.equal(found["after"][name], before) != (name in found["trained"]), f"did {name} move?"

@@ -1,0 +1,149 @@
+"""Frozen layers: which they are, that they stay, and that checkpoints do without them."""
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_lightning.policy.freezing import freeze_first_layers, frozen_names, keep_frozen_out_of_checkpoints
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.scoring import Scorer
+from tests.policy.adapters import IDS, train
+from tests.policy.scored import ragged_batch
+from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+def test_embeddings_and_the_first_layers_are_frozen(family):
+    model = tiny_model(family)
+    freeze_first_layers(model, 2)
+    layers = {"gpt2": "transformer.h.", "mamba2": "backbone.layers."}.get(family, "model.layers.")
+    for name, weight in model.named_parameters():
+        is_first = name.startswith((f"{layers}0.", f"{layers}1."))
+        is_embedding = any(part in name for part in ("embed", "wte", "wpe"))
+        assert weight.requires_grad != (is_first or is_embedding), name
+
+
+def test_a_tied_head_is_frozen_with_the_embeddings():
+    for tied in (True, False):
+        model = tiny_model("qwen2", tie_word_embeddings=tied)
+        freeze_first_layers(model, 1)
+        assert model.lm_head.weight.requires_grad != tied
+
+
+def test_more_layers_than_there_are():
+    with pytest.raises(ValueError, match=r"policy\.freeze_layers is 5, and the policy has 4 layers\."):
+        freeze_first_layers(tiny_model("qwen2"), 5)
+    freeze_first_layers(tiny_model("qwen2"), 4)
+
+
+def test_layers_that_cannot_be_found():
+    model = tiny_model("qwen2")
+    model.config.num_hidden_layers = 7
+    with pytest.raises(ValueError, match=r"layers of Qwen2ForCausalLM cannot be found: .* no list of 7 modules"):
+        freeze_first_layers(model, 1)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "chunks", "layers"])
+def test_both_paths_give_the_same_gradients(checkpointing):
+    found = {}
+    for path in ("extended", "dense"):
+        loader = PolicyLoader(
+            model=tiny_model("qwen2"),
+            tokenizer=tiny_tokenizer(),
+            freeze_layers=2,
+            scoring=path,
+            activation_checkpointing=checkpointing,
+        )
+        policy = loader.load()
+        assert isinstance(policy.scorer, Scorer)
+        policy.scorer(policy.model.train(), ragged_batch(), temperature=1.0).logprobs.sum().backward()
+        found[path] = {name: weight.grad for name, weight in policy.model.named_parameters()}
+    for name, gradient in found["dense"].items():
+        is_frozen = name.startswith(("model.embed", "model.layers.0.", "model.layers.1."))
+        assert (gradient is None) == is_frozen, name
+        torch.testing.assert_close(found["extended"][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_weights_stay():
+    model = tiny_model("qwen2")
+    freeze_first_layers(model, 2)
+    frozen = frozen_names(model)
+    train(model)
+    start = dict(tiny_model("qwen2").named_parameters())
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, start[name]) == (name in frozen), name
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Owner(nn.Module):
+    """Has a policy, and a reference as it may be."""
+
+    def __init__(self, policy: nn.Module, reference: nn.Module | None = None) -> None:
+        super().__init__()
+        self.policy, self.reference = policy, reference
+        keep_frozen_out_of_checkpoints(self)
+
+
+class Norm(nn.Module):
+    """A reference with a weight and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, affine=True).requires_grad_(False)
+        self.has_moved = False
+
+
+def test_only_trained_weights_are_in_the_state_dict():
+    model = tiny_model("qwen2")
+    freeze_first_layers(model, 3)
+    names = set(Owner(model).state_dict())
+    trained = {f"policy.{name}" for name, weight in model.named_parameters() if weight.requires_grad}
+    assert names == trained
+    assert len(trained) == 14  # of the last layer, the norm and the head
+    assert set(model.state_dict()) > {"model.embed_tokens.weight"}, "the policy itself is whole"
+
+
+def test_a_tied_weight_leaves_by_both_its_names():
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    freeze_first_layers(model, 1)
+    names = set(Owner(model).state_dict())
+    assert not names & {"policy.lm_head.weight", "policy.model.embed_tokens.weight"}
+    whole = set(Owner(tiny_model("qwen2", tie_word_embeddings=True)).state_dict())
+    assert whole >= {"policy.lm_head.weight", "policy.model.embed_tokens.weight"}
+
+
+def test_what_is_frozen_or_freed_later_is_held():
+    policy = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("early", "late", "never")})
+    policy["early"].requires_grad_(False)
+    owner = Owner(policy)
+    policy["late"].requires_grad_(False)
+    assert set(owner.state_dict()) == {"policy.late.weight", "policy.never.weight"}
+    policy["early"].requires_grad_(True)
+    assert set(owner.state_dict()) == {f"policy.{name}.weight" for name in policy}
+
+
+def test_the_reference_is_left_out_whole():
+    """Buffers too, and also once it has moved: then it is saved apart."""
+    owner = Owner(nn.Linear(2, 2), Norm())
+    for has_moved in (False, True):
+        owner.reference.has_moved = has_moved
+        assert set(owner.state_dict()) == {"policy.weight", "policy.bias"}
+        owner.load_state_dict(owner.state_dict())  # strict: nothing is missed
+
+
+def test_loading_misses_trained_weights():
+    model = tiny_model("qwen2")
+    freeze_first_layers(model, 3)
+    owner = Owner(model)
+    state = owner.state_dict()
+    owner.load_state_dict(state)
+    del state["policy.lm_head.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*policy\.lm_head\.weight"):
+        owner.load_state_dict(state)
+    assert logits_are_finite(owner.policy)
+
+
+def logits_are_finite(model: nn.Module) -> bool:
+    return bool(model(IDS).logits.isfinite().all())

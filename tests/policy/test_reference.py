@@ -1,0 +1,126 @@
+"""The reference: the policy as it was at the start, whatever is trained, in as little memory as that takes."""
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.reference import DisabledAdapter, FrozenCopy, StartingAdapter, frozen_copy, make_reference
+from grpo_lightning.policy.sharding import FullyShard, Sharding
+from tests.policy.adapters import loader_of, logits, saved_adapter, train
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_adapter(tmp_path_factory.mktemp("adapter"))
+
+
+def test_a_frozen_copy_of_the_weights_as_they_are():
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # changed since it was built
+    reference = frozen_copy(model)
+    assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert reference.lm_head.weight.abs().sum() > 0
+
+
+def loader_with(kind, folder):
+    """(loader, class of its reference) of every way to train."""
+    whole = {"model": tiny_model("qwen2"), "tokenizer": tiny_tokenizer()}
+    return {
+        "whole": lambda: (PolicyLoader(**whole), FrozenCopy),
+        "frozen layers": lambda: (PolicyLoader(**whole, freeze_layers=2), FrozenCopy),
+        "adapter": lambda: (loader_of(), DisabledAdapter),
+        "starting adapter": lambda: (loader_of(lora=LoRA(adapter=folder)), StartingAdapter),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["whole", "frozen layers", "adapter", "starting adapter"])
+def test_it_is_the_policy_that_training_began_with(kind, folder):
+    loader, wanted = loader_with(kind, folder)
+    policy = loader.load().model
+    start = logits(policy)
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    reference = make_reference(policy, loader)
+    assert type(reference) is wanted
+    assert torch.equal(logits(policy), start)
+    for _ in range(2):
+        train(policy)
+        moved = logits(policy)
+        assert not torch.equal(moved, start)
+        with reference.scoring(policy) as model:
+            assert torch.equal(logits(model), start)
+        assert torch.equal(logits(policy), moved)
+        assert {name for name, weight in policy.named_parameters() if weight.requires_grad} == trained
+    is_base = torch.equal(start, logits(tiny_model("qwen2")))
+    assert is_base == (kind != "starting adapter")
+
+
+@pytest.mark.parametrize("kind", ["adapter", "starting adapter"])
+def test_the_adapter_is_back_after_an_error(kind, folder):
+    loader, _ = loader_with(kind, folder)
+    policy = loader.load().model
+    reference = make_reference(policy, loader)
+    train(policy)
+    moved = logits(policy)
+    with pytest.raises(KeyError), reference.scoring(policy):
+        raise KeyError
+    assert torch.equal(logits(policy), moved)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "starting adapter"])
+def test_adapters_need_no_second_model(kind, folder):
+    loader, _ = loader_with(kind, folder)
+    policy = loader.load().model
+    before = sum(weight.numel() for weight in policy.parameters())
+    reference = make_reference(policy, loader)
+    added = sum(weight.numel() for weight in policy.parameters()) - before
+    own = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
+    assert not isinstance(reference, nn.Module)
+    assert added == (0 if kind == "adapter" else own)
+
+
+def test_frozen_layers_share_their_memory():
+    loader, _ = loader_with("frozen layers", None)
+    policy = loader.load().model
+    reference = make_reference(policy, loader)
+    assert isinstance(reference, FrozenCopy)
+
+    def addresses(model):
+        return {name: weight.data_ptr() for name, weight in model.named_parameters()}
+
+    own, copied = addresses(policy), addresses(reference.model)
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert {name for name in own if own[name] != copied[name]} == trained
+    together = nn.ModuleDict({"policy": policy, "reference": reference}).to(torch.float64)  # moved, as Lightning does
+    assert addresses(together["policy"]) == own | addresses(policy)
+    own, copied = addresses(policy), addresses(reference.model)
+    assert {name for name in own if own[name] != copied[name]} == trained
+
+
+def test_sharded_strategies_share_nothing():
+    loader, _ = loader_with("frozen layers", None)
+    policy = loader.load().model
+    reference = make_reference(policy, loader, FullyShard(None))
+    pairs = zip(policy.parameters(), reference.model.parameters(), strict=True)
+    assert all(one.data_ptr() != other.data_ptr() for one, other in pairs)
+
+
+def test_partitioned_weights_are_loaded_again(monkeypatch):
+    """Under ZeRO-3 there is nothing to copy: every weight is an empty stand-in with an id."""
+    loader, _ = loader_with("whole", None)
+    policy = loader.load().model
+    for weight in policy.parameters():
+        weight.ds_id = 0
+    second, asked = tiny_model("qwen2"), []
+    sharding = Sharding()
+    monkeypatch.setattr(loader, "load_model", lambda how: asked.append(how) or second)
+    reference = make_reference(policy, loader, sharding)
+    assert asked == [sharding]
+    assert reference.model is second
+    assert not any(weight.requires_grad for weight in second.parameters())

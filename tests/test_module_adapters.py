@@ -1,0 +1,117 @@
+"""Runs that train a part of the policy: what moves, what checkpoints hold, and how they resume and export."""
+
+import logging
+
+import pytest
+import torch
+
+from grpo_lightning import GRPOLightningModule, PolicyLoader
+from grpo_lightning.objective import Objective
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy.lora import LoRA
+from tests.module_runs import History, are_equal, fit, make_module, vowel_share, weights_of
+from tests.test_module_resume import KillAt, KilledError, train
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+KINDS = ["lora", "starting adapter", "freeze_layers"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A policy, and an adapter of it, as folders."""
+    path = tmp_path_factory.mktemp("policy")
+    tiny_model("qwen2", **SIZES).save_pretrained(path / "base")
+    tiny_tokenizer().save_pretrained(path / "base")
+    adapted = PolicyLoader(str(path / "base"), lora=LoRA(rank=2)).load().model
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    adapted.save_pretrained(path / "adapter")
+    return path
+
+
+def module_of(folder, kind="lora", *, beta=0.1, lr=1e-2, **options):
+    settings = {
+        "lora": {"lora": LoRA(rank=2)},
+        "dropout": {"lora": LoRA(rank=2, dropout=0.5)},
+        "starting adapter": {"lora": LoRA(adapter=str(folder / "adapter"))},
+        "freeze_layers": {"freeze_layers": 2},
+    }[kind]
+    policy = PolicyLoader(str(folder / "base"), **settings)
+    return make_module(policy=policy, objective=Objective(beta=beta), lr=lr, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
+    module, history = module_of(folder, kind), History()
+    fit(module, max_steps=3, callbacks=[history])
+    fresh = dict(module.loader.load().model.named_parameters())
+    moved = {
+        name for name, weight in module.policy.named_parameters() if name in fresh and not weight.equal(fresh[name])
+    }
+    assert moved == {name for name, weight in module.policy.named_parameters() if weight.requires_grad}
+    kl = history.of("policy/kl")
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert kl[-1] > 1e-5
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dropout"])
+def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
+    """Inside a cycle of two updates, run through twice."""
+
+    def module():
+        return module_of(folder, kind, updates_per_rollout=2, num_iterations=2, num_generations=3, length=5)
+
+    whole = weights_of(train(tmp_path / "whole", module=module(), max_steps=8))
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", KillAt(7), module=module(), max_steps=8)
+    assert are_equal(weights_of(train(tmp_path / "killed", module=module(), resume=True, max_steps=8)), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_the_trained_weights_and_their_optimizer(folder, kind, tmp_path):
+    """AdamW keeps two numbers a weight, and a counter a tensor; the rest is a few KiB."""
+    module = module_of(folder, kind)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    trained = {f"policy.{name}": weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert content["state_dict"].keys() == trained.keys()
+    numbers = 3 * sum(weight.nbytes for weight in trained.values())
+    size = (tmp_path / "a.ckpt").stat().st_size
+    per_tensor = 5 * 1024  # headers and alignment of the file, three tensors and a counter for each
+    assert numbers < size < numbers + 40_000 + per_tensor * len(trained)
+    assert size < 0.8 * 3 * sum(weight.nbytes for weight in tiny_model("qwen2", **SIZES).parameters())
+
+
+def test_a_checkpoint_loads_by_itself(folder, tmp_path):
+    module = module_of(folder)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    loaded = GRPOLightningModule.load_from_checkpoint(tmp_path / "a.ckpt", rewards=[vowel_share])
+    assert loaded.loader.lora == LoRA(rank=2)
+    assert are_equal(weights_of(loaded), weights_of(module))
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(folder, tmp_path):
+    fit(module_of(folder), max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    other = make_module(policy=PolicyLoader(str(folder / "base"), lora=LoRA(rank=2, target_modules=["q_proj"])))
+    with pytest.raises(RuntimeError, match="weights that the policy does not have"):
+        fit(other, max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
+
+
+def test_adapters_alone_are_given_to_the_optimizer(folder):
+    given = []
+
+    def optimizer(parameters):
+        given.extend(parameters)
+        return AdamW(given)
+
+    module = module_of(folder, optimizer=optimizer)
+    fit(module, max_steps=1)
+    assert [weight.shape for weight in given] == [w.shape for w in module.policy.parameters() if w.requires_grad]
+
+
+def test_the_run_says_what_is_trained(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        fit(module_of(folder), max_steps=1)
+    assert "LoRA: 6,144 weights are trained, beside down_proj, gate_proj, k_proj" in caplog.text
