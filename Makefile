@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint format bench prove-learning prove-resume prove-wheel clean
+.PHONY: help setup quickstart test test-slow lint format bench prove-learning prove-resume prove-ranks prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ prove-learning: $(READY) ## Show that the quickstart learns: three seeds and the
 
 prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bit for bit
 	$(BIN)/python benchmarks/prove_resume.py
+
+prove-ranks: $(READY) ## Show on two CPU ranks that training resumes, learns, and equals that of one device
+	$(BIN)/python benchmarks/prove_ranks.py
 
 prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment and an empty folder
 	$(BIN)/python benchmarks/prove_wheel.py

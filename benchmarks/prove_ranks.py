@@ -1,6 +1,6 @@
 """Proves on two CPU ranks what several devices promise: killed runs resume exactly, and training is that of one device.
 
-    python benchmarks/prove_ranks.py                       # all of it, about an hour on two cores
+    python benchmarks/prove_ranks.py                       # all of it, about half an hour on two cores
     python benchmarks/prove_ranks.py --parts resume --seed 1
     python benchmarks/prove_ranks.py --record              # writes the outcome into benchmarks/proofs.json
 
@@ -9,7 +9,7 @@ it, one rank or all, and goes on from the newest checkpoint: the same final weig
 DDP and ZeRO-3 `--runs` times each; ZeRO-2, FSDP2 and LoRA under ZeRO-3 once.
 learning: the quickstart under ZeRO-3, every weight sharded, to its bar: sampled and greedy accuracy at least 0.90.
 equality: twenty steps of the quickstart on one device and on two ranks under DDP, FSDP2 and ZeRO-3: the same
-completions and the same mean reward at every step, the same weights up to rounding (1e-4 of a tensor's norm).
+completions and the same mean reward at every step, the same weights up to rounding (1e-5 of a tensor's norm).
 Exit code 1 if one does not hold. Without --record nothing is left behind, but the quickstart's model in its cache.
 """
 
@@ -53,7 +53,7 @@ STRATEGIES: dict[str, list[str]] = {
     ],
 }
 STEPS = 20
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 """Of a weight tensor's norm, after `STEPS` steps of AdamW."""
 
 
@@ -97,11 +97,10 @@ def prove_resume(options: argparse.Namespace, console: Console) -> tuple[dict[st
     )
     runs = []
     for number, (strategy, settings) in enumerate(cases, start=1):
-        # A rank alone is the first as often as the second.
         kill = {
             "micro_step": chooser.randrange(1, MICRO_STEPS - 1),
             "hook": chooser.choice(HOOKS),
-            "rank": chooser.choice([None, None, 0, 1]),
+            "rank": None if number % 2 else chooser.choice([0, 1]),  # all, and one, in turn
         }
         with tempfile.TemporaryDirectory() as folder:
             outcome = kill_and_resume(strategy, Path(folder), settings=settings, **kill)

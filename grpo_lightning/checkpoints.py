@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from grpo_lightning import completeness, rank_files, ranks, sync_reference
 from grpo_lightning.limits import recount_batches
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
 
 log = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+"""In the place of a rank, among the ranks' files."""
 
 
 class StepEnds(L.Callback):
@@ -95,24 +98,29 @@ def save_whole(
     The ranks' files come first: a checkpoint that is there has them.
     """
     filepath = trainer.strategy.broadcast(filepath)
-    path, moment = local_path(filepath), pending_moment(module)
+    path, moment = local_path(filepath), moment_of(module)
     if path is None:
         if moment is not None:
             raise ValueError(
-                f"{filepath} is no local folder: inside a cycle the pending rollouts of {ranks.world_size()} ranks are "
-                "kept beside the checkpoint. Save at the ends of cycles, or into a folder that all ranks share."
+                f"{filepath} is no local folder, and {ranks.world_size()} ranks have something to keep beside the "
+                "checkpoint: pending rollouts, or a reference that has moved. Save at the ends of cycles, or into a "
+                "folder that all ranks share."
             )
         save(filepath, *args, **kwargs)
         return
-    if moment is not None:
-        rank_files.write(path, moment, ranks.rank(), {"rollout": module.rollout.state_dict()})
+    if moment is not None and is_pending(module):
+        rank_files.write(path, moment, ranks.rank(), module.rollout.state_dict())
+    if moment is not None and has_moved(module):
+        weights = sync_reference.moved_weights(module)  # every rank takes part
+        if trainer.is_global_zero:
+            rank_files.write(path, moment, REFERENCE, weights)
     if trainer.is_global_zero and path.is_dir():
         completeness.unmark(path)
     trainer.strategy.barrier("ranks' files")
     save(filepath, *args, **kwargs)  # ends with a barrier
     if trainer.is_global_zero:
         if path.is_dir():
-            completeness.mark(path)
+            completeness.mark(path, beside=rank_files.of_moment(path, moment), is_broken_off=is_broken_off(trainer))
         rank_files.tidy(path, moment)
 
 
@@ -121,11 +129,27 @@ def local_path(filepath: Any) -> Path | None:
     return None if "://" in str(filepath) else Path(filepath)
 
 
-def pending_moment(module: Any) -> str | None:
-    """The name of this moment if each rank has a rollout to keep for itself; None between cycles, or on one rank."""
-    if ranks.world_size() == 1 or module.rollout is None or module.rollout.is_finished:
+def is_pending(module: Any) -> bool:
+    """True inside a cycle."""
+    return module.rollout is not None and not module.rollout.is_finished
+
+
+def has_moved(module: Any) -> bool:
+    """True if the reference is no longer what the policy was loaded as."""
+    return bool(getattr(module.reference, "has_moved", False))
+
+
+def moment_of(module: Any) -> str | None:
+    """The name of this moment, if several ranks have something to keep beside a checkpoint of it; else None."""
+    if ranks.world_size() == 1 or not (is_pending(module) or has_moved(module)):
         return None
-    return f"rollout{module.rollout_index}-{module.rollout.position}"
+    position = module.rollout.position if module.rollout is not None else 0
+    return f"step{module.trainer.global_step}-{module.rollout_index}-{position}"
+
+
+def trained_names(module: L.LightningModule) -> list[str]:
+    """The names of the weights that are trained."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def is_inside_step(trainer: L.Trainer) -> bool:
@@ -175,75 +199,82 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
     return plain if loader.settings is None else plain | {"policy": loader.settings}
 
 
-def check_keys(module: L.LightningModule, state_dict: Mapping[str, Any]) -> None:
+def check_keys(module: L.LightningModule, names: Collection[str]) -> None:
     """Check that a checkpoint lacks frozen weights only, and has none that the module does not know.
 
     Raises:
         RuntimeError: If trained weights are missing or unknown ones are there, naming the first.
     """
     known = module.state_dict().keys()
-    if unknown := [name for name in state_dict if name not in known]:
+    if unknown := [name for name in names if name not in known]:
         raise RuntimeError(
             f"The checkpoint has {len(unknown)} weights that the policy does not have, {unknown[0]} first. It belongs "
             "to another policy: give the one it was taken of."
         )
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if missing := [name for name in trained if name not in state_dict]:
+    trained = trained_names(module)
+    if missing := [name for name in trained if name not in names]:
         raise RuntimeError(
             f"The checkpoint lacks {len(missing)} of {len(trained)} trained weights, {missing[0]} first. It belongs to "
             "another policy: give the one it was taken of."
         )
 
 
-def rollout_state(module: GRPOLightningModule, trainer: L.Trainer | None = None) -> dict[str, Any]:
-    """The rollouts drawn so far, the pending one (None between cycles), and whether the last step was broken off.
+def run_state(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]:
+    """What a run needs beyond weights and optimizer: rollouts drawn, the pending one, a reference that has moved.
 
-    Of several ranks, each keeps its own rollout beside the checkpoint (`save_whole`).
+    Of several ranks, each keeps its own rollout beside the checkpoint, and the first the reference (`save_whole`).
     """
-    rollout = module.rollout
-    is_pending = rollout is not None and not rollout.is_finished and ranks.world_size() == 1
+    is_alone = ranks.world_size() == 1
     return {
+        "trained": trained_names(module),
         "rollout_index": module.rollout_index,
-        "rollout": rollout.state_dict() if rollout is not None and is_pending else None,
-        "moment": pending_moment(module),
+        "rollout": module.rollout.state_dict() if is_alone and module.rollout and is_pending(module) else None,
+        "reference": sync_reference.moved_weights(module) if is_alone else None,
+        "is_pending": is_pending(module),
+        "has_moved": has_moved(module),
+        "moment": moment_of(module),
         "world_size": ranks.world_size(),
-        "reference": sync_reference.moved_weights(module.reference, module.sharding, is_first=ranks.rank() == 0),
-        "has_moved": getattr(module.reference, "has_moved", False),
-        "is_broken_off": trainer is not None and is_broken_off(trainer),
+        "is_broken_off": is_broken_off(trainer),
     }
 
 
-def restore_rollout(
-    module: GRPOLightningModule, state: dict[str, Any] | None, checkpoint: str | Path | None = None
-) -> None:
-    """Put back what `rollout_state` gave; None (a checkpoint of something else) starts from nothing.
-
-    Args:
-        module: Its counters and pending rollout are set.
-        state: Of `rollout_state`.
-        checkpoint: Where it comes from.
+def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
+    """Check that the weights are complete, and put back what `run_state` gave, as far as this run has a use for it.
 
     Raises:
+        RuntimeError: If the weights are another policy's.
         ValueError: If the rollout was pending on another number of ranks.
     """
-    state = state or {"rollout_index": 0, "rollout": None}
+    # A checkpoint of something else than a run of ours starts from nothing.
+    state = checkpoint.get("grpo") or {"rollout_index": 0, "trained": None}
+    names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have taken the weights out
+    if names is not None:
+        check_keys(module, names)
     module.is_broken_off = state.get("is_broken_off", False)
     module.rollout_index = state["rollout_index"]
     module.rollout = None
+    trainer = module._trainer
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:  # nothing is trained: the weights are all there is
+        return
+    path = Path(trainer.ckpt_path or "")
     if state.get("has_moved"):
-        sync_reference.restore(module.reference, state["reference"], module.sharding)
-    pending, moment, world_size = state["rollout"], state.get("moment"), state.get("world_size", 1)
-    if (pending or moment) and world_size != ranks.world_size():
+        is_reader = not module.sharding.is_sharded or ranks.rank() == 0 or not state["moment"]
+        saved = rank_files.read(path, state["moment"], REFERENCE) if state["moment"] else state["reference"]
+        sync_reference.restore(module, saved if is_reader else None)
+    if state.get("is_pending"):
+        restore_rollout(module, state, path)
+
+
+def restore_rollout(module: GRPOLightningModule, state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Put back the pending rollout. Raises: ValueError if it was pending on another number of ranks."""
+    if state["world_size"] != ranks.world_size():
         raise ValueError(
-            f"The checkpoint was saved inside a cycle by {world_size} processes; this run has {ranks.world_size()}: "
-            "their rollouts cannot be shared out anew. Resume with as many, or from a checkpoint saved at the end of a "
-            "cycle."
+            f"The checkpoint was saved inside a cycle by {state['world_size']} processes; this run has "
+            f"{ranks.world_size()}: their rollouts cannot be shared out anew. Resume with as many, or from a checkpoint "
+            "saved at the end of a cycle."
         )
-    if moment is not None:
-        assert checkpoint is not None
-        pending = rank_files.read(Path(checkpoint), moment, ranks.rank())["rollout"]
-    if pending is not None:
-        module.rollout = Rollout.from_state_dict(pending)
+    own = state["rollout"] or rank_files.read(checkpoint, state["moment"], ranks.rank())
+    module.rollout = Rollout.from_state_dict(own)
 
 
 def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> None:

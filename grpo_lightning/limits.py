@@ -67,7 +67,7 @@ def recount_batches(trainer: L.Trainer) -> None:
     if batches.is_last_batch:  # the checkpoint of the end of an epoch
         done = int(trainer.num_training_batches)
     else:
-        done = loader.num_batches_before(state["prompts_used"])
+        done = len(loader) - loader.num_batches_after(state["prompts_used"])
     moved = done - batches.current.ready
     for name in ("ready", "started", "processed", "completed"):
         setattr(batches.current, name, getattr(batches.current, name) + moved)

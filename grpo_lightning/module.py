@@ -341,10 +341,8 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
-        checkpoint["grpo"] = checkpoints.rollout_state(self, self.trainer)
+        checkpoint["grpo"] = checkpoints.run_state(self, self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the pending rollout and check that the weights are complete."""
-        if "state_dict" in checkpoint:  # sharded strategies have loaded and checked their own
-            checkpoints.check_keys(self, checkpoint["state_dict"])
-        checkpoints.restore_rollout(self, checkpoint.get("grpo"), getattr(self._trainer, "ckpt_path", None))
+        checkpoints.restore(self, checkpoint)

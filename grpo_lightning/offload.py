@@ -47,7 +47,7 @@ def offloaded(names: Sequence[str], module: Any) -> Iterator[None]:
         if "reference" in names:
             stack.enter_context(reference_offloaded(module.reference, module.policy))
         if "optimizer" in names and module.trainer.optimizers:
-            stack.enter_context(optimizer_offloaded(module.trainer.optimizers[0], module.trainer.model))
+            stack.enter_context(moved(states(module.trainer.optimizers[0])))
         if names and torch.cuda.is_available():
             torch.cuda.empty_cache()  # or the room stays with the allocator, in pieces of the wrong sizes
         yield
@@ -68,22 +68,6 @@ def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[No
     weights = [parameter for parameter in reference.model.parameters() if id(parameter) not in own]
     with moved(getattr(weight, "ds_tensor", weight) for weight in weights):  # of partitioned weights, the partitions
         yield
-
-
-@contextlib.contextmanager
-def optimizer_offloaded(optimizer: Any, model: Any) -> Iterator[None]:
-    """Inside, the optimizer's states are on the CPU; DeepSpeed moves its own, and float32 masters with them."""
-    if not hasattr(model, "offload_states"):
-        with moved(states(optimizer)):
-            yield
-        return
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    model.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params])
-    try:
-        yield
-    finally:
-        model.reload_states()
 
 
 @contextlib.contextmanager
@@ -108,7 +92,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def states(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors among an optimizer's states. DeepSpeed's wraps the one that has them."""
+    """The tensors among an optimizer's states. DeepSpeed's wraps the one that has them; its float32 masters stay."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

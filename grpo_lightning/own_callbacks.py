@@ -12,5 +12,8 @@ from grpo_lightning.update_log import UpdateLog
 
 
 def own_callbacks() -> list[L.Callback]:
-    """Checkpoints at the ends of steps, nothing logged twice, the step's log, a reference that follows, requeuing."""
-    return [StepEnds(), StepLog(), UpdateLog(), ReferenceMover(), RequeueAtStepEnd()]
+    """Nothing logged twice, the step's log, a reference that follows, checkpoints at the ends of steps, requeuing.
+
+    In this order: a checkpoint that waited for the end of the step must hold the reference as the step leaves it.
+    """
+    return [StepLog(), UpdateLog(), ReferenceMover(), StepEnds(), RequeueAtStepEnd()]

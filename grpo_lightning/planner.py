@@ -224,17 +224,17 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     """One update's completions to `parts` micro-batches of balanced padded cost.
 
     Either whole groups share a micro-batch, so that every prompt runs once, or completions of like length do, so that
-    there is less padding but a prompt may run in several: whichever costs fewer token slots.
+    there is less padding but a prompt may run in several: whichever costs fewer token slots. Fewer groups than
+    micro-batches are not kept whole: micro-batches are there to be small.
     """
     if parts == 1:
         return [rows]
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    units: list[list[list[Row]]] = [
-        sorted(groups.values(), key=lambda group: max(row.length for row in group)),
-        [[row] for row in sorted(rows, key=lambda row: row.length)],
-    ]
+    units: list[list[list[Row]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
+    if len(groups) >= parts:
+        units.insert(0, sorted(groups.values(), key=lambda group: max(row.length for row in group)))
     plans = [
         balanced_split(unit, parts, lambda part: padded_cost([row for group in part for row in group]))
         for unit in units

@@ -19,8 +19,8 @@ def folder_of(checkpoint: Path) -> Path:
     return target.with_name(f"{target.name}.ranks")
 
 
-def write(checkpoint: Path, moment: str, rank: int, state: dict[str, Any]) -> None:
-    """Save one rank's part; the file is there when it is whole."""
+def write(checkpoint: Path, moment: str, rank: int | str, state: Any) -> None:
+    """Save one rank's part, or something else under a name; the file is there when it is whole."""
     folder = folder_of(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{moment}-{rank}.pt"
@@ -28,17 +28,21 @@ def write(checkpoint: Path, moment: str, rank: int, state: dict[str, Any]) -> No
     unfinished.replace(folder / f"{moment}-{rank}.pt")
 
 
-def read(checkpoint: Path, moment: str, rank: int) -> dict[str, Any]:
-    """One rank's part. Raises: FileNotFoundError if it is not there."""
+def read(checkpoint: Path, moment: str, rank: int | str) -> Any:
+    """One rank's part, tensors mapped from the file. Raises: FileNotFoundError if it is not there."""
     path = folder_of(checkpoint) / f"{moment}-{rank}.pt"
     if not path.is_file():
         raise FileNotFoundError(
-            f"The checkpoint {checkpoint} was saved inside a cycle, and the rollout of rank {rank} is not beside it: "
-            f"no {path}. Keep the folder {path.parent.name} with its checkpoint, or resume from one saved at the end "
-            "of a cycle."
+            f"The checkpoint {checkpoint} was saved with something beside it, and it is not there: no {path}. Keep the "
+            f"folder {path.parent.name} with its checkpoint, on a disk that all nodes share, or resume from one saved "
+            "at the end of a cycle."
         )
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def of_moment(checkpoint: Path, moment: str | None) -> list[Path]:
+    """The files of a moment."""
+    return [] if moment is None else sorted(folder_of(checkpoint).glob(f"{moment}-*.pt"))
 
 
 def tidy(checkpoint: Path, moment: str | None) -> None:

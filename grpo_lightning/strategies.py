@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         stage3_prefetch_bucket_size: Stage 3: numbers gathered ahead of their use. 0, because the order of modules
             differs between sampling, scoring and training: weights prefetched for another pass are gathered in vain.
         stage3_param_persistence_threshold: Stage 3: weights of fewer numbers than this stay whole on every device.
+        sub_group_size: Stage 3: numbers that the optimizer steps at a time; more need more memory at once.
         exclude_frozen_parameters: Keep frozen weights out of checkpoints; they come from the policy's folder.
         logging_batch_size_per_gpu: For DeepSpeed's throughput logging alone.
         **kwargs: Of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
@@ -52,6 +54,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         config: str | Path | dict[str, Any] | None = None,
         stage3_prefetch_bucket_size: int = 0,
         stage3_param_persistence_threshold: int = 100_000,
+        sub_group_size: int = 1_000_000_000,
         exclude_frozen_parameters: bool = True,  # noqa: FBT001, FBT002 - a YAML key
         logging_batch_size_per_gpu: int = 1,
         **kwargs: Any,
@@ -63,21 +66,22 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         super().__init__(
             stage=stage,
             config=config,
+            sub_group_size=sub_group_size,
             exclude_frozen_parameters=exclude_frozen_parameters,
             logging_batch_size_per_gpu=logging_batch_size_per_gpu,
             **kwargs,
         )
         self.config: dict[str, Any]
+        refuse_auto(self.config)
         # Lightning looks for it without asking when it validates under stage 3.
         self.config.setdefault("zero_allow_untested_optimizer", True)
         # With states on the CPU, DeepSpeed asks for an optimizer of its own, which it has to compile: any one serves.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
-        if config is None and stage == 3:
-            self.config["zero_optimization"] |= {
-                "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
-                "stage3_param_persistence_threshold": stage3_param_persistence_threshold,
-            }
+        if self.zero_stage_3:
+            settings = self.config["zero_optimization"]
+            settings.setdefault("stage3_prefetch_bucket_size", stage3_prefetch_bucket_size)
+            settings.setdefault("stage3_param_persistence_threshold", stage3_param_persistence_threshold)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -96,6 +100,11 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if not self.is_on_cpu:
             super().setup_distributed()
             return
+        from deepspeed.comm import torch as communication
+
+        # Its own collectives for CPUs are compiled in the first run, and a compiler that was killed leaves a lock that
+        # every later run waits for, without a word: gloo's serve.
+        communication.build_shm_op = lambda: None
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -138,11 +147,20 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         if is_training or not self.zero_stage_3 or self.load_full_weights:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        path, content, weights = Path(self.broadcast(checkpoint_path)), {}, {}
+        path = Path(self.broadcast(checkpoint_path))
+        content: dict[str, Any] = {}
+        weights: dict[str, torch.Tensor] = {}
+        error: OSError | ValueError | None = None
         if self.is_global_zero:
-            with opened(path) as joined:
-                weights = joined["state_dict"]
-                content = {name: value for name, value in joined.items() if name != "state_dict"}
+            try:
+                with opened(path) as joined:
+                    weights = joined["state_dict"]
+                    content = {name: value for name, value in joined.items() if name != "state_dict"}
+            except (OSError, ValueError) as failure:  # the other ranks wait to hear of it
+                error = failure
+        error = self.broadcast(error)
+        if error is not None:
+            raise error
         names: set[str] = self.broadcast(set(weights))
         content = self.broadcast(content)
         with torch.no_grad():
@@ -170,12 +188,23 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
+def refuse_auto(config: Mapping[str, Any], key: str = "strategy.config") -> None:
+    """Raise ValueError for settings that only transformers' Trainer fills in, naming the first."""
+    for name, value in config.items():
+        if value == "auto":
+            raise ValueError(
+                f"{key}.{name} is 'auto', which transformers' Trainer fills in and nobody here: leave it out, or give "
+                "the number. Batch sizes, clipping and precision are the trainer's."
+            )
+        if isinstance(value, Mapping):
+            refuse_auto(value, f"{key}.{name}")
+
+
 class FSDP2Strategy(ModelParallelStrategy):
     """FSDP2: weights, gradients and optimizer states sharded over all devices, gathered layer by layer.
 
     Args:
         data_parallel_size: Devices over which weights are sharded; "auto" is all of them.
-        cpu_offload: Keep the shards on the CPU between their uses.
         save_distributed_checkpoint: Every rank writes its shard; false gathers one file on rank 0.
         process_group_backend: Null takes what fits the devices.
     """
@@ -183,12 +212,10 @@ class FSDP2Strategy(ModelParallelStrategy):
     def __init__(
         self,
         data_parallel_size: Literal["auto"] | int = "auto",
-        cpu_offload: bool = False,  # noqa: FBT001, FBT002 - a YAML key
         save_distributed_checkpoint: bool = True,  # noqa: FBT001, FBT002 - a YAML key
         process_group_backend: str | None = None,
     ) -> None:
         super().__init__(data_parallel_size, 1, save_distributed_checkpoint, process_group_backend)
-        self.cpu_offload = cpu_offload
 
     def setup_environment(self) -> None:
         """Shard over all devices: Lightning's "auto" means the nodes."""
@@ -199,15 +226,13 @@ class FSDP2Strategy(ModelParallelStrategy):
     @property
     def shard_options(self) -> dict[str, Any]:
         """What `fully_shard` is told: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
         options: dict[str, Any] = {}
         if self.precision_plugin.precision == "bf16-mixed":
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
         return options
 
 

@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning import ranks
 from grpo_lightning.policy.reference import FrozenCopy
 from grpo_lightning.policy.sharding import Sharding
 
@@ -73,42 +74,49 @@ def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Shardi
         alpha: The policy's share.
         sharding: How both lie over the processes.
     """
+    sharding.settle(policy)
     for ours, theirs in zip(reference.model.parameters(), policy.parameters(), strict=True):
-        if ours is not theirs:  # frozen layers may be shared
+        if theirs.requires_grad:  # the others are equal, or even shared
             sharding.assign(ours, torch.lerp(sharding.whole(ours), sharding.whole(theirs).to(ours.dtype), alpha))
     reference.has_moved = True
 
 
-def moved_weights(reference: Any, sharding: Sharding, *, is_first: bool) -> dict[str, Tensor] | None:
+def moved_weights(module: Any) -> dict[str, Tensor] | None:
     """The weights of a reference that has moved, whole and on the CPU; None of one that has not.
 
-    Args:
-        reference: Of the module; every rank takes part.
-        sharding: How it lies over the processes.
-        is_first: True on the rank that keeps them.
+    Every rank takes part; those behind the first get none. Weights that the policy does not train have not moved.
     """
+    reference = module.reference
     if not isinstance(reference, FrozenCopy) or not reference.has_moved:
         return None
     weights = {}
-    for name, parameter in reference.model.named_parameters():
-        whole = sharding.whole(parameter)
-        if is_first:
-            weights[name] = whole.to("cpu", copy=True)
-    return weights or None
+    for (name, weight), trained in zip(reference.model.named_parameters(), is_trained(module.policy), strict=True):
+        if trained:
+            whole = module.sharding.whole(weight)
+            if ranks.rank() == 0:
+                weights[name] = whole.to("cpu", copy=True)
+    return weights
 
 
 @torch.no_grad()
-def restore(reference: Any, weights: dict[str, Tensor] | None, sharding: Sharding) -> None:
-    """Put back what `moved_weights` gave. Every rank takes part; ZeRO-3's other ranks have no weights to give.
+def restore(module: Any, weights: dict[str, Tensor] | None) -> None:
+    """Put back what `moved_weights` gave. Every rank takes part; where weights are sharded, the first one's count.
 
     Raises:
         ValueError: If there is no reference to put them in.
     """
+    reference = module.reference
     if not isinstance(reference, FrozenCopy):
         raise ValueError(
             "The checkpoint has a reference that was moved (model.sync_reference), and this run has none: set "
             "model.objective.beta and the policy as they were."
         )
-    for name, parameter in reference.model.named_parameters():
-        sharding.assign(parameter, None if weights is None else weights[name])
+    for (name, weight), trained in zip(reference.model.named_parameters(), is_trained(module.policy), strict=True):
+        if trained:
+            module.sharding.assign(weight, None if weights is None else weights[name])
     reference.has_moved = True
+
+
+def is_trained(policy: nn.Module) -> list[bool]:
+    """Of every parameter, in their order."""
+    return [parameter.requires_grad for parameter in policy.parameters()]

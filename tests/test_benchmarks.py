@@ -1,8 +1,10 @@
 """`make bench`: its workload, its two children on a minute version of it, and the arithmetic of its summary."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import yaml
 from benchmarks import versus_trl
 from benchmarks.memory import mib, peak_bytes
 from benchmarks.versus_trl import Bench, Meter, Workload, build_policy, make_prompts, summarize
+from grpo_lightning.cli import parse
 
 MINUTE = {
     "model": {"layers": 2, "width": 16, "heads": 2, "key_value_heads": 1, "feed_forward": 32, "vocabulary": 64},
@@ -154,3 +157,48 @@ def test_the_peak_is_the_largest_sum_held_at_once():
 
     assert peak_bytes(work) == pytest.approx(9 * 2**20, rel=1e-3)
     assert mib(9 * 2**20) == 9
+
+
+@pytest.fixture
+def prove_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script: what it imports lies beside it."""
+    monkeypatch.syspath_prepend(str(Path(versus_trl.__file__).parent))
+    return importlib.import_module("benchmarks.prove_ranks")
+
+
+def test_the_runs_on_ranks_are_configurations_of_the_quickstart(prove_ranks: Any):
+    for strategy, flags in prove_ranks.STRATEGIES.items():
+        trainer = parse(["--config", str(prove_ranks.RECIPE), *flags]).trainer
+        assert str(trainer.strategy).startswith("auto") == (strategy == "one device")
+        if strategy == "zero3":
+            assert trainer.strategy.init_args.stage == 3
+            assert trainer.strategy.init_args.stage3_param_persistence_threshold == 0
+    recipe = yaml.safe_load(prove_ranks.RECIPE.read_text())
+    assert recipe["data"]["batch_size"] == prove_ranks.BATCH_SIZE
+
+
+def test_runs_on_ranks_are_compared_by_hand(prove_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prove_ranks, "STEPS", 2)
+
+    def trained(name: str, order: list[int], last: str, reward: float, weight: float) -> Any:
+        """Two steps of two completions; another number of ranks writes them in another order."""
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [{"step": 0, "prompt": f"{i}", "completion": "x"} for i in order]
+        lines += [{"step": 1, "prompt": f"{i}", "completion": last} for i in order]
+        (folder / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "metrics.csv").write_text(f"reward/mean,step\n0.5,0\n,0\n{reward},1\n")
+        torch.save({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([weight])}, folder / "weights.pt")
+        return prove_ranks.Trained(folder, folder)
+
+    one = trained("one", [0, 1], "y", 0.25, 2.0)
+    assert trained("same", [1, 0], "y", 0.25, 2.0).against(one) == {
+        "steps_with_equal_completions": 2,
+        "steps_with_equal_rewards": 2,
+        "weights": 0.0,
+    }
+    assert trained("other", [0, 1], "z", 0.5, 2.5).against(one) == {
+        "steps_with_equal_completions": 1,
+        "steps_with_equal_rewards": 1,
+        "weights": 0.25,
+    }

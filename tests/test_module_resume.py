@@ -140,6 +140,17 @@ def test_killed_after_a_checkpoint_of_the_epochs_end(unbroken, tmp_path, options
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
+def test_a_half_written_checkpoint_is_refused(tmp_path):
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(5))
+    path = Path(newest(tmp_path))
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(
+        ValueError, match=f"The checkpoint {re.escape(str(path))} cannot be used: it was not written to"
+    ):
+        train(tmp_path, resume=True)
+
+
 def test_killed_for_real(unbroken, tmp_path):
     code = (
         "import sys; from tests.test_module_resume import KillAt, train; train(sys.argv[1], KillAt(21, for_real=True))"

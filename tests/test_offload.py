@@ -59,7 +59,7 @@ def test_the_optimizers_states_are_away_inside_and_back(places):
     optimizer.step()
     state = optimizer.state[weight]
     before = {name: value.clone() for name, value in state.items()}
-    with offload.optimizer_offloaded(optimizer, model=None):
+    with offload.moved(offload.states(optimizer)):
         assert {places(value) for value in state.values()} == {"room"}
         assert places(weight) == "home"
     assert {places(value) for value in state.values()} == {"home"}

@@ -186,6 +186,11 @@ def test_whole_groups_stay_together_where_prompts_are_long():
     assert sorted(sorted({r.group for r in part}) for part in parts) == [[0, 1], [2, 3]]
 
 
+def test_a_lone_group_is_cut_into_the_micro_batches_asked_for():
+    rows = [row(0, 9, prompt=50) for _ in range(8)]
+    assert [len(part) for part in split_update(rows, 4)] == [2, 2, 2, 2]
+
+
 def test_completions_of_like_length_share_a_micro_batch_where_prompts_are_short():
     rows = [row(group, length, prompt=1) for group in range(4) for length in (1, 50)]
     parts = split_update(rows, 2)

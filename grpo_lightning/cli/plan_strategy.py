@@ -31,8 +31,7 @@ def strategy_division(strategy: Any, world_size: int) -> Division:
     arguments: dict[str, Any] = dict(strategy.get("init_args") or {})
     if class_name == "GRPODeepSpeedStrategy":
         return deepspeed_division(deepspeed_settings(arguments), world_size)
-    division = division_of(class_name, world_size)
-    return offloaded(division, weights=True) if arguments.get("cpu_offload") else division
+    return division_of(class_name, world_size)
 
 
 def refuse_stock(name: str) -> None:

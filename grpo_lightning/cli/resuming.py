@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli import run_folder
 from grpo_lightning.cli.errors import ConfigurationError
-from grpo_lightning.completeness import why_incomplete
+from grpo_lightning.completeness import is_broken_off, why_incomplete
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
@@ -27,10 +27,12 @@ SHOWN = 20
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """Why nothing can be loaded from a checkpoint, or with `to_train` why no run can go on from it; None if it can.
 
-    Of DeepSpeed's, which only its own loader reads, it is known whether they are complete, and no more.
+    Of DeepSpeed's, which only its own loader reads, it is known what their mark says, and no more.
     """
     if why := why_incomplete(path):
         return why
+    if to_train and path.is_dir() and is_broken_off(path):
+        return "it was saved inside an optimizer step, which an error broke off"
     file = path if path.is_file() else path / "meta.pt"
     if not to_train or not file.is_file():
         return None

@@ -245,9 +245,10 @@ class PromptSource:
             raise ValueError(_other_settings(changed))
         self.resume_from = dict(state)
 
-    def num_batches_before(self, prompts_used: int) -> int:
-        """Micro-steps of an epoch, at this batch size and number of ranks, that use no more than so many prompts."""
-        return prompts_used // (self.batch_size * self.world_size) * self.cycle
+    def num_batches_after(self, prompts_used: int) -> int:
+        """Micro-steps that are left of an epoch, once so many of its prompts are used; not for streams."""
+        assert not isinstance(self.prompts, PromptStream)
+        return -(-(len(self.prompts) - prompts_used) // (self.batch_size * self.world_size)) * self.cycle
 
     def _identity(self) -> dict[str, int]:
         """What must be as it was for a position to mean the same."""

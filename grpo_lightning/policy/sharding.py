@@ -40,6 +40,9 @@ class Sharding:
         """Inside, the model's weights are whole on every rank: forward calls need no other rank."""
         yield
 
+    def settle(self, model: nn.Module) -> None:
+        """Give up what a forward pass without a backward pass has left gathered."""
+
     def whole(self, parameter: Tensor) -> Tensor:
         """A parameter's value, whole; every rank takes part."""
         return parameter.detach()
@@ -98,18 +101,27 @@ class FullyShard(Sharding):
                 part.set_reshard_after_forward(part is not model, recurse=False)
                 part.reshard()
 
+    def settle(self, model: nn.Module) -> None:
+        """Embeddings and head stay gathered, in the precision they are used in."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def whole(self, parameter: Tensor) -> Tensor:
         """All shards together. Embeddings and head stay gathered after a forward pass, and are whole already then."""
         whole: Tensor = parameter.detach()
         return whole.full_tensor() if hasattr(whole, "full_tensor") else whole
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Every rank takes its shard of its own value."""
+        """Every rank takes its shard of rank 0's value."""
         from torch.distributed.tensor import distribute_tensor
 
-        assert value is not None
         shard: Any = parameter
-        whole = value.to(parameter.device)
+        # Of other ranks, only the shape is looked at.
+        whole = torch.empty(shard.shape, dtype=shard.dtype) if value is None else value
+        whole = whole.to(parameter.device)
         shard.to_local().copy_(distribute_tensor(whole, shard.device_mesh, shard.placements).to_local())
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:

@@ -58,6 +58,7 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
         sharding: How its weights lie over the processes.
         keeps: False on the ranks that only take part: they get nothing.
     """
+    sharding.settle(policy)
     gathered: dict[int, Tensor] = {}
     weights = {}
     for name, weight in policy.named_parameters(remove_duplicate=False):

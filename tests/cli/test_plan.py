@@ -293,8 +293,8 @@ def test_seventy_billion_weights_are_planned_in_seconds_and_not_sampled_layer_by
     assert "98 min to draw the completions (96 min of it collecting weights)" in out
     short = ["--model.sampling.max_completion_length=256"]
     assert "24 min to draw" in said([*args, *short])
-    gathered = ["--model.engine=grpo_lightning.LocalEngine", "--model.engine.gather_for_generation=true", "--device_gib=80"]
-    out = said([*args, *gathered])
+    gathered = ["--model.engine=grpo_lightning.LocalEngine", "--model.engine.gather_for_generation=true"]
+    out = said([*args, *gathered, "--device_gib=80"])
     assert re.search(r"gathered weights │ ~131\.4", out)
     assert "It does not fit: " in out
 

@@ -32,7 +32,7 @@ def test_classes_mean_what_their_names_do():
 def test_offloading_by_arguments():
     found = division(OURS + "GRPODeepSpeedStrategy", stage=2, offload_optimizer=True)
     assert (found.is_optimizer_offloaded, found.are_weights_offloaded) == (True, False)
-    found = division(OURS + "FSDP2Strategy", cpu_offload=True)
+    found = division(OURS + "GRPODeepSpeedStrategy", stage=3, offload_optimizer=True, offload_parameters=True)
     assert (found.is_optimizer_offloaded, found.are_weights_offloaded) == (True, True)
 
 

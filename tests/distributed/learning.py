@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_lightning import ranks
 from tests.distributed.steps import STRATEGIES
 from tests.module_runs import History, make_module, make_source, make_trainer
 
@@ -29,7 +30,8 @@ def main(strategy: str, folder: str) -> None:
     """Learn, and write down the rewards."""
     torch.set_num_threads(1)
     found = rewards(strategy, Path(folder))
-    Path(folder, f"rewards-{strategy}.json").write_text(json.dumps(found))
+    if ranks.rank() == 0:
+        Path(folder, f"rewards-{strategy}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
