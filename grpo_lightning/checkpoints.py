@@ -261,7 +261,7 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
         is_reader = not module.sharding.is_sharded or ranks.rank() == 0 or not state["moment"]
         saved = rank_files.read(path, state["moment"], REFERENCE) if state["moment"] else state["reference"]
         sync_reference.restore(module, saved if is_reader else None)
-    if state.get("is_pending"):
+    if state.get("is_pending") and (state["rollout"] or state["moment"]):  # one that is lost is missed by `check_cycle`
         restore_rollout(module, state, path)
 
 
@@ -270,8 +270,8 @@ def restore_rollout(module: GRPOLightningModule, state: Mapping[str, Any], check
     if state["world_size"] != ranks.world_size():
         raise ValueError(
             f"The checkpoint was saved inside a cycle by {state['world_size']} processes; this run has "
-            f"{ranks.world_size()}: their rollouts cannot be shared out anew. Resume with as many, or from a checkpoint "
-            "saved at the end of a cycle."
+            f"{ranks.world_size()}: their rollouts cannot be shared out anew. Resume with as many, or from a "
+            "checkpoint saved at the end of a cycle."
         )
     own = state["rollout"] or rank_files.read(checkpoint, state["moment"], ranks.rank())
     module.rollout = Rollout.from_state_dict(own)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -19,7 +19,7 @@ from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts, source_names
 from grpo_lightning.policy.precision import check_masters
 from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
-from grpo_lightning.strategies import check_strategy, has_masters
+from grpo_lightning.strategies import check_strategy, has_masters, reads
 from grpo_lightning.types import Prompt
 
 if TYPE_CHECKING:
@@ -146,6 +146,14 @@ def check_before_loading(trainer: L.Trainer) -> None:
     @functools.wraps(load)
     def load_whole(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         path = Path(checkpoint_path)  # an address elsewhere (`s3://...`) is nothing here
+        is_deepspeed, is_sharded = (path / "latest").is_file(), (path / ".metadata").is_file()
+        kind: Literal["DeepSpeed", "FSDP2"] | None = "DeepSpeed" if is_deepspeed else "FSDP2" if is_sharded else None
+        if kind is not None and not reads(trainer.strategy, kind):
+            raise ValueError(
+                f"The checkpoint {path} is a folder of {kind}, which {type(trainer.strategy).__name__} cannot read: "
+                f"set trainer.strategy to {'zero1, zero2 or zero3, as it was' if is_deepspeed else 'fsdp2'}; or export "
+                "it (grpo-lightning export) and start from that."
+            )
         if path.exists() and (why := why_incomplete(path)):
             raise ValueError(
                 f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "

@@ -2,7 +2,8 @@
 
 A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer are the policy's,
 as it was before training. So the policy is loaded first and the checkpoint laid over it. Adapters are merged into that
-copy, or written beside it as peft loads them.
+copy, or written beside it as peft loads them. The copy is never quantised: adapters trained on 4 or 8 bits are merged
+into the full-precision weights, which differ from those of the run by the quantisation.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import TRAINED
+from grpo_lightning.policy.quantization import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trained import limit_training
 from grpo_lightning.policy.writing import original_tokenizer, write_policy
 from grpo_lightning.saved import num_trained, opened, policy_weights, run_config
+
+
+KEPT = ("lora", "freeze_layers", "dtype", "quantization", "trust_remote_code")
+"""Settings of the run's policy that hold for one given by hand as well."""
 
 
 @dataclass
@@ -39,6 +45,9 @@ class Export:
     files: list[Path]
     is_adapter: bool = False
     """Adapters alone: the folder of the policy is needed to load them."""
+
+    quantization: Quantization = "none"
+    """Of the weights that the adapters were trained on; what is written never is."""
 
 
 def export(
@@ -106,6 +115,7 @@ def export(
         dtype=written[0].dtype,
         files=sorted(path for path in folder.iterdir() if path.is_file()),
         is_adapter=adapter,
+        quantization=loader.quantization,
     )
 
 
@@ -120,7 +130,8 @@ def check_target(folder: Path, *, force: bool) -> None:
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
     """Where the policy came from: as asked for, else as the checkpoint says, else as its run's `config.yaml` does.
 
-    Which part of it was trained is as the run says it in any case.
+    Which part of it was trained, its precision and whether its code is trusted are as the run says it in any case; the
+    revision is if the name is the run's.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -131,7 +142,8 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         named = {name: value for name, value in named.items() if value is not None}
     if policy is not None:
         trained = named if isinstance(named, dict) else {}
-        return PolicyLoader(policy, **{name: trained[name] for name in ("lora", "freeze_layers") if name in trained})
+        kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
+        return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
     if not named:
         raise ValueError(f"{checkpoint} does not say which policy it was trained from: give it by --policy NAME.")
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named

@@ -17,6 +17,11 @@ def configure(module: GRPOLightningModule) -> Any:
     """What Lightning's `configure_optimizers` returns; the schedule is stepped after every optimizer step."""
     with naming_key("model.optimizer"):
         optimizer = module.optimizer_factory([p for p in module.policy.parameters() if p.requires_grad])
+    if "optimizer" in module.offload and getattr(optimizer, "is_paged", False):
+        raise ValueError(
+            f"model.offload names the optimizer, and {type(optimizer).__name__} pages its states to the CPU itself: "
+            "leave 'optimizer' out of model.offload, or take AdamW8bit."
+        )
     module.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     if module.scheduler_factory is None:
         return optimizer

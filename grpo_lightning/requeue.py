@@ -46,7 +46,8 @@ class RequeueAtStepEnd(L.Callback):
         """At the end of a step: if a rank got the signal, all answer it, and the run ends."""
         if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
             return
-        if trainer.global_step != trainer.max_steps:  # otherwise the run is over, and nothing has to be done again
+        is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        if trainer.global_step != trainer.max_steps and not is_last_epoch:  # there is something left to do
             environment: Any = trainer._accelerator_connector.cluster_environment
             self.answer(environment.requeue_signal, None)
             trainer._signal_connector.received_sigterm = True

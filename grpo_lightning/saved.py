@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ import torch
 import yaml
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 PREFIX = "policy."
 """Of the policy's weights among the module's."""
 
@@ -22,13 +25,17 @@ CONFIG_PARENTS = 3
 
 @contextmanager
 def opened(path: Path) -> Iterator[dict[str, Any]]:
-    """The content of a checkpoint, its tensors mapped from the file; shards are joined in a temporary one first."""
+    """The content of a checkpoint, its tensors mapped from the file; shards are joined in a temporary one first.
+
+    It lies beside the shards, where there is room for them; in the system's temporary folder where nothing can be
+    written there.
+    """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")
     if path.is_file():
         yield read_file(path)
         return
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-") as scratch:
+    with scratch_beside(path) as scratch:
         joined = Path(scratch) / "checkpoint.ckpt"
         if (path / ".metadata").is_file():
             yield join_shards(path, joined)
@@ -39,6 +46,16 @@ def opened(path: Path) -> Iterator[dict[str, Any]]:
                 f"{path} is a folder, but no checkpoint: it has neither .metadata (FSDP) nor latest (DeepSpeed). Name "
                 "a .ckpt file or folder under the run's checkpoints/."
             )
+
+
+def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder beside a path, or the system's if that one cannot be written."""
+    try:
+        return tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-")
+    except OSError as error:  # no permission, or a file system that is read-only
+        scratch = tempfile.TemporaryDirectory(prefix="joined-")
+        log.warning("%s cannot be written (%s): shards are joined in %s.", path.parent, error.strerror, scratch.name)
+        return scratch
 
 
 def read_file(path: Path) -> dict[str, Any]:

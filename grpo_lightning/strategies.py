@@ -78,6 +78,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         # With states on the CPU, DeepSpeed asks for an optimizer of its own, which it has to compile: any one serves.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
+        if stage != 1:  # with float32 sums, DeepSpeed takes another optimizer at stage 1
+            # Or micro-batches are added up in 16 bits, where the small ones are lost.
+            self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
             settings = self.config["zero_optimization"]
             settings.setdefault("stage3_prefetch_bucket_size", stage3_prefetch_bucket_size)
@@ -134,18 +137,43 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         config["train_micro_batch_size_per_gpu"] = 1
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
+    def setup(self, trainer: L.Trainer) -> None:
+        """Lightning's; evaluation without inference mode, whose tensors no later pass may train on."""
+        leave_inference_mode(trainer)
+        super().setup(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's; weights alone (`save_weights_only`) become one file of whole weights.
+
+        DeepSpeed keeps its weights with the optimizer's states, and would save them all.
+        """
+        if "optimizer_states" in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        module: Any = self.lightning_module
+        weights = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                whole = module.sharding.whole(parameter)  # every rank takes part
+                if self.is_global_zero:
+                    weights[name] = whole.to("cpu", copy=True)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint | {"state_dict": weights}, filepath)
+        self.barrier("weights")
+
     def load_checkpoint(  # Lightning calls it by position
         self,
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """Lightning's; where nothing is trained, stage 3's weights are read from the optimizer's float32 ones.
+        """Lightning's; where nothing is trained, stage 3's weights come from the optimizer's float32 ones, or a file.
 
         DeepSpeed keeps them nowhere else, and cannot load them without the optimizer.
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
-        if is_training or not self.zero_stage_3 or self.load_full_weights:
+        is_folder = Path(checkpoint_path).is_dir()
+        if is_training or self.load_full_weights or (is_folder and not self.zero_stage_3):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         content: dict[str, Any] = {}
@@ -223,6 +251,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
+    def setup(self, trainer: L.Trainer) -> None:
+        """Lightning's; evaluation without inference mode, whose tensors no later pass may train on."""
+        leave_inference_mode(trainer)
+        super().setup(trainer)
+
     @property
     def shard_options(self) -> dict[str, Any]:
         """What `fully_shard` is told: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
@@ -234,6 +267,13 @@ class FSDP2Strategy(ModelParallelStrategy):
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         return options
+
+
+def leave_inference_mode(trainer: L.Trainer) -> None:
+    """Let the evaluation loops run without gradients only: sharded weights are gathered into buffers that stay."""
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop.inference_mode = False
 
 
 def sharding_of(strategy: Strategy) -> Sharding:
@@ -248,6 +288,11 @@ def sharding_of(strategy: Strategy) -> Sharding:
 def has_masters(trainer: L.Trainer) -> bool:
     """True if steps are taken on float32 copies of 16-bit weights, as DeepSpeed does in its 16-bit modes."""
     return isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.precision != "32-true"
+
+
+def reads(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
+    """True if a strategy reads the folders that DeepSpeed or FSDP2 writes."""
+    return isinstance(strategy, DeepSpeedStrategy if kind == "DeepSpeed" else ModelParallelStrategy)
 
 
 INSTEAD = {

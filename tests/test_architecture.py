@@ -35,7 +35,6 @@ LEVELS = {
     "demo": 5,
     "export": 5,
     "hooks": 5,
-
     "limits": 5,
     "logged": 5,
     "module": 5,

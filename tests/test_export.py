@@ -1,32 +1,24 @@
 """Export: what transformers loads from the folder scores exactly as the module that was trained."""
 
-import copy
+import errno
 import json
 import re
-import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lightning.export import export
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA
-from tests.module_runs import SMALL, fit, make_module
-from tests.tiny_models import tiny_model, tiny_tokenizer
-
-
-def save_policy(folder, **changes):
-    """A tiny policy as a folder, its generation config told apart from a default one."""
-    model = tiny_model("qwen2", **(SMALL | changes))
-    model.generation_config = GenerationConfig(eos_token_id=[1, 7], pad_token_id=0, do_sample=True, temperature=0.7)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+from grpo_lightning.saved import opened
+from tests.exports import logprobs, save_policy
+from tests.module_runs import fit, make_module
+from tests.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -47,18 +39,6 @@ def untied(tmp_path_factory):
     trainer = fit(module, max_steps=1)
     trainer.save_checkpoint(folder / "last.ckpt")
     return folder, torch.load(folder / "last.ckpt", weights_only=True)
-
-
-def logprobs(model):
-    """[1, 12, V] of a fixed text."""
-    with torch.no_grad():
-        return torch.log_softmax(model.eval()(torch.arange(2, 14)[None]).logits.float(), -1)
-
-
-def difference(one, other):
-    """The largest difference of log-probs, relative to the largest of them: merging rounds every weight once more."""
-    want = logprobs(other)
-    return (logprobs(one) - want).abs().max() / want.abs().max()
 
 
 def changed(untied, change):
@@ -127,6 +107,25 @@ def test_a_folder_of_shards(untied, tmp_path):
     assert not list(tmp_path.glob("joined-*"))
 
 
+def test_shards_in_a_folder_that_cannot_be_written_are_joined_elsewhere(untied, tmp_path, monkeypatch, caplog):
+    _, content = untied
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"state_dict": content["state_dict"]}, checkpoint_id=tmp_path / "sharded.ckpt", no_dist=True)
+    make_folder, made = tempfile.mkdtemp, []
+
+    def refuse(suffix=None, prefix=None, dir=None):
+        if dir is not None and Path(dir) == tmp_path:
+            raise OSError(errno.EROFS, "Read-only file system")
+        made.append(Path(make_folder(suffix, prefix, dir)))
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with opened(tmp_path / "sharded.ckpt") as joined:
+        assert joined["state_dict"].keys() == content["state_dict"].keys()
+    assert [folder.exists() for folder in made] == [False]
+    assert f"{tmp_path} cannot be written" in caplog.text
+
+
 def test_frozen_weights_are_the_policys(untied, tmp_path):
     """The optimizer says how many were trained: a checkpoint that holds as many lacks frozen ones only."""
     folder, content = untied
@@ -159,86 +158,6 @@ def test_what_is_not_frozen_must_be_there(tmp_path):
     torch.save(content, tmp_path / "lacking.ckpt")
     with pytest.raises(ValueError, match=r"lacks 1 weights of the policy, lm_head\.weight first"):
         export(tmp_path / "lacking.ckpt", tmp_path / "other")
-
-
-# ------------------------------------------------------------------------------------------------------------- adapters
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """A folder with a policy and an adapter of it."""
-    folder = tmp_path_factory.mktemp("adapters")
-    module = make_module(policy=PolicyLoader(str(save_policy(folder / "policy")), lora=LoRA(rank=2)), lr=1e-2)
-    fit(module, max_steps=2)
-    module.policy.save_pretrained(folder / "adapter")
-    return folder
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "starting"])
-def adapted(request, adapter, tmp_path_factory):
-    """(a module with a trained adapter, its checkpoint file)."""
-    folder = tmp_path_factory.mktemp("run")
-    settings = (
-        {"lora": LoRA(rank=2)} if request.param != "starting" else {"lora": LoRA(adapter=str(adapter / "adapter"))}
-    )
-    dtype = "bfloat16" if request.param == "bfloat16" else "float32"
-    module = make_module(policy=PolicyLoader(str(adapter / "policy"), dtype=dtype, **settings), lr=1e-2)
-    fit(module, max_steps=2).save_checkpoint(folder / "last.ckpt")
-    return module, folder / "last.ckpt"
-
-
-def test_a_merged_adapter_scores_as_the_trained_module(adapted, tmp_path):
-    module, checkpoint = adapted
-    live = {name: weight.clone() for name, weight in module.policy.named_parameters()}
-    result = export(checkpoint, tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    is_narrow = module.loader.dtype == "bfloat16"
-    assert {weight.dtype for weight in loaded.parameters()} == {getattr(torch, module.loader.dtype)}
-    assert result.dtype == getattr(torch, module.loader.dtype)
-    assert not any("lora" in name for name, _ in loaded.named_parameters())
-    assert difference(loaded, module.policy) <= (1e-2 if is_narrow else 1e-6)
-    assert not torch.equal(logprobs(loaded), logprobs(AutoModelForCausalLM.from_pretrained(module.loader.name)))
-    assert all(torch.equal(live[name], weight) for name, weight in module.policy.named_parameters())
-    wide = export(checkpoint, tmp_path / "wide", dtype="float32")
-    assert wide.dtype == torch.float32
-    if is_narrow:  # in float32 nothing but the run's own rounding is left
-        exact = copy.deepcopy(module.policy).float()
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto")
-        assert difference(loaded, exact) <= 1e-6
-
-
-def test_an_adapter_alone_is_loaded_by_peft(adapted, tmp_path):
-    module, checkpoint = adapted
-    result = export(checkpoint, tmp_path / "adapter", adapter=True)
-    assert result.is_adapter
-    assert {path.name for path in result.files} >= {"adapter_config.json", "adapter_model.safetensors"}
-    assert not list((tmp_path / "adapter").glob("model*"))
-    trained = [weight.numel() for weight in module.policy.parameters() if weight.requires_grad]
-    assert (result.num_weights, result.num_from_policy) == (sum(trained), 0)
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == module.loader.name
-    base = AutoModelForCausalLM.from_pretrained(module.loader.name, dtype=getattr(torch, module.loader.dtype))
-    again = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    state = dict(again.named_parameters())
-    assert all(torch.equal(state[name], weight) for name, weight in module.policy.named_parameters())
-    assert AutoTokenizer.from_pretrained(tmp_path / "adapter")("ab")["input_ids"]
-
-
-def test_adapters_of_a_policy_given_by_hand(adapted, adapter, tmp_path):
-    """Another folder for the base; rank and alpha stay those of the run."""
-    module, checkpoint = adapted
-    moved = shutil.copytree(adapter / "policy", tmp_path / "moved")
-    export(checkpoint, tmp_path / "model", policy=str(moved), dtype="float32")
-    export(checkpoint, tmp_path / "same", dtype="float32")
-    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "same"))
-    if module.loader.dtype == "float32":
-        assert torch.equal(logprobs(one), logprobs(other))
-
-
-def test_whole_weights_are_no_adapter(untied, tmp_path):
-    folder, _ = untied
-    with pytest.raises(ValueError, match=r"holds no LoRA adapters, only whole weights: leave out --adapter"):
-        export(folder / "last.ckpt", tmp_path / "model", adapter=True)
 
 
 # ------------------------------------------------------------------------------------------------- where the policy is
@@ -377,3 +296,9 @@ def test_a_deepspeed_folder_names_the_tool_that_is_missing(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'grpo-lightning[deepspeed]'")):
         export(tmp_path / "zero.ckpt", tmp_path / "model")
+
+
+def test_whole_weights_are_no_adapter(untied, tmp_path):
+    folder, _ = untied
+    with pytest.raises(ValueError, match=r"holds no LoRA adapters, only whole weights: leave out --adapter"):
+        export(folder / "last.ckpt", tmp_path / "model", adapter=True)

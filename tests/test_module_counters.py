@@ -24,6 +24,7 @@ class CountPrompts(L.Callback):
     def on_fit_start(self, trainer, pl_module) -> None:
         for name in ("policy", "reference"):
             model = getattr(pl_module, name)
+            model = getattr(model, "model", None) if name == "reference" else model
             if model is not None:
                 model.get_input_embeddings().register_forward_pre_hook(
                     lambda _, inputs, name=name: self.count(name, *inputs)

@@ -75,9 +75,9 @@ def test_batches_of_a_plain_loader_draw_differently():
     drawn = []
 
     class Seeds(LocalEngine):
-        def generate(self, prompts, num_generations, sampling, seed, progress=None):
-            drawn.append(seed)
-            return super().generate(prompts, num_generations, sampling, seed, progress)
+        def generate(self, prompts, num_generations, sampling, seeds, progress=None):
+            drawn.extend(seeds)
+            return super().generate(prompts, num_generations, sampling, seeds, progress)
 
     make_trainer().validate(make_module(engine=Seeds()), DataLoader(["a", "b", "c"]), verbose=False)
     assert len(set(drawn[::2])) == 3

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
 from grpo_lightning.checks import check_trainer
@@ -147,10 +148,18 @@ def test_a_batch_that_is_no_prompts_is_refused():
         make_trainer(max_epochs=1).fit(make_module(), DataLoader(torch.zeros(4, 2), batch_size=2))
 
 
-def test_several_processes_are_refused():
-    trainer = SimpleNamespace(callbacks=[], world_size=2, accumulate_grad_batches=1)
-    with pytest.raises(ValueError, match=r"The run has 2 processes.*set trainer\.devices and trainer\.num_nodes to 1"):
+def test_a_strategy_that_trains_something_else_is_refused():
+    trainer = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, strategy=DeepSpeedStrategy())
+    with pytest.raises(ValueError, match=r"DeepSpeedStrategy does not train by GRPO.*GRPODeepSpeedStrategy"):
         check_trainer(trainer)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_weights_too_narrow_to_move_are_refused_before_they_load(precision):
+    loader = PolicyLoader("not/there", dtype="bfloat16")
+    module = make_module(policy=loader)
+    with pytest.raises(ValueError, match=r"rounded away.*trainer\.strategy: zero2"):
+        fit(module, max_epochs=1, precision=precision)
 
 
 @pytest.mark.parametrize("settings", [{"updates_per_rollout": 9}, {"updates_per_rollout": 3}])

@@ -19,7 +19,7 @@ def test_files_of_another_save_are_not_taken_and_are_removed(tmp_path):
     rank_files.write(path, "rollout3-1", 0, {"rollout": 2})
     rank_files.tidy(path, "rollout3-1")
     assert rank_files.read(path, "rollout3-1", 0) == {"rollout": 2}
-    with pytest.raises(FileNotFoundError, match=r"rollout of rank 0 is not beside it: no .*rollout2-1-0\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"it is not there: no .*rollout2-1-0\.pt"):
         rank_files.read(path, "rollout2-1", 0)
     rank_files.tidy(path, None)
     assert not rank_files.folder_of(path).exists()

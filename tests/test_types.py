@@ -50,5 +50,6 @@ def test_micro_batch_moves_every_tensor_and_keeps_none():
     moved = vars(batch.to("meta"))
     assert moved.pop("old_logprobs") is None
     assert moved.pop("ref_logprobs") is None
+    assert moved.pop("num_chunks") is None
     assert {tensor.device.type for tensor in moved.values()} == {"meta"}
     assert batch.prompt_ids.device.type == "cpu"

@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def run(args: list[str]) -> None:
-    """Export a checkpoint; see `grpo_lightning.export.export` for what is raised."""
+    """Export a checkpoint; see `grpo_lightning.export.export` for what is raised.
+
+    Of a quantised run it says that the weights under its adapters are the full-precision ones now.
+    """
     options = vars(parser().parse_args(args))
     from grpo_lightning.export import export
 
@@ -19,7 +22,11 @@ def run(args: list[str]) -> None:
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
-    print(f"Config, tokenizer{taken} are those of {written.policy}. To load it:")
+    print(f"Config, tokenizer{taken} are those of {written.policy}.")
+    if written.quantization != "none":
+        what = "the adapter goes with" if written.is_adapter else "the adapter is merged into"
+        print(f"The run kept frozen weights in {written.quantization}; {what} the full-precision ones.")
+    print("To load it:")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
     if written.is_adapter:
         print("  from peft import PeftModel")

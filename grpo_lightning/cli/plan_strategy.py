@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from grpo_lightning.planning.states import BUCKET_NUMBERS, Division, division_of, offloaded
 
-WHOLE_GROUP = 10**12
-"""Lightning's and DeepSpeed's `sub_group_size`: everything at once."""
+SUB_GROUP = 10**9
+"""`sub_group_size` of a configuration of DeepSpeed's own that does not say it."""
 
 
 def strategy_division(strategy: Any, world_size: int) -> Division:
@@ -25,7 +26,9 @@ def strategy_division(strategy: Any, world_size: int) -> Division:
     """
     if isinstance(strategy, str):
         refuse_stock(strategy)
-        return division_of(strategy, world_size)
+        named = division_of(strategy, world_size)
+        has_groups = named.has_masters and named.gathers_layers
+        return dataclasses.replace(named, stepped_numbers=default_sub_group()) if has_groups else named
     class_name: str = strategy["class_path"].rsplit(".", 1)[-1]
     refuse_stock(class_name)
     arguments: dict[str, Any] = dict(strategy.get("init_args") or {})
@@ -44,6 +47,13 @@ def refuse_stock(name: str) -> None:
         raise ValueError(f"trainer.strategy {name} does not train by GRPO: {INSTEAD[kind]}.")
 
 
+def default_sub_group() -> int:
+    """`sub_group_size` of our strategy where nothing is said."""
+    from grpo_lightning.strategies import GRPODeepSpeedStrategy
+
+    return int(inspect.signature(GRPODeepSpeedStrategy).parameters["sub_group_size"].default)
+
+
 def deepspeed_settings(arguments: dict[str, Any]) -> dict[str, Any]:
     """`zero_optimization` of DeepSpeed's own configuration, a mapping or a file, or the same from the arguments."""
     config = arguments.get("config")
@@ -53,7 +63,8 @@ def deepspeed_settings(arguments: dict[str, Any]) -> dict[str, Any]:
             if arguments.get(key):
                 own[name] = {"device": "cpu"}
         given = ("reduce_bucket_size", "overlap_comm", "sub_group_size")
-        return own | {"overlap_comm": True} | {key: arguments[key] for key in given if key in arguments}
+        defaults = {"overlap_comm": True, "sub_group_size": default_sub_group()}
+        return own | defaults | {key: arguments[key] for key in given if key in arguments}
     if isinstance(config, str | Path):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
     return dict(config.get("zero_optimization") or {"stage": 0})
@@ -70,9 +81,8 @@ def deepspeed_division(zero: dict[str, Any], world_size: int) -> Division:
     )
     numbers = zero.get("reduce_bucket_size", "auto")
     numbers = BUCKET_NUMBERS if numbers == "auto" else int(numbers)
-    sub_group = int(zero.get("sub_group_size", WHOLE_GROUP))
     return dataclasses.replace(
         offloaded(division, optimizer=has_optimizer, weights=has_weights),
         bucket_numbers=numbers * (2 if zero.get("overlap_comm") and stage < 3 else 1),
-        stepped_numbers=sub_group if stage == 3 and sub_group < WHOLE_GROUP else None,
+        stepped_numbers=int(zero.get("sub_group_size", SUB_GROUP)) if stage == 3 else None,
     )

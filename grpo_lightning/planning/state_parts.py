@@ -11,6 +11,9 @@ from grpo_lightning.planning.shape import ModelShape
 from grpo_lightning.planning.states import shard_bytes
 from grpo_lightning.planning.trained import ADAPTER_BYTES, TrainedWeights
 
+SUM_BYTES = 4
+"""Of a number in which ZeRO-2 and ZeRO-3 add up gradients."""
+
 SAMPLING: frozenset[Moment] = frozenset({"sampling"})
 
 
@@ -43,10 +46,16 @@ class States:
         """Where a part is."""
         return "host" if is_offloaded else "device"
 
-    def trained_bytes(self, ranks: int) -> int:
-        """Bytes of one number as wide as the weight for everything that is trained, shared over ranks."""
-        own = shard_bytes(self.trained.own, self.settings.widths.weights, ranks)
-        return own + shard_bytes(self.trained.adapters, self.adapter_width, ranks)
+    def trained_bytes(self, ranks: int, least: int = 0) -> int:
+        """Bytes of one number as wide as the weight, or the least, for what is trained, shared over ranks."""
+        own = shard_bytes(self.trained.own, max(least, self.settings.widths.weights), ranks)
+        return own + shard_bytes(self.trained.adapters, max(least, self.adapter_width), ranks)
+
+    @property
+    def sums_beside_masters(self) -> bool:
+        """True at ZeRO-2 of a 16-bit model: the sums are in one buffer on the device, which the masters step on."""
+        division = self.settings.division
+        return division.sums_in_float32 and not division.gathers_layers and self.settings.widths.weights < SUM_BYTES
 
     def weights(self) -> list[Part]:
         """The policy, its adapters and its reference."""
@@ -75,16 +84,22 @@ class States:
         ]
 
     def gradients(self) -> list[Part]:
-        """Gradients and the buckets they are averaged in."""
+        """Gradients and the buckets they are averaged in.
+
+        Stage 3 adds them up in one buffer, made at the start and kept.
+        """
         division, settings = self.settings.division, self.settings
         during: frozenset[Moment] = frozenset({"update", "step"} if settings.holds_gradients else {"step"})
-        width = settings.widths.weights if self.trained.own else self.adapter_width
-        place = self.place(is_offloaded=division.is_optimizer_offloaded)
+        if division.has_masters and division.gathers_layers:
+            during = ALWAYS
+        least = SUM_BYTES if division.sums_in_float32 else 0
+        width = max(least, settings.widths.weights if self.trained.own else self.adapter_width)
+        place = self.place(is_offloaded=division.is_optimizer_offloaded and not self.sums_beside_masters)
         buckets = division.bucket_numbers * settings.widths.weights
         return [
             Part(
                 "gradients",
-                self.trained_bytes(division.gradients),
+                self.trained_bytes(division.gradients, least),
                 during,
                 self.is_plain,
                 f"{width} bytes a trained weight{shared(division.gradients)}",
@@ -116,6 +131,8 @@ class States:
         own = -(-count // ranks)
         stepped = own if division.stepped_numbers is None else min(own, division.stepped_numbers)
         step: frozenset[Moment] = frozenset({"step"})
+        # On the CPU, DeepSpeed makes all masters' gradients at the start and keeps them.
+        copied = own if place == "host" else 0 if self.sums_beside_masters else stepped
         during, over = TRAINING if is_parked else ALWAYS, shared(ranks)
         how = f"{per_weight:.3g} bytes a trained weight{over}, from the first step on"
         work = math.ceil(stepped * per_weight / 2) * (place == "device")
@@ -127,8 +144,8 @@ class States:
             ),
             Part(
                 "32-bit gradients",
-                4 * stepped * division.has_masters,
-                step,
+                4 * copied * division.has_masters,
+                ALWAYS if place == "host" else step,
                 False,
                 f"of the masters{over}",
                 place,

@@ -38,13 +38,16 @@ class Division:
     """Embeddings and head are one unit, which stays collected through a forward and backward (FSDP2's root)."""
 
     is_optimizer_offloaded: bool = False
-    """Optimizer states, masters and gradients are on the CPU."""
+    """Optimizer states, masters and their gradients are on the CPU."""
 
     are_weights_offloaded: bool = False
     """The shares of the weights are on the CPU."""
 
     stepped_numbers: int | None = None
     """Weights of a rank that the optimizer steps at a time (stage 3's `sub_group_size`); None: all."""
+
+    sums_in_float32: bool = False
+    """Gradients of several micro-batches are added up in 32 bits, whatever the model's width (ZeRO-2 and -3)."""
 
     bucket_numbers: int = 0
     """Numbers in the buckets of DeepSpeed's reductions, which are there in full for small models, too."""
@@ -79,6 +82,7 @@ def division_of(strategy: str, world_size: int) -> Division:
                 optimizer=W,
                 has_masters=True,
                 gathers_layers=stage == 3,
+                sums_in_float32=stage >= 2,
                 bucket_numbers=BUCKET_NUMBERS if stage == 3 else 2 * BUCKET_NUMBERS,
             )
             return offloaded(division, weights=stage == 3) if name.endswith("_offload") else division

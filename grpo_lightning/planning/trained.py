@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from grpo_lightning.planning.shape import ModelShape, count_matrix_weights
 from grpo_lightning.policy.freezing import freeze_first_layers
-from grpo_lightning.policy.lora import LoRA, adapter_config, targets
+from grpo_lightning.policy.lora import LoRA, adapter_config, adapter_layers, targets
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
@@ -70,7 +72,7 @@ def trained_weights(model: Any, shape: ModelShape, loader: PolicyLoader) -> tupl
     """(what a policy trains, its shape with the adapters), by the rules the run goes by.
 
     Args:
-        model: On the meta device; its first layers are frozen in place.
+        model: On the meta device; its first layers are frozen, and a saved adapter is put beside its layers, in place.
         shape: Its shape.
         loader: The policy's settings.
 
@@ -83,13 +85,11 @@ def trained_weights(model: Any, shape: ModelShape, loader: PolicyLoader) -> tupl
     if loader.quantization != "none":
         quantized = sum(layer.weight.numel() for layer in linear_layers(model))
     if lora is not None:
-        layers, rank = adapted_layers(model, lora)
-        widths = [sorted(layer.weight.shape) for layer in layers]
-        reads = sum(layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0] for layer in layers)
+        adapters, reads = adapter_sizes(model, lora)
         trained = TrainedWeights(
             own=0,
             own_matrices=0,
-            adapters=sum(rank * (narrow + wide) for narrow, wide in widths),
+            adapters=adapters,
             quantized=quantized,
             quantized_bytes=QUANTIZED_BYTES.get(loader.quantization, 0.0),
             has_starting_adapter=lora.adapter is not None,
@@ -112,12 +112,35 @@ def linear_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
 
 
-def adapted_layers(model: Any, lora: LoRA) -> tuple[list[Any], int]:
-    """(the layers that get adapters, the adapters' rank); of an adapter that was saved, its own."""
+def adapter_sizes(model: Any, lora: LoRA) -> tuple[int, int]:
+    """(weights of the adapters, numbers per token that their layers read).
+
+    A saved adapter may have layers by a pattern, ranks of their own, the head or an embedding: peft builds it.
+    """
+    from transformers.pytorch_utils import Conv1D
+
     if lora.adapter is None:
-        return list(targets(model, lora.target_modules).values()), lora.rank
-    saved = adapter_config(lora.adapter)
-    ends = saved.target_modules
-    names = [ends] if isinstance(ends, str) else sorted(ends or [])
-    is_all = names == ["all-linear"]
-    return list(targets(model, None if is_all else names).values()), saved.r
+        bases: list[Any] = list(targets(model, lora.target_modules).values())
+        count = sum(lora.rank * sum(layer.weight.shape) for layer in bases)
+    else:
+        adapted = saved_adapter(model, lora.adapter)
+        count = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+        bases = [layer.get_base_layer() for layer in adapter_layers(adapted)]
+    reads = sum(
+        layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0]
+        for layer in bases
+        if isinstance(layer, nn.Linear | Conv1D)
+    )
+    return count, reads
+
+
+def saved_adapter(model: Any, adapter: str) -> Any:
+    """A model on the meta device with the adapter of a folder or of the hub, whose weights are not read."""
+    from peft import get_peft_model
+
+    config = adapter_config(adapter)
+    config.inference_mode = False
+    config.init_lora_weights = True  # others are computed from the weights, which are not there
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run says it
+        return get_peft_model(model, config)

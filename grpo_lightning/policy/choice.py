@@ -93,10 +93,29 @@ class Measured(NamedTuple):
 def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
     """Two ways of scoring, compared: the largest difference in fp32, the mean one at 16 bits, over all ranks."""
     difference = probe_difference(model, one, other)
-    is_exact = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(difference.device.type)
+    is_exact = computes_in_float32(model) and not torch.is_autocast_enabled(difference.device.type)
     # Rounding alone: at most 1.3e-5 in fp32 over 87 families, a mean of 0.007 in bf16 (0.03 with linear attention).
     nats, tolerance = (difference.max(), 5e-5) if is_exact else (difference.mean(), 0.05)
     return Measured(float(max_over_ranks(nats)), tolerance)
+
+
+def computes_in_float32(model: nn.Module) -> bool:
+    """False if a weight is stored or used in fewer bits: quantised ones are computed with in 16."""
+    if getattr(base_model(model).config, "quantization_config", None) is not None:
+        return False  # whatever the codes are stored as
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        return False
+    return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
+
+
+def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
+    """What FSDP2 gathers shards in (`mp_policy.param_dtype`); None: as they are. The shards themselves do not show it."""
+    if not torch.distributed.is_available():
+        return set()
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return {part._get_fsdp_state()._mp_policy.param_dtype for part in parts}
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:

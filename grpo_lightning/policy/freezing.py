@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -55,6 +55,9 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop what is not trained from a module's state dict: frozen weights are loaded anew, the reference made anew.
 
+    Under adapters nothing but trained weights stays: quantised layers write scales and codes beside their weights.
+    Without adapters buffers stay.
+
     Only weights that are frozen now and when it is taken: those that are frozen later have been trained, those that are
     freed later will be. Loading misses nothing of what is dropped.
 
@@ -64,30 +67,36 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     at_start = frozen_names(owner)
 
     def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        for name in left_out(module, at_start):
-            state_dict.pop(prefix + name, None)
+        is_left_out = left_out(module, at_start)
+        for key in [key for key in state_dict if key.startswith(prefix) and is_left_out(key.removeprefix(prefix))]:
+            del state_dict[key]
 
     def forgive(module: nn.Module, keys: Any) -> None:
-        names = left_out(module, at_start)
-        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in names]
+        is_left_out = left_out(module, at_start)
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not is_left_out(key)]
 
     owner.register_state_dict_post_hook(drop)
     owner.register_load_state_dict_post_hook(forgive)
 
 
-def left_out(owner: nn.Module, at_start: set[str]) -> set[str]:
-    """The names of what checkpoints do not hold.
+def left_out(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
+    """Says of a key of the state dict whether checkpoints do without it.
 
     Args:
         owner: The module that trains.
         at_start: Names of weights that were frozen when the run began.
     """
-    names = at_start & frozen_names(owner)
-    for path, part in owner.named_modules():
-        if hasattr(part, "has_moved"):  # the reference: one that has moved is saved apart, whole
-            own = {f"{path}.{name}" for name, _ in (*all_parameters(part), *part.named_buffers())}
-            names = names | own
-    return names
+    frozen = at_start & frozen_names(owner)
+    trained = {name for name, _ in all_parameters(owner)} - frozen
+    # The reference: one that has moved is saved apart, whole.
+    references = paths(owner, "has_moved")
+    adapted = paths(owner, "peft_config")
+    return lambda key: key in frozen or key.startswith(references) or (key.startswith(adapted) and key not in trained)
+
+
+def paths(owner: nn.Module, mark: str) -> tuple[str, ...]:
+    """What the keys of modules with this attribute begin with."""
+    return tuple(f"{path}." if path else "" for path, part in owner.named_modules() if hasattr(part, mark))
 
 
 def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:

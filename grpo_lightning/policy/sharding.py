@@ -22,6 +22,9 @@ class Sharding:
     is_sharded = False
     """True if a forward call needs the other ranks: all must make the same calls."""
 
+    gathered_dtype: torch.dtype | None = None
+    """The precision that weights are gathered in; None: as they lie."""
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Inside, a model is loaded from a checkpoint."""
@@ -73,6 +76,7 @@ class FullyShard(Sharding):
 
     def __init__(self, mesh: Any, options: dict[str, Any] | None = None) -> None:
         self.mesh, self.options = mesh, options or {}
+        self.gathered_dtype = getattr(self.options.get("mp_policy"), "param_dtype", None)
 
     def shard(self, model: nn.Module) -> None:
         """Shard the decoder layers one by one, then what is left."""

@@ -100,7 +100,7 @@ class LocalEngine:
             yield Lockstep(is_needed=False)
             return
         # Asked anew for every rollout: the free memory changes when the optimizer's states come to exist.
-        gathers, reason = is_gathered(self.policy, self.gather_for_generation)
+        gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
         if gathers != self.said:
             say_gathering(gathers, reason)
             self.said = gathers

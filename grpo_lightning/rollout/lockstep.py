@@ -42,14 +42,14 @@ class Lockstep:
         return ranks.is_any(has_open_rows) if self.is_needed else has_open_rows
 
 
-def is_gathered(policy: nn.Module, gather: Gather) -> tuple[bool, str]:
+def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
     """Whether the ranks gather a sharded policy to sample from it, the same on all of them, and why."""
     if gather != "auto":
         return gather, "asked for"
     device = compute_device(policy)
     if device.type != "cuda":
         return True, "there is no GPU memory to run out of"
-    whole, free = whole_bytes(policy), free_bytes(device)
+    whole, free = whole_bytes(policy, dtype), free_bytes(device)
     is_too_large = ranks.is_any(whole > LARGEST_SHARE * free)
     sizes = f"of {whole / 2**30:.1f} GiB, with {free / 2**30:.1f} GiB free on this device"
     if is_too_large:
@@ -71,10 +71,11 @@ def compute_device(policy: nn.Module) -> torch.device:
     return parameter.device if mesh is None else torch.device(mesh.device_type)
 
 
-def whole_bytes(policy: nn.Module) -> int:
-    """Bytes of all weights, whole."""
+def whole_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Bytes of all weights, whole, in the precision they are gathered in (None: as they are)."""
+    size = None if dtype is None else dtype.itemsize
     # DeepSpeed empties a parameter and notes its size; torch's DTensor says the whole size itself.
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in policy.parameters())
+    return sum(getattr(p, "ds_numel", p.numel()) * (size or p.element_size()) for p in policy.parameters())
 
 
 def free_bytes(device: torch.device) -> int:

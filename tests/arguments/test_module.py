@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_lightning import offload
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.schedules import Linear
+from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import SamplingParams
 from tests.arguments.registry import case
 from tests.module_runs import (
@@ -139,10 +143,10 @@ class Mixed(ScriptedEngine):
         super().__init__([YES, NO, NO, NO])
         self.temperatures: list[float] = []
 
-    def generate(self, prompts, num_generations, sampling, seed, progress=None):
+    def generate(self, prompts, num_generations, sampling, seeds, progress=None):
         self.temperatures.append(sampling.temperature)
         self.token_ids = [NO] if sampling.is_greedy else [YES, NO, NO, NO]
-        return super().generate(prompts, num_generations, sampling, seed, progress)
+        return super().generate(prompts, num_generations, sampling, seeds, progress)
 
 
 def says_yes(completions):
@@ -199,3 +203,38 @@ def test_how_validation_draws():
         numbers = validated(engine, **settings)
         assert engine.temperatures == temperatures
         assert ("val/greedy/says_no" in numbers) == (0.0 in temperatures)
+
+
+def reference_after(steps: int, sync: SyncReference | None) -> list[Any]:
+    """The reference's weights after so many steps."""
+    module = make_module(objective=Objective(beta=0.04), sync_reference=sync)
+    fit(module, max_steps=steps, max_epochs=-1)
+    return [weight.detach().clone() for weight in module.reference.parameters()]
+
+
+@case(GRPOLightningModule, "sync_reference")
+def test_whether_the_reference_follows():
+    start = reference_after(1, None)[0]
+    assert torch.equal(reference_after(2, None)[0], start)
+    assert not torch.equal(reference_after(2, SyncReference(every_n_steps=2))[0], start)
+
+
+@case(SyncReference, "every_n_steps", "mixup_alpha")
+def test_how_the_reference_follows():
+    start = reference_after(1, None)[0]
+    assert torch.equal(reference_after(1, SyncReference(every_n_steps=2))[0], start)
+    assert torch.equal(reference_after(2, SyncReference(every_n_steps=3))[0], start)
+    moved = reference_after(2, SyncReference(every_n_steps=2))[0] - start
+    further = reference_after(2, SyncReference(every_n_steps=2, mixup_alpha=0.9))[0] - start
+    assert moved.any()
+    assert torch.allclose(further, moved * 0.9 / 0.6, rtol=1e-3, atol=1e-7)
+
+
+@case(GRPOLightningModule, "offload")
+def test_what_waits_elsewhere(monkeypatch):
+    monkeypatch.setattr(offload, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))
+    monkeypatch.setattr(offload, "moved", lambda states: contextlib.nullcontext(names.append("o")))
+    for asked, seen in ((None, []), (["reference"], ["r", "r"]), (["reference", "optimizer"], ["r", "o", "r", "o"])):
+        names: list[str] = []
+        fit(make_module(objective=Objective(beta=0.04), offload=asked), max_steps=2, max_epochs=-1)
+        assert names == seen

@@ -62,6 +62,22 @@ def test_the_lines_printed_load_an_adapter(checkpoint, tmp_path, capsys):
         assert torch.equal(names["model"](ids).logits, module.policy.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("flags", [[], ["--adapter"]])
+def test_a_quantised_run_is_told_which_base_it_gets(checkpoint, tmp_path, capsys, flags):
+    policy = PolicyLoader(str(checkpoint[1].parent / "policy"), lora=LoRA(rank=2))
+    module = make_module(policy=policy, lr=1e-2)
+    fit(module, max_steps=1).save_checkpoint(tmp_path / "last.ckpt")
+    run([str(tmp_path / "last.ckpt"), str(tmp_path / "plain"), *flags])
+    assert "4bit" not in capsys.readouterr().out
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    content["hyper_parameters"]["policy"]["quantization"] = "4bit"
+    torch.save(content, tmp_path / "last.ckpt")
+    run([str(tmp_path / "last.ckpt"), str(tmp_path / "model"), *flags])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "4bit" in line]
+    assert len(lines) == 1
+    assert "full-precision" in lines[0]
+
+
 @pytest.mark.parametrize("args", [[], ["a.ckpt"], ["a.ckpt", "b", "--dtype", "float8"], ["a.ckpt", "b", "--forc"]])
 def test_wrong_arguments_end_with_usage(args, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grpo_lightning.cli.type_hints import arguments, imported, is_accepted, named, num_call_arguments, takes_objects
-from grpo_lightning.rewards.base import Reward
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
+from grpo_lightning.rewards.base import Reward
 
 
 @pytest.mark.parametrize(

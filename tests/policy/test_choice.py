@@ -4,9 +4,11 @@ import types
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.cache_utils import Cache
 
-from grpo_lightning.policy.choice import choose_head, choose_path, probe_difference
+from grpo_lightning.policy.choice import choose_head, choose_path, measure, probe_difference
 from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.scoring import Scorer
 from tests.tiny_models import FAMILIES, tiny_model
@@ -55,6 +57,65 @@ def test_the_probe_has_the_last_word(monkeypatch):
 def test_every_rank_takes_the_worst_difference_of_all(monkeypatch):
     monkeypatch.setattr("grpo_lightning.policy.choice.max_over_ranks", lambda nats: nats + 0.01)
     assert choose_path(tiny_model("qwen2"))[0] == "dense"
+
+
+# ---------------------------------------------------------------------------------------------------------- rounding
+
+
+def quantised_in_wide_storage(model):
+    model.config.quantization_config = {"load_in_4bit": True}
+
+
+def quantised(model):
+    weight = torch.zeros(2, dtype=torch.uint8)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def narrow_further_in(model):
+    model.model.layers[0].bfloat16()
+
+
+def sharded(param_dtype):
+    def shard(model):
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.model.layers[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+
+    return shard
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("change", "is_wide"),
+    [
+        (lambda model: None, True),
+        (sharded(None), True),
+        (sharded(torch.float32), True),
+        (sharded(torch.bfloat16), False),
+        (narrow_further_in, False),
+        (quantised, False),
+        (quantised_in_wide_storage, False),
+    ],
+)
+def test_what_is_computed_in_16_bits_is_not_compared_as_32(change, is_wide, monkeypatch):
+    model = tiny_model("qwen2")
+    change(model)
+    monkeypatch.setattr("grpo_lightning.policy.choice.probe_difference", lambda *_: torch.tensor([0.0, 0.01]))
+    measured = measure(model, Scorer(), Scorer("dense"))
+    assert measured.is_rounding != is_wide
+    assert measured.nats == pytest.approx(0.01 if is_wide else 0.005)
+
+
+def test_autocast_is_not_exact(monkeypatch):
+    monkeypatch.setattr("grpo_lightning.policy.choice.probe_difference", lambda *_: torch.tensor([0.0, 0.01]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert measure(tiny_model("qwen2"), Scorer(), Scorer("dense")).is_rounding
 
 
 @pytest.mark.parametrize("path", ["extended", "dense"])

@@ -133,6 +133,41 @@ def test_the_reference_is_left_out_whole():
         owner.load_state_dict(owner.state_dict())  # strict: nothing is missed
 
 
+class Scaled(nn.Linear):
+    """Writes more than its parameters and buffers, as quantised layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.ones(1))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.quant_state.made_up"] = torch.ones(3)
+
+
+def adapted() -> nn.Module:
+    """A frozen layer with an adapter beside it, marked as peft marks its models."""
+    policy = nn.ModuleDict({"base_layer": Scaled().requires_grad_(False), "lora_A": nn.Linear(2, 2, bias=False)})
+    policy.peft_config = {}  # type: ignore[assignment]
+    return policy
+
+
+def test_under_adapters_nothing_but_trained_weights_is_held():
+    owner = Owner(adapted())
+    owner.register_buffer("count", torch.ones(1))
+    assert set(owner.state_dict()) == {"policy.lora_A.weight", "count"}
+    assert set(owner.state_dict(prefix="module.")) == {"module.policy.lora_A.weight", "module.count"}
+    owner.load_state_dict(owner.state_dict())  # strict: nothing is missed
+    with pytest.raises(RuntimeError, match=r"Missing key.*policy\.lora_A\.weight"):
+        owner.load_state_dict({"count": torch.ones(1)})
+
+
+def test_without_adapters_buffers_and_the_like_are_held():
+    layer = Scaled()
+    layer.bias.requires_grad_(False)
+    assert set(Owner(layer).state_dict()) == {"policy.weight", "policy.scale", "policy.weight.quant_state.made_up"}
+
+
 def test_loading_misses_trained_weights():
     model = tiny_model("qwen2")
     freeze_first_layers(model, 3)

@@ -25,7 +25,7 @@ def gpu(monkeypatch):
 
     def pretend(whole, free):
         monkeypatch.setattr(lockstep, "compute_device", lambda policy: torch.device("cuda"))
-        monkeypatch.setattr(lockstep, "whole_bytes", lambda policy: whole)
+        monkeypatch.setattr(lockstep, "whole_bytes", lambda policy, dtype: whole)
         monkeypatch.setattr(lockstep, "free_bytes", lambda device: free)
 
     return pretend
@@ -71,6 +71,7 @@ def test_the_size_is_that_of_the_whole_weights():
     assert whole_bytes(model) == 2 * (8 * 4 + 4)
     model.weight.ds_numel = 1000  # as of a partitioned parameter, whose own tensor is empty
     assert whole_bytes(model) == 2 * (1000 + 4)
+    assert whole_bytes(model, torch.float32) == 4 * (1000 + 4), "in the precision they are gathered in"
 
 
 def test_the_device_is_where_the_policy_computes():

@@ -1,0 +1,136 @@
+"""Export of adapters: merged, or alone as peft loads them."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_lightning.export import export, policy_loader
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
+from tests.exports import difference, logprobs, save_policy
+from tests.module_runs import fit, make_module
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A folder with a policy and an adapter of it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    module = make_module(policy=PolicyLoader(str(save_policy(folder / "policy")), lora=LoRA(rank=2)), lr=1e-2)
+    fit(module, max_steps=2)
+    module.policy.save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "starting"])
+def adapted(request, adapter, tmp_path_factory):
+    """(a module with a trained adapter, its checkpoint file)."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = (
+        {"lora": LoRA(rank=2)} if request.param != "starting" else {"lora": LoRA(adapter=str(adapter / "adapter"))}
+    )
+    dtype = "bfloat16" if request.param == "bfloat16" else "float32"
+    module = make_module(policy=PolicyLoader(str(adapter / "policy"), dtype=dtype, **settings), lr=1e-2)
+    fit(module, max_steps=2).save_checkpoint(folder / "last.ckpt")
+    return module, folder / "last.ckpt"
+
+
+def test_a_merged_adapter_scores_as_the_trained_module(adapted, tmp_path):
+    module, checkpoint = adapted
+    live = {name: weight.clone() for name, weight in module.policy.named_parameters()}
+    result = export(checkpoint, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    is_narrow = module.loader.dtype == "bfloat16"
+    assert {weight.dtype for weight in loaded.parameters()} == {getattr(torch, module.loader.dtype)}
+    assert result.dtype == getattr(torch, module.loader.dtype)
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    assert difference(loaded, module.policy) <= (1e-2 if is_narrow else 1e-6)
+    assert not torch.equal(logprobs(loaded), logprobs(AutoModelForCausalLM.from_pretrained(module.loader.name)))
+    assert all(torch.equal(live[name], weight) for name, weight in module.policy.named_parameters())
+    wide = export(checkpoint, tmp_path / "wide", dtype="float32")
+    assert wide.dtype == torch.float32
+    if is_narrow:  # in float32 nothing but the run's own rounding is left
+        exact = copy.deepcopy(module.policy).float()
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto")
+        assert difference(loaded, exact) <= 1e-6
+
+
+def test_an_adapter_alone_is_loaded_by_peft(adapted, tmp_path):
+    module, checkpoint = adapted
+    result = export(checkpoint, tmp_path / "adapter", adapter=True)
+    assert result.is_adapter
+    assert {path.name for path in result.files} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not list((tmp_path / "adapter").glob("model*"))
+    trained = [weight.numel() for weight in module.policy.parameters() if weight.requires_grad]
+    assert (result.num_weights, result.num_from_policy) == (sum(trained), 0)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == module.loader.name
+    base = AutoModelForCausalLM.from_pretrained(module.loader.name, dtype=getattr(torch, module.loader.dtype))
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    state = dict(again.named_parameters())
+    assert all(torch.equal(state[name], weight) for name, weight in module.policy.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter")("ab")["input_ids"]
+
+
+def test_adapters_of_a_policy_given_by_hand(adapted, adapter, tmp_path):
+    """Another folder for the base; rank and alpha stay those of the run."""
+    module, checkpoint = adapted
+    moved = shutil.copytree(adapter / "policy", tmp_path / "moved")
+    export(checkpoint, tmp_path / "model", policy=str(moved), dtype="float32")
+    export(checkpoint, tmp_path / "same", dtype="float32")
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "same"))
+    if module.loader.dtype == "float32":
+        assert torch.equal(logprobs(one), logprobs(other))
+
+
+def test_a_policy_given_by_hand_is_loaded_as_the_run_loaded_its_own():
+    """Precision, quantisation and trust are the run's; a revision is that of one name."""
+    own = PolicyLoader(
+        "owner/name", lora=LoRA(rank=2), dtype="bfloat16", quantization="4bit", revision="v2", trust_remote_code=True
+    )
+    content = {"hyper_parameters": {"policy": own.settings}}
+    for name, revision in (("owner/name", "v2"), ("owner/other", "main")):
+        loader = policy_loader(content, Path("last.ckpt"), name)
+        assert (loader.name, loader.revision) == (name, revision)
+        for key in ("lora", "dtype", "quantization", "trust_remote_code"):
+            assert getattr(loader, key) == getattr(own, key), key
+
+
+def test_a_policy_given_by_hand_is_merged_in_the_runs_dtype(adapted, adapter, tmp_path):
+    module, checkpoint = adapted
+    moved = shutil.copytree(adapter / "policy", tmp_path / "moved")
+    assert export(checkpoint, tmp_path / "model", policy=str(moved)).dtype == getattr(torch, module.loader.dtype)
+
+
+def test_what_quantised_layers_add_is_not_in_checkpoints(adapter, tmp_path):
+    """bitsandbytes writes scales and codes beside a weight: the base's, which export takes from the policy."""
+    module = make_module(policy=PolicyLoader(str(adapter / "policy"), lora=LoRA(rank=2)), lr=1e-2)
+    trainer = fit(module, max_steps=1)
+    layer = next(part for name, part in module.policy.named_modules() if name.endswith("q_proj.base_layer"))
+    layer.register_state_dict_post_hook(
+        lambda _, state, prefix, __: state.update({f"{prefix}weight.absmax": torch.ones(2)})
+    )
+    assert any(name.endswith("absmax") for name in module.policy.state_dict())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    result = export(tmp_path / "last.ckpt", tmp_path / "adapter", adapter=True)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sum(weight.numel() for weight in written.values()) == result.num_weights
+    export(tmp_path / "last.ckpt", tmp_path / "model")
+    assert difference(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), module.policy) <= 1e-6
+
+
+def test_a_quantised_run_is_merged_into_the_full_weights(adapted, tmp_path):
+    module, checkpoint = adapted
+    content = torch.load(checkpoint, weights_only=True)
+    content["hyper_parameters"]["policy"]["quantization"] = "4bit"
+    torch.save(content, tmp_path / "quantised.ckpt")
+    assert export(checkpoint, tmp_path / "plain").quantization == "none"
+    assert export(tmp_path / "quantised.ckpt", tmp_path / "model").quantization == "4bit"
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("plain", "model"))
+    assert torch.equal(logprobs(one), logprobs(other))
