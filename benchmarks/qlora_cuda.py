@@ -1,12 +1,14 @@
-"""LoRA on 4-bit and 8-bit weights with 8-bit AdamW: that it trains on CUDA, and what memory it takes.
+"""LoRA on 4-bit and 8-bit weights with 8-bit AdamW: that it trains, resumes and exports on CUDA, and its memory.
 
-    python benchmarks/qlora_cuda.py                # 0.4B parameters, five optimizer steps for each row; about 2 minutes
+    python benchmarks/qlora_cuda.py                # 0.4B parameters, five optimizer steps for each row; a few minutes
     python benchmarks/qlora_cuda.py --record       # and writes it into benchmarks/proofs.json
     python benchmarks/qlora_cuda.py --size tiny    # 3M parameters
 
 A Qwen3 with random weights is saved as a folder and loaded as a run loads it. For each row: the bytes of all weights
-and of those that are quantised, the peak of the run, and how many adapters moved. Exit code 1 if one did not, if
-anything else did, if quantised weights take more than they should, or if the reference is not the base any more.
+and of those that are quantised, the peak of the run, and how many adapters moved. Its checkpoint is resumed for one
+step, and exported: merged, and as an adapter for peft. Exit code 1 if an adapter did not move, if anything else did, if
+quantised weights take more than they should, if the reference is not the base any more, if the checkpoint holds more
+than adapters, if the resumed run starts from others, or if the two exports differ from the trained ones.
 Without a CUDA device it says so and measures nothing. `--size tiny --device cpu` runs the row without quantisation,
 which checks this script.
 """
@@ -26,9 +28,10 @@ from proofs import record
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_lightning import GRPOLightningModule, Objective, PolicyLoader, PromptSource, SamplingParams
+from grpo_lightning.export import export
 from grpo_lightning.optimizers import AdamW, AdamW8bit, PagedAdamW8bit
 from grpo_lightning.policy.lora import LoRA, adapter_layers, using_adapter
 
@@ -47,6 +50,9 @@ ROWS: list[tuple[str, Any, float]] = [
 """(policy.quantization, optimizer, the most that linear layers may take of what they take in bfloat16)."""
 
 STEPS, LEARNING_RATE = 5, 1e-3
+
+ROUNDING = 1e-3
+"""Nats, of float32 log-probs: merging rounds every weight once more, and CUDA may multiply in TF32."""
 
 
 def save_policy(folder: Path, size: str) -> None:
@@ -96,10 +102,24 @@ def logits(module: Any) -> torch.Tensor:
         return module.policy.eval()(ids).logits.float().cpu()
 
 
-def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[str, Any]:
-    """Train for a few steps and say what came of it."""
+class Loaded(L.Callback):
+    """What a resumed run starts from."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Note it."""
+        self.step, self.adapters = trainer.global_step, trained_weights(pl_module)
+
+
+def trained_weights(module: Any) -> dict[str, torch.Tensor]:
+    """A copy of what is trained, by name."""
+    weights = module.policy.named_parameters()
+    return {name: weight.detach().cpu().clone() for name, weight in weights if weight.requires_grad}
+
+
+def make_module(folder: Path, quantization: str, optimizer: Any) -> GRPOLightningModule:
+    """The module of a row."""
     policy = PolicyLoader(str(folder), lora=LoRA(rank=16), dtype="bfloat16", quantization=quantization)  # type: ignore[arg-type]
-    module = GRPOLightningModule(
+    return GRPOLightningModule(
         policy,
         rewards=[even_words],
         sampling=SamplingParams(max_completion_length=64),
@@ -107,20 +127,42 @@ def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[st
         optimizer=lambda parameters: optimizer(parameters, lr=LEARNING_RATE),
         seed=0,
     )
-    watched = Bytes()
+
+
+def fit(module: Any, callback: L.Callback, device: str, *, steps: int = STEPS, checkpoint: Path | None = None) -> Any:
+    """Train up to a number of steps, from the start or from a checkpoint; the trainer."""
     trainer = L.Trainer(
         accelerator=device,
         devices=1,
-        max_steps=STEPS,
+        max_steps=steps,
         precision="bf16-mixed",
-        callbacks=[watched],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     prompts = [" ".join(f"w{i * j + 2}" for j in range(1, 17)) for i in range(1, 9)]
-    trainer.fit(module, PromptSource(prompts, batch_size=4))
+    trainer.fit(module, PromptSource(prompts, batch_size=4), ckpt_path=checkpoint)
+    return trainer
+
+
+def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[str, Any]:
+    """Train for a few steps, save, resume, export, and say what came of it."""
+    watched, module = Bytes(), make_module(folder, quantization, optimizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = Path(scratch) / "last.ckpt"
+        fit(module, watched, device).save_checkpoint(checkpoint)
+        adapters = trained_weights(module)
+        held = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+        size = checkpoint.stat().st_size
+        del module
+        free()
+        loaded, module = Loaded(), make_module(folder, quantization, optimizer)
+        step = fit(module, loaded, device, steps=STEPS + 1, checkpoint=checkpoint).global_step
+        del module
+        free()
+        nats = export_difference(folder, checkpoint, adapters, Path(scratch))
     return {
         "quantization": quantization,
         "optimizer": optimizer.__name__,
@@ -130,7 +172,45 @@ def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[st
         "adapters_moved": f"{sum(watched.adapters)} of {len(watched.adapters)}",
         "others_moved": len(watched.others),
         "reference_is_base": watched.is_base,
+        "checkpoint_mib": round(size / 2**20, 1),
+        "only_adapters_saved": held.keys() == {f"policy.{name}" for name in adapters},
+        "resumes": (loaded.step, step) == (STEPS, STEPS + 1) and are_equal(loaded.adapters, adapters),
+        "export_nats": nats,
     }
+
+
+def free() -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """True if names and values agree."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@torch.no_grad()
+def export_difference(policy: Path, checkpoint: Path, adapters: dict[str, torch.Tensor], scratch: Path) -> float:
+    """Export merged and as an adapter, and compare.
+
+    Returns:
+        The largest difference of log-probs between the merged model and peft's on the full-precision policy, in nats;
+        infinite if the adapter written is not the one that was trained.
+    """
+    from peft import PeftModel
+
+    export(checkpoint, scratch / "merged", dtype="float32")
+    export(checkpoint, scratch / "adapter", adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    separate = PeftModel.from_pretrained(base, scratch / "adapter")
+    if not are_equal({name: weight for name, weight in separate.named_parameters() if "lora_" in name}, adapters):
+        return float("inf")
+    ids = torch.arange(2, 34)[None]
+    merged = AutoModelForCausalLM.from_pretrained(scratch / "merged", dtype="auto")
+    one, other = (model.eval()(ids).logits.log_softmax(-1) for model in (separate, merged))
+    return float(f"{(one - other).abs().max():.1e}")
 
 
 def failures(rows: list[dict[str, Any]], limits: list[float]) -> list[str]:
@@ -143,6 +223,12 @@ def failures(rows: list[dict[str, Any]], limits: list[float]) -> list[str]:
             found.append(f"{name}: {moved} of {count} adapters moved, and {row['others_moved']} other weights.")
         if not row["reference_is_base"]:
             found.append(f"{name}: the reference is not the base any more.")
+        if not row["only_adapters_saved"]:
+            found.append(f"{name}: the checkpoint holds something else than the adapters.")
+        if not row["resumes"]:
+            found.append(f"{name}: the resumed run did not start from the adapters saved, or took no step.")
+        if not row["export_nats"] <= ROUNDING:
+            found.append(f"{name}: merged and separate adapters differ by {row['export_nats']} nats after export.")
         if row["linear_mib"] > most * rows[0]["linear_mib"]:
             found.append(f"{name}: {row['linear_mib']} MiB of linear layers, more than {most} of bfloat16's.")
     return found
@@ -164,17 +250,17 @@ def main() -> int:
         save_policy(Path(scratch), options.size)
         for quantization, optimizer, _ in chosen:
             rows.append(run(Path(scratch), quantization, optimizer, options.device))
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    table = Table(title=f"LoRA, {options.size}, {STEPS} steps, {options.device}")
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
+            free()
+    table = Table("", *(f"{row['quantization']}, {row['optimizer']}" for row in rows))
+    table.title = f"LoRA, {options.size}, {STEPS} steps, {options.device}"
+    for name in list(rows[0])[2:]:
+        table.add_row(name, *(str(row[name]) for row in rows))
     Console().print(table)
     found = failures(rows, [most for *_, most in chosen])
-    print("\n".join(found) or "Adapters moved, nothing else did, and the reference is the base.")
+    print(
+        "\n".join(found)
+        or "Adapters moved, nothing else did, the reference is the base; checkpoints resume and export."
+    )
     if options.record:
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         record("qlora_cuda", {"device": device, "rows": rows, "failures": found})

@@ -24,7 +24,6 @@ from grpo_lightning.policy.trained import limit_training
 from grpo_lightning.policy.writing import original_tokenizer, write_policy
 from grpo_lightning.saved import num_trained, opened, policy_weights, run_config
 
-
 KEPT = ("lora", "freeze_layers", "dtype", "quantization", "trust_remote_code")
 """Settings of the run's policy that hold for one given by hand as well."""
 

@@ -7,6 +7,7 @@ trainer: {strategy: {class_path: grpo_lightning.strategies.GRPODeepSpeedStrategy
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         # With states on the CPU, DeepSpeed asks for an optimizer of its own, which it has to compile: any one serves.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
-        if stage != 1:  # with float32 sums, DeepSpeed takes another optimizer at stage 1
+        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would get another optimizer
             # Or micro-batches are added up in 16 bits, where the small ones are lost.
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
@@ -103,11 +104,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if not self.is_on_cpu:
             super().setup_distributed()
             return
-        from deepspeed.comm import torch as communication
-
         # Its own collectives for CPUs are compiled in the first run, and a compiler that was killed leaves a lock that
         # every later run waits for, without a word: gloo's serve.
-        communication.build_shm_op = lambda: None
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -179,7 +178,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         content: dict[str, Any] = {}
         weights: dict[str, torch.Tensor] = {}
         error: OSError | ValueError | None = None
-        if self.is_global_zero:
+        if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
             try:
                 with opened(path) as joined:
                     weights = joined["state_dict"]

@@ -126,7 +126,7 @@ def test_what_quantised_layers_add_is_not_in_checkpoints(adapter, tmp_path):
 
 
 def test_a_quantised_run_is_merged_into_the_full_weights(adapted, tmp_path):
-    module, checkpoint = adapted
+    _, checkpoint = adapted
     content = torch.load(checkpoint, weights_only=True)
     content["hyper_parameters"]["policy"]["quantization"] = "4bit"
     torch.save(content, tmp_path / "quantised.ckpt")

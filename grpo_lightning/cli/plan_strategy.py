@@ -67,7 +67,8 @@ def deepspeed_settings(arguments: dict[str, Any]) -> dict[str, Any]:
         return own | defaults | {key: arguments[key] for key in given if key in arguments}
     if isinstance(config, str | Path):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
-    return dict(config.get("zero_optimization") or {"stage": 0})
+    sums = (config.get("data_types") or {}).get("grad_accum_dtype") if "data_types" in config else "fp32"
+    return dict(config.get("zero_optimization") or {"stage": 0}) | {"grad_accum_dtype": sums}
 
 
 def deepspeed_division(zero: dict[str, Any], world_size: int) -> Division:
@@ -79,10 +80,12 @@ def deepspeed_division(zero: dict[str, Any], world_size: int) -> Division:
     has_optimizer, has_weights = (
         (zero.get(name) or {}).get("device", "none") != "none" for name in ("offload_optimizer", "offload_param")
     )
+    sums_in_float32 = division.sums_in_float32 and zero.get("grad_accum_dtype", "fp32") in ("fp32", "float32")
     numbers = zero.get("reduce_bucket_size", "auto")
     numbers = BUCKET_NUMBERS if numbers == "auto" else int(numbers)
     return dataclasses.replace(
         offloaded(division, optimizer=has_optimizer, weights=has_weights),
+        sums_in_float32=sums_in_float32,
         bucket_numbers=numbers * (2 if zero.get("overlap_comm") and stage < 3 else 1),
         stepped_numbers=int(zero.get("sub_group_size", SUB_GROUP)) if stage == 3 else None,
     )

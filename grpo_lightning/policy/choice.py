@@ -109,7 +109,7 @@ def computes_in_float32(model: nn.Module) -> bool:
 
 
 def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """What FSDP2 gathers shards in (`mp_policy.param_dtype`); None: as they are. The shards themselves do not show it."""
+    """What FSDP2 gathers shards in (`mp_policy.param_dtype`), which the shards do not show; None: as they are."""
     if not torch.distributed.is_available():
         return set()
     from torch.distributed.fsdp import FSDPModule

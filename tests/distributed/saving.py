@@ -77,15 +77,20 @@ def run(strategy: str, folder: Path, kind: str) -> dict[str, Any]:
     where = folder / strategy / kind
     module, last = make(folder, kind), Last()
     saving = ModelCheckpoint(where, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
-    trainer = trainer_of(strategy, max_steps=2, callbacks=[saving, last, ExportPolicy(str(where / "at-the-end"))])
+    alone = ModelCheckpoint(where / "weights", filename="{step}", every_n_train_steps=2, save_weights_only=True)
+    trainer = trainer_of(
+        strategy, max_steps=2, callbacks=[saving, alone, last, ExportPolicy(str(where / "at-the-end"))]
+    )
     world_size = trainer.world_size
     trainer.fit(module, PromptSource(PROMPTS, 4 // world_size))
     checkpoint = saving.best_model_path
-    results: dict[str, Any] = {"logprobs": last.logprobs, "checkpoint": checkpoint}
-    for verb in ("validate", "test"):
+    (weights,) = (where / "weights").iterdir()
+    results: dict[str, Any] = {"logprobs": last.logprobs, "checkpoint": checkpoint, "weights": str(weights)}
+    # `test` with a checkpoint of the weights alone.
+    for verb, path in (("validate", checkpoint), ("test", str(weights))):
         fresh, evaluator = make(folder, kind), trainer_of(strategy)
         source = PromptSource(PROMPTS, 4 // world_size, shuffle=False)
-        (results[verb],) = getattr(evaluator, verb)(fresh, source, ckpt_path=checkpoint, verbose=False)
+        (results[verb],) = getattr(evaluator, verb)(fresh, source, ckpt_path=path, verbose=False)
     return results
 
 

@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
         policy={"lora": LORA}, objective={"beta": 0.04}, steps=2, updates=2, accumulate=2, lr=0.01
     ),
     "lora, kl, accumulate 4, clipped": Case(
-        policy={"lora": LORA, "activation_checkpointing": "layers"}, steps=2, accumulate=4, clip=0.01, lr=0.01
+        policy={"lora": LORA, "activation_checkpointing": "layers"}, steps=2, accumulate=4, clip=0.5, lr=0.1
     ),
     "reference follows": Case(
         objective={"beta": 0.04}, sync={"every_n_steps": 2, "mixup_alpha": 0.6}, steps=4, accumulate=2, lr=0.1

@@ -47,6 +47,15 @@ def test_an_exported_checkpoint_has_the_log_probs_of_the_run(folder: Path, strat
     assert (logprobs_of(tmp_path / "exported") - results["logprobs"]).abs().max() <= limit
 
 
+@pytest.mark.parametrize("kind", saving.KINDS)
+def test_weights_alone_are_exported_as_well(folder: Path, strategy: str, kind: str, tmp_path: Path):
+    results = torch.load(folder / f"{strategy}-{kind}.pt")
+    # Frozen weights: nothing but the policy says which they were.
+    export(results["weights"], tmp_path / "exported", policy=str(folder / "policy"), fill_missing=kind == "frozen")
+    limit = TOLERANCE * (results["logprobs"].abs().max() if kind == "lora" else 1)
+    assert (logprobs_of(tmp_path / "exported") - results["logprobs"]).abs().max() <= limit
+
+
 def test_an_exported_adapter_has_the_log_probs_of_the_run(folder: Path, strategy: str, tmp_path: Path):
     results = torch.load(folder / f"{strategy}-lora.pt")
     export(results["checkpoint"], tmp_path / "adapter", policy=str(folder / "policy"), adapter=True)

@@ -64,10 +64,15 @@ def test_states_are_exactly_those_of_a_real_module():
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"), [("zero1", 31.4e9), ("zero2", 16.6e9), ("zero3", 1.9e9)], ids=["os", "os+g", "os+g+p"]
+    ("stage", "expected"),
+    [("zero1", 31.4e9), ("zero2", 16.6e9 + 2e9 * 7.5 / 64), ("zero3", 1.9e9 + 2e9 * 7.5 / 64)],
+    ids=["os", "os+g", "os+g+p"],
 )
 def test_the_zero_papers_example(stage, expected):
-    """7.5 billion weights on 64 devices with Adam: 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
+    """7.5 billion weights on 64 devices with Adam: 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1).
+
+    The paper adds up gradients in 16 bits; here stages 2 and 3 do it in 32, of 2 bytes more.
+    """
     shape = dataclasses.replace(SHAPE, num_weights=7_500_000_000)
     found = sizes(shape, precision=Precision(2, 2), division=division_of(stage, 64), has_reference=False)
     states = sum(found[name] for name in ("weights", "gradients", "optimizer states", "master weights"))

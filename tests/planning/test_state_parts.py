@@ -41,12 +41,13 @@ def sizes(*args, **changes):
 
 
 def test_zero3_by_hand():
-    """1000 weights on 4 ranks: 2, 2, 8 and 4 bytes each, and 32-bit gradients when it steps."""
-    found = sizes("zero3", 4, precision=BF16)
+    """1000 weights on 4 ranks: 2, 2, 4, 8 and 4 bytes each, and 32-bit gradients of what it steps."""
+    parts = parts_of("zero3", 4, precision=BF16)
+    found = {name: part.num_bytes for name, part in parts.items()}
     assert found == {
         "weights": 500,
         "reference": 500,
-        "gradients": 500,
+        "gradients": 1000,
         "reduce buckets": 400_000_000,
         "optimizer states": 2000,
         "master weights": 1000,
@@ -55,6 +56,19 @@ def test_zero3_by_hand():
         # Layers have 300 each, the head 50 x 4: two layers are more than a layer and the head.
         "gathered layers": 600 * 2,
     }
+    assert parts["gradients"].moments == {"sampling", "update", "step"}
+    assert parts["32-bit gradients"].moments == {"step"}
+
+
+def test_zero2_steps_on_the_sums_themselves():
+    """In 16 bits; in 32 they are the weights' own width, and copied for the step."""
+    found = parts_of("zero2", 4, precision=BF16, accumulates=True)
+    assert found["gradients"].num_bytes == 1000
+    assert found["gradients"].moments == {"update", "step"}
+    assert "32-bit gradients" not in found
+    assert sizes("zero2", 4)["32-bit gradients"] == sizes("zero2", 4)["gradients"] == 1000
+    assert sizes("zero1", 4, precision=BF16)["gradients"] == 2000
+    assert sizes("zero1", 4, precision=BF16)["32-bit gradients"] == 1000
 
 
 def test_offloading_moves_parts_to_the_cpu():
@@ -66,7 +80,13 @@ def test_offloading_moves_parts_to_the_cpu():
     assert set(moved) == set(kept) - {"optimizer's work"}
     parts = list(moved.values())
     assert peak(parts, "step") == 400_000_000
-    assert peak(parts, "step", "host") == 500 + 500 + 500 + 2000 + 1000 + 1000
+    for moment in ("sampling", "update", "step"):
+        assert peak(parts, moment, "host") == 500 + 500 + 1000 + 2000 + 1000 + 1000
+
+
+def test_gradients_on_the_cpu_are_all_there_whatever_is_stepped():
+    offloaded = dataclasses.replace(division_of("zero3_offload", 4), stepped_numbers=100)
+    assert sizes(precision=BF16, division=offloaded)["32-bit gradients"] == 1000
 
 
 def test_stage_3_steps_its_share_in_groups():
@@ -79,7 +99,11 @@ def test_stage_3_steps_its_share_in_groups():
 def test_only_the_optimizer_offloaded():
     moved = parts_of("deepspeed_stage_2_offload", 4, precision=BF16)
     assert moved["weights"].place == moved["reference"].place == "device"
-    assert moved["gradients"].place == moved["optimizer states"].place == "host"
+    assert moved["32-bit gradients"].place == moved["optimizer states"].place == "host"
+    assert moved["32-bit gradients"].num_bytes == moved["gradients"].num_bytes == 1000
+    assert moved["gradients"].place == "device"  # the sums; from there they are copied at the step
+    narrow = dataclasses.replace(division_of("deepspeed_stage_2_offload", 4), sums_in_float32=False)
+    assert parts_of(precision=BF16, division=narrow)["gradients"].place == "host"
 
 
 def test_offloading_during_rollouts_parks_parts():

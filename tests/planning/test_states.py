@@ -10,7 +10,8 @@ from grpo_lightning.planning.states import Division, division_of, optimizer_byte
 from tests.tiny_models import tiny_model
 
 DEEPSPEED = {"has_masters": True, "bucket_numbers": 400_000_000}
-STAGE_3 = {"gathers_layers": True, "has_masters": True, "bucket_numbers": 200_000_000}
+STAGE_2 = DEEPSPEED | {"sums_in_float32": True}
+STAGE_3 = {"gathers_layers": True, "has_masters": True, "sums_in_float32": True, "bucket_numbers": 200_000_000}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,8 +55,8 @@ def test_adamw_in_16_bits_keeps_16_bit_states():
         ("ddp_find_unused_parameters_true", 4, Division(has_buckets=True)),
         ("DDPStrategy", 1, Division()),
         ("deepspeed_stage_1", 4, Division(1, 1, 4, **DEEPSPEED)),
-        ("zero2", 4, Division(1, 4, 4, **DEEPSPEED)),
-        ("deepspeed_stage_2_offload", 4, Division(1, 4, 4, is_optimizer_offloaded=True, **DEEPSPEED)),
+        ("zero2", 4, Division(1, 4, 4, **STAGE_2)),
+        ("deepspeed_stage_2_offload", 4, Division(1, 4, 4, is_optimizer_offloaded=True, **STAGE_2)),
         ("zero3", 4, Division(4, 4, 4, **STAGE_3)),
         (
             "zero3_offload",

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from grpo_lightning.planning.shape import count_matrix_weights, meta_model, shape_of
 from grpo_lightning.planning.trained import TrainedWeights, trained_weights
 from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import LoRA, add_adapters
+from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters
 from tests.planning.real_shapes import llama_1b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -47,6 +48,33 @@ def test_an_adapter_to_start_from_is_read(tmp_path, names):
     trained, shape = planned(tiny_model("qwen2").config, lora=LoRA(adapter=str(tmp_path / "adapter")))
     assert trained.adapters == sum(p.numel() for p in real.parameters() if p.requires_grad)
     assert trained.reference_bytes(shape, 2) == 4 * trained.adapters
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
+        {"target_modules": ["k_proj"], "layers_to_transform": [0], "use_dora": True},
+        {"target_modules": ["k_proj"], "init_lora_weights": "pissa"},
+    ],
+    ids=["regex", "head", "embedding", "ranks", "dora", "pissa"],
+)
+def test_adapters_saved_by_peft_are_counted_as_they_are(tmp_path, settings):
+    base = tiny_model("qwen2", tie_word_embeddings=False)
+    real = get_peft_model(base, LoraConfig(r=5, task_type="CAUSAL_LM", **settings))
+    real.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    lora = LoRA(adapter=str(tmp_path / "adapter"))
+    taken = add_adapters(tiny_model("qwen2", tie_word_embeddings=False), lora)
+    config = tiny_model("qwen2", tie_word_embeddings=False).config
+    trained, shape = planned(config, lora=lora)
+    assert trained.adapters == sum(p.numel() for p in taken.parameters() if p.requires_grad)
+    reads = sum(
+        layer.in_features for layer in adapter_layers(taken) if isinstance(layer.get_base_layer(), torch.nn.Linear)
+    )
+    assert shape.adapted_channels == reads // shape.num_layers
 
 
 @pytest.mark.parametrize("tied", [True, False])
