@@ -132,6 +132,12 @@ def check_trainer(trainer: L.Trainer) -> None:
     if trainer.accumulate_grad_batches < 1:
         raise ValueError(f"trainer.accumulate_grad_batches must be at least 1, got {trainer.accumulate_grad_batches}.")
     check_strategy(trainer)
+    clipping = (getattr(trainer.strategy, "config", None) or {}).get("gradient_clipping")
+    if clipping is not None and trainer.gradient_clip_val not in (None, clipping):
+        raise ValueError(
+            f"The strategy's DeepSpeed config clips gradients at {clipping} (gradient_clipping), and "
+            f"trainer.gradient_clip_val is {trainer.gradient_clip_val}: remove one of them."
+        )
     check_before_loading(trainer)
 
 

@@ -82,6 +82,17 @@ def test_no_limit_stays_none():
     assert (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches) == (-1, -1, 0)
 
 
+class Epochs(L.Callback):
+    """The epochs whose last batch Lightning took for the last."""
+
+    def __init__(self) -> None:
+        self.with_a_last_batch: list[int] = []
+
+    def on_train_batch_end(self, trainer, *args) -> None:
+        if trainer.is_last_batch:
+            self.with_a_last_batch.append(trainer.current_epoch)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("stop", [1, 2, "epoch"])
 def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, before, after, stop):
@@ -105,7 +116,11 @@ def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, b
     with pytest.raises(KeyError):
         fit(make_module(Noting, **options), prompts, batch_size=before, callbacks=[Kill()], **flags)
     used, drawn = drawn, []
-    fit(make_module(Noting, **options), prompts, batch_size=after, ckpt_path=str(tmp_path / "a.ckpt"), **flags)
+    ended = Epochs()
+    flags |= {"callbacks": [ended], "ckpt_path": str(tmp_path / "a.ckpt")}
+    fit(make_module(Noting, **options), prompts, batch_size=after, **flags)
+    begun = {at for at, _ in drawn}
+    assert ended.with_a_last_batch == sorted(begun), "without one, no validation and no checkpoint of the epoch's end"
     for epoch in range(3):
         numbers = [number for at, batch in used + drawn if at == epoch for number in batch]
         assert sorted(numbers) == list(range(10)), epoch

@@ -18,6 +18,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ExactMatch
+from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.types import SamplingParams
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module, make_source, make_trainer, vowel_share
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -152,6 +153,15 @@ def test_a_strategy_that_trains_something_else_is_refused():
     trainer = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, strategy=DeepSpeedStrategy())
     with pytest.raises(ValueError, match=r"DeepSpeedStrategy does not train by GRPO.*GRPODeepSpeedStrategy"):
         check_trainer(trainer)
+
+
+def test_two_clippings_are_refused():
+    strategy = GRPODeepSpeedStrategy(config={"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})
+    trainer = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, strategy=strategy, gradient_clip_val=1.0)
+    with pytest.raises(ValueError, match=r"clips gradients at 0\.5 \(gradient_clipping\), and .* is 1\.0"):
+        check_trainer(trainer)
+    trainer.gradient_clip_val = 0.5
+    check_trainer(trainer)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])

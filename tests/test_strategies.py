@@ -33,8 +33,23 @@ def test_stage_3_gathers_nothing_ahead():
 def test_ones_own_config_stays_as_it_is_and_gets_what_validation_asks_for():
     own = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5}}
     config = GRPODeepSpeedStrategy(config=own).config
-    assert config["zero_optimization"] == own["zero_optimization"]
+    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
     assert config["zero_allow_untested_optimizer"]
+
+
+def test_what_transformers_fills_in_is_refused_by_its_key():
+    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    with pytest.raises(ValueError, match=r"strategy\.config\.zero_optimization\.reduce_bucket_size is 'auto'"):
+        GRPODeepSpeedStrategy(config=config)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_micro_batches_are_summed_in_32_bits_where_deepspeed_can(stage):
+    for strategy in (
+        GRPODeepSpeedStrategy(stage=stage),
+        GRPODeepSpeedStrategy(config={"zero_optimization": {"stage": stage}}),
+    ):
+        assert strategy.config.get("data_types") == (None if stage == 1 else {"grad_accum_dtype": "fp32"})
 
 
 def test_stage_out_of_range():
