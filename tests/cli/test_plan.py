@@ -288,7 +288,7 @@ def test_seventy_billion_weights_are_planned_in_seconds_and_not_sampled_layer_by
         said(args)
     out = " ".join(capsys.readouterr().out.split())
     assert "70,553,706,496 weights, 80 layers" in out
-    # 24 bytes a weight over 16 devices: weights and reference 2 each, masters and their gradients 4 each, sums 4, AdamW 8.
+    # 24 bytes a weight over 16 devices: weights, reference 2 each; masters, their gradients, sums 4 each; AdamW 8.
     assert "On the CPU, for every device of a node: 98.56 GiB (weights 8.21" in out
     assert "The whole weights, 131.4 GiB, stay sharded" in out
     assert "98 min to draw the completions (96 min of it collecting weights)" in out
