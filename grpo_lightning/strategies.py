@@ -27,6 +27,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 
+from grpo_lightning import ranks
 from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
 from grpo_lightning.saved import opened
 
@@ -181,13 +182,13 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
             try:
                 with opened(path) as joined:
-                    weights = joined["state_dict"]
+                    weights = joined.get("state_dict", {})  # what is missing is said below, on every rank
                     content = {name: value for name, value in joined.items() if name != "state_dict"}
             except (OSError, ValueError) as failure:  # the other ranks wait to hear of it
                 error = failure
-        error = self.broadcast(error)
-        if error is not None:
-            raise error
+        for failed in ranks.gather_objects(error):
+            if failed is not None:
+                raise failed
         names: set[str] = self.broadcast(set(weights))
         content = self.broadcast(content)
         with torch.no_grad():

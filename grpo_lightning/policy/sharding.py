@@ -69,7 +69,7 @@ class FullyShard(Sharding):
 
     Args:
         mesh: The data-parallel device mesh.
-        options: Of `torch.distributed.fsdp.fully_shard` (`mp_policy`, `offload_policy`, `reshard_after_forward`).
+        options: Of `torch.distributed.fsdp.fully_shard`, `mp_policy` for example.
     """
 
     is_sharded = True
