@@ -14,9 +14,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from grpo_lightning import completeness, rank_files, ranks, sync_reference
+from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.limits import recount_batches
-from grpo_lightning.planner import Rollout
+from grpo_lightning.planner import Rollout, give_images
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.rollout.groups import vision_of
 
 if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
@@ -263,6 +265,18 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
         sync_reference.restore(module, saved if is_reader else None)
     if state.get("is_pending") and (state["rollout"] or state["moment"]):  # one that is lost is missed by `check_cycle`
         restore_rollout(module, state, path)
+
+
+def restore_images(module: GRPOLightningModule, rollout: Rollout, batch: Any) -> None:
+    """Give a rollout that was restored its images again: its prompts come once more with every batch of the cycle."""
+    if not module.encoder.sees_images or any(micro_batch.vision for micro_batch in rollout.micro_batches):
+        return
+    prompts = as_prompt_batch(batch).prompts
+    # Of a frozen tower, the features are those of the passes that sampling ran: run again, they are the same to the
+    # last bit.
+    one_token = dataclasses.replace(module.sampling, max_completion_length=1)
+    groups = module.generate(prompts, module.num_generations, one_token, [0] * len(prompts))
+    give_images(rollout.micro_batches, vision_of(groups, module.encoder, module.policy, module.sharding))
 
 
 def restore_rollout(module: GRPOLightningModule, state: Mapping[str, Any], checkpoint: Path) -> None:

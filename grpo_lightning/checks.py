@@ -18,7 +18,8 @@ from grpo_lightning import offload, sync_reference
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource, known_prompts, source_names
 from grpo_lightning.policy.precision import check_masters
-from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
+from grpo_lightning.policy.processing import refuse_images
+from grpo_lightning.policy.tokenize import check_length, num_positions
 from grpo_lightning.strategies import check_strategy, has_masters, reads
 from grpo_lightning.types import Prompt
 
@@ -237,24 +238,27 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     Only prompts that may be too long are tokenized: a text has no more tokens than bytes.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no template, or one is too long for the model.
+        ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or has
+            images that the model cannot see.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
         return
-    tokenizer, config = module.loader.load_tokenizer(), module.loader.load_config()
+    encoder = module.loader.load_encoder()
+    for prompt in prompts if not encoder.sees_images else ():
+        refuse_images(prompt)
     for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
         if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
-            tokenize(sample, tokenizer)
-    limit = num_positions(config)
+            encoder.num_tokens(sample)
+    limit = num_positions(encoder.config)
     if limit is None:
         return
     _, validation = module.validation.draw(module.sampling, is_greedy=False)
     for data_sets, sampling in ((training_sets(trainer), module.sampling), (evaluation_sets(trainer), validation)):
         longest = sampling.max_completion_length
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
-            if num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
-                check_length(prompt, tokenize(prompt, tokenizer), limit, longest)
+            if prompt.images or num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
+                check_length(prompt, encoder.num_tokens(prompt), limit, longest)
 
 
 TEMPLATE_TOKENS = 256

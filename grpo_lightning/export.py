@@ -178,7 +178,7 @@ def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
     """What the policy was loaded from; never quantised."""
     from transformers import AutoModelForCausalLM
 
-    from grpo_lightning.policy.loading import naming
+    from grpo_lightning.policy.naming import naming
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
     if loader.from_scratch:

@@ -27,16 +27,16 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.offload import Offloadable, offloaded
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.own_callbacks import own_callbacks
-from grpo_lightning.planner import Rollout, Turn, plan_over_ranks
+from grpo_lightning.planner import Rollout, Turn, give_images, plan_over_ranks
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
 from grpo_lightning.policy.reference import FrozenCopy, make_reference
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.tokenize import num_positions, tokenize_fitting
 from grpo_lightning.rewards import RewardLike, RewardSet, Scores
 from grpo_lightning.rollout.base import RolloutEngine
+from grpo_lightning.rollout.groups import GroupSource, vision_of
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
@@ -136,6 +136,7 @@ class GRPOLightningModule(L.LightningModule):
             advantages = self.compare(rewards)
             self.rollout = self.plan_updates(groups, advantages)
         assert self.rollout is not None
+        checkpoints.restore_images(self, self.rollout, batch)
         return self.update(self.rollout.next())
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
@@ -178,6 +179,7 @@ class GRPOLightningModule(L.LightningModule):
             skip_zero_advantages=not self.objective.trains_on_zero_advantages,
             num_chunks=self.scorer.num_chunks,
         )
+        give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
         add_padding(self.metrics, micro_batches)
         micro_batches = [batch.to(self.device) for batch in micro_batches]
         # The first update's own forward passes see the weights as they still are: they need no pass before.
@@ -234,15 +236,10 @@ class GRPOLightningModule(L.LightningModule):
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
     ) -> list[Group]:
-        """Tokenize, draw and group; every prompt has its own seed."""
-        room = num_positions(self.policy.config), sampling.max_completion_length
-        prompt_ids = tokenize_fitting(prompts, self.tokenizer, *room)
+        """Encode, draw and group; every prompt has its own seed."""
         progress = functools.partial(notify, self.trainer, "on_decode")
-        drawn = self.engine.generate(prompt_ids, num_generations, sampling, seeds, progress)
-        return [
-            Group(prompt, ids, completions, self.rollout_index)
-            for prompt, ids, completions in zip(prompts, prompt_ids, drawn, strict=True)
-        ]
+        source = GroupSource(self.engine, self.encoder, self.sharding, self.rollout_index)
+        return source.draw(prompts, num_generations, sampling, seeds, progress)
 
     def value(self, groups: list[Group], num_generations: int) -> Scores:
         """What the rewards say, by the length limit of training also where completions are only evaluated."""
@@ -307,7 +304,8 @@ class GRPOLightningModule(L.LightningModule):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
         loaded = self.loader.load(self.sharding)
-        self.policy, self.tokenizer, self.scorer = loaded.model, loaded.tokenizer, loaded.scorer  # type: ignore[assignment]
+        self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
+        self.tokenizer = loaded.tokenizer
         needs_reference = self.objective.needs_reference
         self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
         keep_frozen_out_of_checkpoints(self)
@@ -328,7 +326,7 @@ class GRPOLightningModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """How sharded weights are scored can be tried only now that they run."""
         if self.scorer is None:
-            self.scorer = self.loader.choose_scorer(self.policy)
+            self.scorer = self.loader.choose_scorer(self.policy, self.encoder)
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_lightning import ranks
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.inputs import left_pad
-from grpo_lightning.types import Completion, Group, MicroBatch
+from grpo_lightning.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
 
 Item = TypeVar("Item")
 
@@ -104,9 +104,12 @@ class Rollout:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages."""
+        """What a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages; no images.
+
+        Those are read again (`give_images`).
+        """
         return {
-            "micro_batches": [vars(batch.to("cpu")) for batch in self.micro_batches],
+            "micro_batches": [vars(replace(batch.to("cpu"), vision=None)) for batch in self.micro_batches],
             "counts": [tuple(counts) for counts in self.counts],
             "num_iterations": self.num_iterations,
             "position": self.position,
@@ -201,6 +204,19 @@ def plan_over_ranks(
     return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
 
 
+def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:
+    """Give micro-batches the images of their prompts.
+
+    Args:
+        micro_batches: Of one rollout.
+        vision: Of all groups of the rollout, in their order; None if the policy sees no images.
+    """
+    for batch in micro_batches if vision else ():
+        assert vision is not None
+        prompts = [vision.prompts[number] if number >= 0 else PromptVision() for number in batch.groups]
+        batch.vision = VisionInputs(prompts, vision.blank)
+
+
 def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[list[Row]]:
     """Whole groups to each update, in order; completions where all ranks together have fewer groups than updates.
 
@@ -287,6 +303,7 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         prompt_index=torch.tensor([position[row.group] for row in rows]),
+        groups=list(prompts),
         completion_ids=padded(lambda row: row.completion.token_ids, pad_id, torch.long),
         attention_mask=padded(lambda row: [True] * row.length, False, torch.bool),
         completion_mask=padded(lambda row: row.mask, False, torch.bool),
@@ -302,6 +319,6 @@ def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
         groups: Of this rank; one of their tokens stands in, or a padding token if it has none.
         pad_id: Any token id.
     """
-    row = groups[0][0] if groups else Row(0, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
+    row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])
     return collate([Row(row.group, row.prompt_ids, token, 0.0)], pad_id)

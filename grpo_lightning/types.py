@@ -9,16 +9,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_lightning.images import ImageRef
+
 Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
 
+Coordinates = Literal["resized", "norm1000"]
+"""How a model names places in an image: in pixels of the image as it was resized for it, or as if every image were 1000
+wide and 1000 high."""
+
+Box = tuple[float, float, float, float]
+"""(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are outside."""
+
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: `max_completion_length` cut it (truncated)."""
+
+
+@dataclass(frozen=True)
+class ImageView:
+    """An image's size in the data and as the policy sees it, and how the policy names places in it."""
+
+    width: int
+    """Pixels, of the image in the data."""
+
+    height: int
+    seen_width: int
+    """Pixels, of what the image was resized to for the policy."""
+
+    seen_height: int
+    coordinates: Coordinates
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """What one unit of the policy's x and y is in pixels of the data."""
+        if self.coordinates == "norm1000":
+            return self.width / 1000, self.height / 1000
+        return self.width / self.seen_width, self.height / self.seen_height
+
+    def to_original(self, box: Box) -> Box:
+        """A box as the policy names it, in pixels of the data."""
+        x, y = self.scale
+        return box[0] * x, box[1] * y, box[2] * x, box[3] * y
+
+    def from_original(self, box: Box) -> Box:
+        """A box in pixels of the data, as the policy names it."""
+        x, y = self.scale
+        return box[0] / x, box[1] / y, box[2] / x, box[3] / y
 
 
 @dataclass
@@ -27,6 +68,9 @@ class Prompt:
 
     content: str | Sequence[Message]
     """Plain text, or chat messages for which the tokenizer's chat template is used."""
+
+    images: Sequence[ImageRef] = ()
+    """The images, in the order of the parts `{"type": "image"}` of the messages; read when they are needed."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data row; rewards receive them by name."""
@@ -45,6 +89,67 @@ class Prompt:
 
     token_ids: Sequence[int] | None = None
     """[L] its tokens where they are not what the tokenizer gives (a truncated prompt); None: tokenized when drawn."""
+
+
+class ImageFeatures(NamedTuple):
+    """What the vision tower made of images."""
+
+    levels: list[Tensor]
+    """[image tokens, H] each: those that stand in for the tokens, then those added in deeper layers (deepstack)."""
+
+    is_stacked: bool
+    """True if the model takes one tensor [images, tokens, H], False if a list with one for every image."""
+
+
+@dataclass
+class PromptVision:
+    """What a prompt is beside token ids, for a policy that sees images."""
+
+    images: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of its images as the processor makes them, concatenated over images; empty without one."""
+
+    token_types: dict[str, Tensor] = field(default_factory=dict)
+    """[L] each: what kind of token stands where, under the names that the processor gives."""
+
+    num_image_tokens: int = 0
+    """Tokens that stand for the images."""
+
+    features: ImageFeatures | None = None
+    """Of its images, once a frozen vision tower has encoded them."""
+
+    positions: tuple[Tensor, int] | None = None
+    """[3, L] positions of the tokens and that of the first one after them, once they were asked for; models with
+    positions in one dimension have none."""
+
+
+@dataclass
+class VisionInputs:
+    """What goes with some prompts of a policy that sees images."""
+
+    prompts: list[PromptVision]
+    """N."""
+
+    blank: Mapping[str, Tensor] | None = None
+    """The tensors of a small image, for a pass over prompts that have none: the vision tower runs on it, and its
+    features go nowhere. Ranks that share the tower's weights or gradients must all run it. None: it may stay idle."""
+
+    def select(self, prompts: Sequence[int]) -> VisionInputs:
+        """The same of some of the prompts, or of prompts repeated."""
+        return VisionInputs([self.prompts[number] for number in prompts], self.blank)
+
+
+@dataclass
+class EncodedPrompt:
+    """A prompt as the policy takes it."""
+
+    token_ids: list[int]
+    """[L] unpadded; an image is as many tokens as it has features."""
+
+    vision: PromptVision | None = None
+    """None if the policy sees no images."""
+
+    image_views: Sequence[ImageView] = ()
+    """One per image."""
 
 
 @dataclass
@@ -86,6 +191,12 @@ class Group:
 
     weight_version: int = 0
     """How many rollouts the weights had been synchronised for when this group was drawn."""
+
+    image_views: Sequence[ImageView] = ()
+    """One per image of the prompt."""
+
+    vision: PromptVision | None = None
+    """The images as the policy takes them; None if it sees none."""
 
 
 @dataclass
@@ -187,6 +298,12 @@ class MicroBatch:
 
     num_chunks: int | None = None
     """Forward calls of phase 2: the largest number over ranks. None: as many as `chunk_size` asks for."""
+
+    groups: Sequence[int] = ()
+    """[N] the number of each prompt among the groups of its rollout, -1 for none of them."""
+
+    vision: VisionInputs | None = None
+    """The images of the prompts; None if the policy sees none."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "grpo_lightning"
 
 # What may import what: only lower levels, and the same folder. A new file or folder of the package gets its level here.
 LEVELS = {
+    "images": 0,
     "messages": 0,
     "ranks": 0,
     "seeding": 0,
@@ -25,6 +26,7 @@ LEVELS = {
     "data": 4,
     "metrics": 4,
     "evaluation": 4,
+    "grounding": 4,
     "planner": 4,
     "optimizers": 4,
     "schedules": 4,

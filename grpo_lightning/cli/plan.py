@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.plan_devices import Ranks, ranks_of
+from grpo_lightning.cli.plan_lengths import Longest, check_lengths, longest_prompt
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -18,13 +19,7 @@ if TYPE_CHECKING:
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.batches import BatchPlan
-    from grpo_lightning.types import Prompt, SamplingParams
-
-MEASURED_PROMPTS = 256
-"""Of many prompts, the longest texts are tokenized: the longest in tokens is among them but for odd cases."""
-
-ASSUMED_PROMPT_TOKENS = 512
-"""Where neither data nor settings say how long a prompt is."""
+    from grpo_lightning.types import Prompt
 
 HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 """Of Hugging Face's TrainingArguments, which TRL and VLM-R1 take over."""
@@ -37,8 +32,7 @@ class Known:
     ranks: Ranks
     train_prompts: list[Prompt] | None
     val_prompts: list[Prompt] | None
-    prompt_tokens: int
-    why_prompt_tokens: str
+    longest: Longest
     why_no_prompts: str = ""
     device_gib: float | None = None
     """Memory of the device that is planned for; None is this machine's."""
@@ -165,82 +159,8 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
     _, validation = module.validation.draw(module.sampling, is_greedy=False)
     for prompts, sampling in ((train, module.sampling), (val, validation)):
         check_lengths(module, prompts or [], sampling)
-    if own.prompt_tokens is not None:
-        tokens, why_tokens = own.prompt_tokens, "as --prompt_tokens says"
-    else:
-        tokens, why_tokens = longest_prompt(module, data, train)
-    if tokens < 1:
-        raise ValueError(f"--prompt_tokens must be at least 1, got {tokens}.")
-    if own.prompt_tokens is not None:
-        check_given_length(module, tokens)
-    return Known(ranks, train, val, tokens, why_tokens, why_no_prompts, own.device_gib)
-
-
-def longest_prompt(
-    module: GRPOLightningModule, data: PromptDataModule, prompts: list[Prompt] | None
-) -> tuple[int, str]:
-    """(tokens, where the number comes from) of the longest training prompt."""
-    from grpo_lightning.policy.tokenize import tokenize
-
-    why_not = "the prompts are not known yet"
-    if prompts:
-        measured = longest_texts(prompts)
-        try:
-            tokenizer = module.loader.load_tokenizer()
-        except OSError as error:  # a folder with a config alone can be planned for, too
-            why_not = f"the policy's tokenizer cannot be loaded: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
-        else:
-            tokens = max(len(tokenize(prompt, tokenizer)) for prompt in measured)
-            of = "all" if len(measured) == len(prompts) else f"the {len(measured)} longest texts of all"
-            return tokens, f"the longest of {of} {len(prompts):,} prompts, by the policy's tokenizer"
-    if data.max_prompt_length is not None:
-        return data.max_prompt_length, "data.max_prompt_length"
-    return ASSUMED_PROMPT_TOKENS, f"assumed, as {why_not}; --prompt_tokens N says another"
-
-
-def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
-    """Among them is the prompt of the most tokens, but for odd cases."""
-    return sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:MEASURED_PROMPTS]
-
-
-def positions(module: GRPOLightningModule) -> int | None:
-    """Positions of the policy; None without a limit, and where there is no policy yet."""
-    from grpo_lightning.policy.tokenize import num_positions
-
-    try:
-        return num_positions(module.loader.load_config())
-    except FileNotFoundError:  # where memory is planned, it is said, or refused
-        return None
-
-
-def check_lengths(module: GRPOLightningModule, prompts: list[Prompt], sampling: SamplingParams) -> None:
-    """Check as `fit` does that prompts and their completions fit the policy's positions. Raises: ValueError."""
-    from grpo_lightning.checks import TEMPLATE_TOKENS, num_bytes
-    from grpo_lightning.policy.tokenize import check_length, tokenize
-
-    limit, completion = positions(module), sampling.max_completion_length
-    if limit is None:
-        return
-    # A text has no more tokens than bytes: most prompts need no tokenizer.
-    measured = [prompt for prompt in longest_texts(prompts) if num_bytes(prompt) + TEMPLATE_TOKENS + completion > limit]
-    if not measured:
-        return
-    try:
-        tokenizer = module.loader.load_tokenizer()
-    except OSError:  # the plan says that lengths are assumed
-        return
-    for prompt in measured:
-        check_length(prompt, tokenize(prompt, tokenizer), limit, completion)
-
-
-def check_given_length(module: GRPOLightningModule, prompt_tokens: int) -> None:
-    """Check that a prompt of --prompt_tokens could be trained on. Raises: ValueError."""
-    limit, completion = positions(module), module.sampling.max_completion_length
-    if limit is not None and prompt_tokens + completion > limit:
-        raise ValueError(
-            f"--prompt_tokens {prompt_tokens} and sampling.max_completion_length {completion} are more than the "
-            f"policy's {limit} positions: `fit` would refuse such a prompt. Lower one of them."
-        )
+    longest = longest_prompt(module, data, train, own.prompt_tokens)
+    return Known(ranks, train, val, longest, why_no_prompts, own.device_gib)
 
 
 def batch_plan(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, world_size: int) -> BatchPlan:

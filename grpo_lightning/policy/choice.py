@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.head import logit_scale
 from grpo_lightning.policy.inputs import accepts, base_model, text_config
 from grpo_lightning.policy.prefix_cache import PrefixCache
@@ -26,6 +27,8 @@ def dense_reason(model: nn.Module) -> str | None:
         return "it is an encoder-decoder model"
     if not accepts(model, "past_key_values"):
         return f"{type(base).__name__}.forward takes no past_key_values"
+    if reason := unknown_reason(base.config):
+        return reason
     try:
         PrefixCache(base.config)
     except NotImplementedError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,9 +56,11 @@ class WholeHead:
 
     Args:
         temperature: Divides the logits.
+        never: Token ids that the policy never draws: they are no part of its distribution.
     """
 
     temperature: float
+    never: Sequence[int] = ()
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """[N, 1, V] logits."""
@@ -66,7 +68,7 @@ class WholeHead:
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
         """All tokens at once, padding too."""
-        return token_scores(aligned(model(**inputs).logits), ids, self.temperature)
+        return token_scores(aligned(model(**inputs).logits), ids, self.temperature, self.never)
 
 
 @dataclass
@@ -77,11 +79,13 @@ class SlicedHead:
         temperature: Divides the logits.
         chunk_size: Tokens of a slice. A single slice keeps its logits for the backward pass.
         scale: What the model multiplies its head's output by (`logit_scale`).
+        never: Token ids that the policy never draws: they are no part of its distribution.
     """
 
     temperature: float
     chunk_size: int
     scale: float = 1.0
+    never: Sequence[int] = ()
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """[N, 1, H] hidden states; the head runs on them with the completions."""
@@ -121,11 +125,17 @@ class SlicedHead:
 
     def score_slice(self, logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
         """[S, 2] of one slice: hidden states [S, H], tokens [S]."""
-        return token_scores(logits(hidden), ids, self.temperature)
+        return token_scores(logits(hidden), ids, self.temperature, self.never)
 
 
-def token_scores(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """[..., 2] log-prob, and entropy without a gradient, of tokens [...] under logits [..., V]."""
+NO_CHANCE = -1e4
+"""The logit of a token that is never drawn: a probability of 0, and finite, for the entropy."""
+
+
+def token_scores(logits: Tensor, ids: Tensor, temperature: float, never: Sequence[int] = ()) -> Tensor:
+    """[..., 2] log-prob, and entropy without a gradient, of tokens [...] under logits [..., V] without some tokens."""
+    if never:
+        logits = logits.index_fill(-1, torch.tensor(never, device=logits.device), NO_CHANCE)
     logprobs = token_logprobs(logits, ids, temperature=temperature)
     # Last: a recompute stops at the last tensor that the backward pass asks for.
     with torch.no_grad():

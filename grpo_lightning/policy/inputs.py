@@ -20,6 +20,13 @@ def text_config(model: nn.Module) -> Any:
     return base_model(model).config.get_text_config(decoder=True)
 
 
+def compute_device(policy: nn.Module) -> torch.device:
+    """Where the policy computes: weights that are sharded may rest elsewhere (offloading)."""
+    parameter = next(policy.parameters())
+    mesh = getattr(parameter, "device_mesh", None)
+    return parameter.device if mesh is None else torch.device(mesh.device_type)
+
+
 def text_positions(mask: Tensor) -> Tensor:
     """[N, L] position of every token, counted over real tokens: left padding must not move a prompt.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,9 +15,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_lightning.policy import tokenizers
 from grpo_lightning.policy.choice import choose_head, choose_path
+from grpo_lightning.policy.families import refuse_remote_code, sees_images, unknown_reason
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.quantization import Quantization, quantization_options
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
@@ -40,9 +44,16 @@ class Policy:
     model: PreTrainedModel
     """Or peft's wrapper of one, with adapters."""
 
-    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    """Tokenizer, processor, and what they make of prompts."""
+
     scorer: Scorer | None
     """None until sharded weights can be run (`PolicyLoader.choose_scorer`)."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self.encoder.tokenizer
 
 
 class PolicyLoader:
@@ -51,7 +62,8 @@ class PolicyLoader:
     Args:
         name: Hub name or local folder. Not needed when `model` is given.
         model: A model in memory, trained in place, or a config, for random weights.
-        tokenizer: Tokenizer, or its name or folder; `name`'s own by default.
+        tokenizer: Tokenizer, or of a policy that sees images its processor, or the name or folder of either; `name`'s
+            own by default.
         dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
             bfloat16 weights do not move.
         attention: Kernel; "auto" takes flash_attention_2 where it is installed, a CUDA device is there and the weights
@@ -67,6 +79,11 @@ class PolicyLoader:
         lora: Train low-rank adapters, and freeze the rest; a mapping names the fields of `LoRA`.
         freeze_layers: Freeze the embeddings and as many decoder layers, the first ones. The reference shares them. A
             head that is tied to the embeddings is frozen with them.
+        freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
+        max_pixels: Pixels of the largest image; larger ones are scaled down. Null is the processor's own limit. For
+            families whose images have as many tokens as pixels (Qwen-VL, GLM-4V).
+        min_pixels: Pixels of the smallest image; smaller ones are scaled up.
+        max_anyres_num: Tiles that an image is cut into at most (InternVL).
         quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit", on CUDA. `dtype` is then that of
             what is not quantised: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
@@ -88,6 +105,10 @@ class PolicyLoader:
         activation_checkpointing: ActivationCheckpointing = "none",
         lora: LoRA | None = None,
         freeze_layers: int = 0,
+        freeze_vision_modules: bool = False,
+        max_pixels: int | None = None,
+        min_pixels: int | None = None,
+        max_anyres_num: int | None = None,
         quantization: Quantization = "none",
         revision: str = "main",
         trust_remote_code: bool = False,
@@ -130,10 +151,15 @@ class PolicyLoader:
         self.activation_checkpointing = activation_checkpointing
         self.lora = LoRA.of(lora)
         self.freeze_layers = freeze_layers
+        self.freeze_vision_modules = freeze_vision_modules
+        self.max_pixels = max_pixels
+        self.min_pixels = min_pixels
+        self.max_anyres_num = max_anyres_num
         self.quantization = quantization
         self.revision = revision
         self.trust_remote_code = trust_remote_code
         check_trained_settings(self)
+        tokenizers.check_image_settings(self)
 
     @classmethod
     def of(
@@ -175,52 +201,49 @@ class PolicyLoader:
         """
         sharding = sharding or Sharding()
         check_loading(self, sharding)
-        tokenizer = self.load_tokenizer()
+        encoder = self.load_encoder()
         model = self.load_model(sharding)
         refuse_non_causal(model)
         disable_dropout(model)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
         model = limit_training(model, self, sharding)
-        return Policy(model, tokenizer, None if sharding.is_sharded else self.choose_scorer(model))
+        return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
-    def choose_scorer(self, model: nn.Module) -> Scorer:
+    def choose_scorer(self, model: nn.Module, encoder: Encoder) -> Scorer:
         """Choose how a model that can be run is scored, and say why."""
         path, reason = choose_path(model, self.scoring)
-        log.info("Scoring path: %s (%s).", path, reason)
+        say = log.info if unknown_reason(encoder.config) is None else log.warning
+        say("Scoring path: %s (%s).", path, reason)
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
-        scorer, reason = choose_head(scorer, model)
+        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.media_token_ids), model)
         log.info("Vocabulary head: %s.", reason)
         return scorer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with a pad token for it if it has none: padding is masked everywhere, any id serves."""
-        from transformers import AutoTokenizer
+        """The tokenizer, with a pad token; of a policy that sees images, its processor's."""
+        return self.load_encoder().tokenizer
 
-        tokenizer: Any = self.tokenizer or self.name
-        if isinstance(tokenizer, (str, Path)):
-            with naming("model.policy.tokenizer" if self.tokenizer else "model.policy", str(tokenizer)):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    str(tokenizer),
-                    revision="main" if self.tokenizer else self.revision,  # the revision is that of the policy
-                    trust_remote_code=self.trust_remote_code,
-                )
-        if tokenizer.pad_token_id is None:
-            if tokenizer.eos_token_id is None:
-                raise ValueError(
-                    "The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token, or "
-                    "`pad_token` in the policy's tokenizer_config.json."
-                )
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer  # type: ignore[no-any-return]
+    def load_processor(self) -> Any:
+        """The processor of a policy that sees images; None for one that takes text only."""
+        return tokenizers.load_processor(self, self.load_config())
+
+    def load_encoder(self) -> Encoder:
+        """What turns prompts into what the policy takes."""
+        config = self.load_config()
+        processor = tokenizers.load_processor(self, config)
+        return Encoder(tokenizers.load_tokenizer(self, processor), processor, config)
 
     def load_config(self) -> PretrainedConfig:
         """The model's config, without its weights."""
-        from transformers import AutoConfig
+        from transformers import AutoConfig, PretrainedConfig
 
         if self.model is not None:
             return getattr(self.model, "config", self.model)  # type: ignore[no-any-return]
         assert self.name is not None
+        with naming("model.policy", self.name):
+            content, _ = PretrainedConfig.get_config_dict(self.name, revision=self.revision)
+        refuse_remote_code(self.name, content.get("model_type"))
         with naming("model.policy", self.name):
             return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
@@ -228,12 +251,13 @@ class PolicyLoader:
 
     def load_model(self, sharding: Sharding | None = None) -> PreTrainedModel:
         """The model in eval mode, its weights in `dtype`: before layers are frozen and adapters added."""
-        from transformers import AutoModelForCausalLM, PreTrainedModel
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
         sharding = sharding or Sharding()
-
         if isinstance(self.model, PreTrainedModel):
             return self.model.eval()
+        config = self.load_config()
+        auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
         options: dict[str, Any] = {
             "dtype": getattr(torch, self.dtype),
             "attn_implementation": self.choose_attention(),
@@ -244,12 +268,11 @@ class PolicyLoader:
             if self.quantization != "none":
                 options |= quantization_options(self.quantization)
             with naming("model.policy", self.name), sharding.loading():
-                return AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options).eval()
-        config = self.load_config()
+                return auto_class.from_pretrained(self.name, revision=self.revision, **options).eval()
         # Seeded: a resumed run must start from the same weights, which are its reference.
         with torch.random.fork_rng(), sharding.building():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))
-            return AutoModelForCausalLM.from_config(config, **options).eval()
+            return auto_class.from_config(config, **options).eval()
 
     def choose_attention(self) -> str | None:
         """The attention kernel to ask transformers for; None leaves models without sdpa to their own default."""
@@ -269,27 +292,6 @@ if TYPE_CHECKING:
 else:
     # What a recipe can say. The loader first: of several types, the parser shows the first one's refusal.
     PolicyLike = PolicyLoader | str
-
-
-@contextlib.contextmanager
-def naming(key: str, name: str) -> Iterator[None]:
-    """Say which setting named what cannot be loaded; Transformers' own message asks for a hub login."""
-    # What can only be a folder: hub names are `name` or `owner/name`.
-    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
-        raise FileNotFoundError(
-            f"{key} {name!r}: no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
-        )
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a folder without a tokenizer
-        found = (
-            f"the folder {Path(name).resolve()}" if Path(name).is_dir() else "no such folder, nor a model on the hub"
-        )
-        reason = str(error).strip().partition("\n")[0]
-        raise FileNotFoundError(
-            f"{key} {name!r} cannot be loaded ({found}): {reason} Check the name; without a network only folders and "
-            "models in the hub's cache can be loaded."
-        ) from error
 
 
 def refuse_non_causal(model: nn.Module) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.policy.head import Head, SlicedHead, WholeHead
-from grpo_lightning.policy.inputs import base_model, known_arguments, text_positions
+from grpo_lightning.policy.inputs import base_model, known_arguments
 from grpo_lightning.policy.prefix_cache import PrefixCache, Rows, fan_out
+from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.types import MicroBatch
 
 ScoringPath = Literal["extended", "dense"]
@@ -48,6 +49,7 @@ class Scorer:
         head_chunk_size: Tokens per slice of the vocabulary head, see `policy/head.py`. None takes the model's own
             logits of all tokens.
         logit_scale: What the model multiplies its head's output by, for the slices.
+        never: Token ids that the policy never draws (those that stand for images): no part of its distribution.
     """
 
     path: ScoringPath = "extended"
@@ -55,6 +57,7 @@ class Scorer:
     checkpoint_chunks: bool = False
     head_chunk_size: int | None = 512
     logit_scale: float = 1.0
+    never: tuple[int, ...] = ()
 
     def __call__(self, model: nn.Module, batch: MicroBatch, *, temperature: float) -> TokenScores:
         """Score every completion of the micro-batch: [B, T] log-probs and entropies, in the batch's row order."""
@@ -76,8 +79,8 @@ class Scorer:
     def head(self, temperature: float) -> Head:
         """How the vocabulary head is run."""
         if self.head_chunk_size is None:
-            return WholeHead(temperature)
-        return SlicedHead(temperature, self.head_chunk_size, self.logit_scale)
+            return WholeHead(temperature, self.never)
+        return SlicedHead(temperature, self.head_chunk_size, self.logit_scale, self.never)
 
     def num_chunks(self, batch: MicroBatch) -> int:
         """Forward calls of phase 2 that the rows of this batch ask for."""
@@ -119,14 +122,15 @@ def even_groups(batch: MicroBatch) -> Rows:
 def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
     """Phase 1 now, phase 2 for every chunk asked for."""
     prefix = PrefixCache(base_model(model).config)
+    placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     inputs = {
         "input_ids": batch.prompt_ids,
         "attention_mask": batch.prompt_mask.long(),
         "past_key_values": prefix,
         "use_cache": True,
-    } | known_arguments(model, position_ids=text_positions(batch.prompt_mask), logits_to_keep=1)
-    first = head.prompt_states(model, inputs)  # [N, 1, ...] predicts the first completion token
-    first_position = batch.prompt_mask.sum(-1, keepdim=True)  # [N, 1]
+    } | known_arguments(model, **placed.arguments, logits_to_keep=1)
+    with seeing(model, batch.vision) as images:
+        first = head.prompt_states(model, inputs | images)  # [N, 1, ...] predicts the first completion token
 
     def score(rows: Tensor | None) -> Tensor:
         ids, mask, fan = rows_of(batch, rows)
@@ -136,7 +140,7 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()
-        positions = fan_out(first_position, fan) + torch.arange(queries, device=ids.device)
+        positions = placed.along(fan_out(placed.first, fan) + torch.arange(queries, device=ids.device))
 
         def aligned(states: Tensor) -> Tensor:
             return torch.cat([fan_out(first, fan), states[:, : width - 1]], 1)
@@ -153,18 +157,32 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
 
 
 def dense_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
-    """[prompt | completion] rows, one forward per chunk."""
+    """[prompt | completion] rows, one forward per chunk; an image runs with every row of its prompt."""
+    placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
 
     def score(rows: Tensor | None) -> Tensor:
         ids, mask, fan = rows_of(batch, rows)
         width = ids.shape[1]
         inputs = torch.cat([fan_out(batch.prompt_ids, fan), ids], 1)
         seen = torch.cat([fan_out(batch.prompt_mask, fan), mask], 1)
-        arguments = known_arguments(model, position_ids=text_positions(seen), logits_to_keep=width + 1, use_cache=False)
+        # The prompt's positions go on, over real tokens; no completion token stands for an image.
+        after = {"position_ids": placed.along(fan_out(placed.first, fan) + mask.long().cumsum(-1) - 1)}
+        continued = {
+            name: torch.cat([fan_out_last(given, fan), after.get(name, torch.zeros_like(ids))], -1)
+            for name, given in placed.arguments.items()
+        }
+        arguments = known_arguments(model, **continued, logits_to_keep=width + 1, use_cache=False)
         arguments |= {"input_ids": inputs, "attention_mask": seen.long()}
-        return head.score(model, arguments, lambda states: states[:, -width - 1 : -1], ids, mask)
+        prompts = batch.prompt_index if rows is None else batch.prompt_index[rows]
+        with seeing(model, batch.vision and batch.vision.select(prompts.tolist())) as images:
+            return head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
 
     return score
+
+
+def fan_out_last(prompts: Tensor, fan: Rows) -> Tensor:
+    """[..., N, L] to [..., B, L]."""
+    return fan_out(prompts, fan) if prompts.ndim == 2 else torch.stack([fan_out(part, fan) for part in prompts])
 
 
 def refuse_transformers_checkpointing(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
@@ -32,7 +31,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     else:
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"{where or _name(prompt)} is a list of messages, but the tokenizer has no chat template. Take "
+                f"{where or name_of(prompt)} is a list of messages, but the tokenizer has no chat template. Take "
                 "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "
                 "text: then a question is continued as it is (in Python: PromptTemplate(prompt_as='text'))."
             )
@@ -46,45 +45,35 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
             )
         except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
             raise ValueError(
-                f"{where or _name(prompt)}: the tokenizer's chat template cannot render the messages: {error}. Change "
-                "or remove the row, or set another `tokenizer.chat_template`."
+                f"{where or name_of(prompt)}: the tokenizer's chat template cannot render the messages: {error}. "
+                "Change or remove the row, or set another `tokenizer.chat_template`."
             ) from error
     if not ids:
-        raise ValueError(f"{where or _name(prompt)} has no tokens: {prompt.content!r}. Remove the row.")
+        raise ValueError(f"{where or name_of(prompt)} has no tokens: {prompt.content!r}. Remove the row.")
     return list(ids)
 
 
-def tokenize_fitting(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limit: int | None, max_completion_length: int
-) -> list[list[int]]:
-    """The token ids of prompts that leave room for their completions; see `tokenize` and `check_length`."""
-    all_ids = [tokenize(prompt, tokenizer) for prompt in prompts]
-    for prompt, ids in zip(prompts, all_ids, strict=True):
-        check_length(prompt, ids, limit, max_completion_length)
-    return all_ids
-
-
-def check_length(prompt: Prompt, prompt_ids: list[int], limit: int | None, max_completion_length: int) -> None:
+def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int) -> None:
     """Check that a prompt and its longest completion fit the model's positions.
 
     Args:
         prompt: To be named.
-        prompt_ids: [L] its tokens.
+        num_tokens: L.
         limit: Positions of the model, see `num_positions`; None is no limit.
         max_completion_length: Tokens that may come after it.
 
     Raises:
         ValueError: If they do not, naming the prompt and the lengths.
     """
-    if limit is not None and len(prompt_ids) + max_completion_length > limit:
+    if limit is not None and num_tokens + max_completion_length > limit:
         raise ValueError(
-            f"{_name(prompt)} has {len(prompt_ids)} tokens; with sampling.max_completion_length "
+            f"{name_of(prompt)} has {num_tokens} tokens; with sampling.max_completion_length "
             f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, set "
             "data.max_prompt_length (with overlong_prompts: drop or truncate), or leave the prompt out."
         )
 
 
-def _name(prompt: Prompt) -> str:
+def name_of(prompt: Prompt) -> str:
     """What to call a prompt in errors."""
     return f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from grpo_lightning.policy.families import freeze_vision, known_family
 from grpo_lightning.policy.freezing import check_num_layers, freeze_first_layers
 from grpo_lightning.policy.lora import add_adapters
 from grpo_lightning.policy.quantization import check_quantization
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.tokenizers import check_image_family
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
@@ -73,12 +75,18 @@ def check_loading(loader: PolicyLoader, sharding: Sharding) -> None:
                 "and importance ratios are not 1 before the first update.",
                 loader.lora.dropout,
             )
+    config = loader.load_config()
+    check_image_family(loader, config)
+    if loader.freeze_vision_modules:
+        known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
-        check_num_layers(loader.freeze_layers, loader.load_config().get_text_config(decoder=True).num_hidden_layers)
+        check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def limit_training(model: Any, loader: PolicyLoader, sharding: Sharding) -> Any:
     """The loaded model with what is not trained frozen, and with adapters where they are asked for."""
+    if loader.freeze_vision_modules:
+        freeze_vision(model)
     if loader.freeze_layers:
         freeze_first_layers(model, loader.freeze_layers)
     if loader.lora is None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.types import Completion, SamplingParams
+from grpo_lightning.types import Completion, SamplingParams, VisionInputs
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps at most) while an engine samples."""
@@ -35,6 +35,7 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         seeds: list[int],
         progress: Progress | None = None,
+        vision: VisionInputs | None = None,
     ) -> list[list[Completion]]:
         """Draw completions.
 
@@ -45,6 +46,8 @@ class RolloutEngine(Protocol):
             seeds: N, one for each prompt. The same seed, weights and prompt give the same completions, whatever else is
                 drawn beside them and on whichever rank; no global random state is touched.
             progress: Told how far the decoding is.
+            vision: The images of the prompts, for a policy that sees them. What a frozen vision tower makes of them may
+                be kept there, for the passes to come.
 
         Returns:
             N lists of G completions, in the order of the prompts.

@@ -21,14 +21,16 @@ from transformers import (
 )
 
 from grpo_lightning import ranks
-from grpo_lightning.policy.inputs import known_arguments, left_pad, text_config, text_positions
+from grpo_lightning.policy.families import is_tower_trained
+from grpo_lightning.policy.inputs import compute_device, known_arguments, left_pad, text_config
 from grpo_lightning.policy.prefix_cache import LostCacheError
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.rollout.base import Progress
 from grpo_lightning.rollout.drawing import TokenDrawer, Uniforms
-from grpo_lightning.rollout.lockstep import Lockstep, compute_device, is_gathered, say_gathering
+from grpo_lightning.rollout.lockstep import Lockstep, is_gathered, say_gathering
 from grpo_lightning.rollout.sampling_cache import SamplingCache, no_fan_out_reason
-from grpo_lightning.types import Completion, SamplingParams
+from grpo_lightning.types import Completion, PromptVision, SamplingParams, VisionInputs
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +81,17 @@ class LocalEngine:
         sampling: SamplingParams,
         seeds: list[int],
         progress: Progress | None = None,
+        vision: VisionInputs | None = None,
     ) -> list[list[Completion]]:
         """Draw G completions for every prompt; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         groups: list[list[Completion]] = []
         with evaluating(self.policy), self.weights() as lockstep:
-            waves = self.waves(prompts, seeds, num_generations)
-            waves += [Wave([], [])] * (lockstep.num_waves(len(waves)) - len(waves))
+            waves = self.waves(prompts, seeds, num_generations, vision)
+            # Without a prompt of its own, a rank runs what stands for none.
+            idle = Wave([], [], vision and VisionInputs([PromptVision()], vision.blank))
+            waves += [idle] * (lockstep.num_waves(len(waves)) - len(waves))
             for wave in waves:
                 decode = self.decode_with_generate if self.why_not_shared else self.decode
                 rows = decode(wave, num_generations, sampling, lockstep, progress)
@@ -107,10 +112,13 @@ class LocalEngine:
         with self.sharding.gathered(self.policy) if gathers else contextlib.nullcontext():
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
 
-    def waves(self, prompts: list[list[int]], seeds: list[int], num_generations: int) -> list[Wave]:
+    def waves(
+        self, prompts: list[list[int]], seeds: list[int], num_generations: int, vision: VisionInputs | None
+    ) -> list[Wave]:
         """The prompts in runs of as many as `max_rows` allows."""
         size = max(1, len(prompts) if self.max_rows is None else self.max_rows // num_generations)
-        return [Wave(prompts[i : i + size], seeds[i : i + size]) for i in range(0, len(prompts), size)]
+        runs = [range(i, min(i + size, len(prompts))) for i in range(0, len(prompts), size)]
+        return [Wave([prompts[i] for i in run], [seeds[i] for i in run], vision and vision.select(run)) for run in runs]
 
     def decode(
         self,
@@ -123,7 +131,10 @@ class LocalEngine:
         """One wave: prefill N prompts, fan out to B rows, then a token per step for the rows still open."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
         cache = SamplingCache(config=text_config(self.policy))
-        logits = self.forward(prompt_ids, prompt_mask, text_positions(prompt_mask), cache)
+        placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
+        keeps = wave.vision is not None and not is_tower_trained(self.policy)
+        with seeing(self.policy, wave.vision, keeps=keeps) as images:
+            logits = self.forward(prompt_ids, prompt_mask, cache, **placed.arguments, **images)
         if cache.get_seq_length() != prompt_ids.shape[1]:
             raise LostCacheError(
                 f"After a prefill of {prompt_ids.shape[1]} tokens the cache holds {cache.get_seq_length()}: the model "
@@ -131,7 +142,7 @@ class LocalEngine:
             )
         cache.reorder_cache(fan)
         number = torch.arange(len(fan), device=fan.device)
-        state = OpenRows(number, logits[fan], prompt_mask[fan], prompt_mask.sum(-1, keepdim=True)[fan], prompt_ids[fan])
+        state = OpenRows(number, logits[fan], prompt_mask[fan], placed.first[fan], prompt_ids[fan])
 
         drawn = [Drawn([], []) for _ in range(len(wave.prompts) * num_generations)]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
@@ -159,7 +170,7 @@ class LocalEngine:
                 cache.reorder_cache(keep)
                 state, ids = state.select(keep), ids[keep]
             state.mask = torch.cat([state.mask, state.mask.new_ones(len(ids), 1)], 1)
-            state.logits = self.forward(ids[:, None], state.mask, state.position, cache)
+            state.logits = self.forward(ids[:, None], state.mask, cache, position_ids=placed.along(state.position))
             state.position = state.position + 1
         return self.completions(drawn)
 
@@ -168,16 +179,17 @@ class LocalEngine:
     ) -> tuple[Tensor, Tensor, Tensor, TokenDrawer]:
         """[N, L] ids, [N, L] mask, [B] the prompt of every row, and what draws; one row if there is no prompt."""
         device = compute_device(self.policy)
-        prompts, seeds, copies = (*wave, num_generations) if wave.prompts else ([[self.pad_id]], [0], 1)
+        given = wave.prompts, wave.seeds, num_generations
+        prompts, seeds, copies = given if wave.prompts else ([[self.pad_id]], [0], 1)
         ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
         # Padding becomes a token of the prompt: a repetition penalty must not see pad ids the prompt never had.
         ids = torch.where(mask, ids, ids[:, -1:])
         fan = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         return ids, mask, fan, TokenDrawer(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
 
-    def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: SamplingCache) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, cache: SamplingCache, **arguments: Tensor) -> Tensor:
         """[rows, V] logits of the next token."""
-        known = known_arguments(self.policy, position_ids=positions, logits_to_keep=1)
+        known = known_arguments(self.policy, **arguments, logits_to_keep=1)
         outputs = self.policy(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **known)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
@@ -205,7 +217,9 @@ class LocalEngine:
             steps.append(logprobs)
             return torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
 
-        with without_suggestions(self.policy):
+        rows = wave.vision and wave.vision.select(fan.tolist())
+        types = place(self.policy, prompt_ids[fan], prompt_mask[fan], rows).arguments if rows else {}
+        with without_suggestions(self.policy), seeing(self.policy, rows) as images:
             sequences = self.policy.generate(  # type: ignore[operator]
                 input_ids=prompt_ids[fan],
                 attention_mask=prompt_mask[fan].long(),
@@ -213,6 +227,8 @@ class LocalEngine:
                 logits_processor=LogitsProcessorList([leave_the_drawn]),
                 stopping_criteria=StoppingCriteriaList([lambda ids, scores, **kwargs: draw.ends_with_stop_string(ids)]),
                 synced_gpus=lockstep.is_needed,
+                **known_arguments(self.policy, **types),
+                **images,
             )
         if not wave.prompts:
             return []
@@ -250,6 +266,7 @@ class Wave(NamedTuple):
 
     prompts: list[list[int]]
     seeds: list[int]
+    vision: VisionInputs | None = None
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from grpo_lightning import ranks
+from grpo_lightning.policy.inputs import compute_device
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +63,6 @@ def say_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
     how = "gathered once per rollout" if gathers else "gathered layer by layer at every token, all ranks in step"
     if ranks.rank() == 0:
         log.info("Sampling from sharded weights, %s (engine.gather_for_generation): %s.", how, reason)
-
-
-def compute_device(policy: nn.Module) -> torch.device:
-    """Where the policy computes: weights that are sharded may rest elsewhere (offloading)."""
-    parameter = next(policy.parameters())
-    mesh = getattr(parameter, "device_mesh", None)
-    return parameter.device if mesh is None else torch.device(mesh.device_type)
 
 
 def whole_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.inputs import accepts, base_model, text_config
 
 
@@ -36,6 +37,8 @@ def no_fan_out_reason(policy: nn.Module) -> str | None:
         return "it is an encoder-decoder model"
     if not accepts(policy, "past_key_values"):
         return f"{type(base).__name__}.forward takes no past_key_values"
+    if reason := unknown_reason(base.config):
+        return reason
     layers = DynamicCache(config=text_config(policy)).layers
     if missing := sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "reorder_cache")}):
         return f"the cache layer {', '.join(missing)} cannot be reordered"

@@ -48,7 +48,13 @@ class ByPrompt:
         pass
 
     def generate(
-        self, prompts: list[list[int]], num_generations: int, sampling: Any, seeds: Any, progress: Any = None
+        self,
+        prompts: list[list[int]],
+        num_generations: int,
+        sampling: Any,
+        seeds: Any,
+        progress: Any = None,
+        vision: Any = None,
     ) -> list[list[Completion]]:
         return [[self.completion(prompt, number) for number in range(num_generations)] for prompt in prompts]
 

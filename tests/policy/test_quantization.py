@@ -55,6 +55,7 @@ def test_what_transformers_is_asked_for(monkeypatch, kind):
         return tiny_model("qwen2")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(PolicyLoader, "load_config", lambda self: tiny_model("qwen2").config)
     loader = PolicyLoader("a", tokenizer=tiny_tokenizer(), quantization=kind, lora={}, dtype="bfloat16")
     model = loader.load().model
     assert {name for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name} == set()

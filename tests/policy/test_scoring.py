@@ -56,7 +56,7 @@ def test_a_wrong_position_turns_the_equality_red(monkeypatch):
     model, batch = tiny_model("qwen2"), ragged_batch(seed=1)
     _, want = loss_and_gradients(model, batch, REFERENCE, row_weights(batch))
     monkeypatch.setattr(
-        "grpo_lightning.policy.scoring.text_positions", lambda mask: torch.arange(mask.shape[1]).expand_as(mask)
+        "grpo_lightning.policy.vision.text_positions", lambda mask: torch.arange(mask.shape[1]).expand_as(mask)
     )
     _, got = loss_and_gradients(model, batch, Scorer(), row_weights(batch))
     assert worst_difference(got, want) > 0.1

@@ -56,6 +56,6 @@ def test_what_a_template_cannot_render_is_named(template, reason):
 def test_prompt_and_completion_must_fit_the_positions():
     limit = num_positions(tiny_model("gpt2").config)  # learned: the next one would be an index error in a run
     assert limit == 256
-    check_length(Prompt("p"), [2] * 200, limit, 56)
+    check_length(Prompt("p"), 200, limit, 56)
     with pytest.raises(ValueError, match=r"has 200 tokens; with sampling\.max_completion_length 57 .* 256 positions"):
-        check_length(Prompt("p"), [2] * 200, limit, 57)
+        check_length(Prompt("p"), 200, limit, 57)

@@ -80,6 +80,7 @@ def test_the_tokenizer_is_as_it_was(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
+    tiny_model("qwen2").config.save_pretrained(tmp_path)
     loader = PolicyLoader(str(tmp_path))
     assert loader.load_tokenizer().pad_token == "<eos>"
     assert original_tokenizer(loader).pad_token is None

@@ -1,0 +1,157 @@
+"""Facts about families of vision-language models, one record each: no other file names a model type.
+
+What the models declare themselves is not repeated here: which tensors their forward takes, whether positions are
+three-dimensional, how many tokens an image is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from grpo_lightning.policy.inputs import base_model
+from grpo_lightning.types import Coordinates
+
+log = logging.getLogger(__name__)
+
+Resizing = Literal["pixels", "tiles", "fixed"]
+"""How an image's number of tokens is limited: by its `pixels`, by the number of `tiles` it is cut into, or not at all,
+as every image is resized to the same size."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What has to be known of a family beyond its config."""
+
+    vision: tuple[str, ...]
+    """The parts that make features of images: the vision tower and what projects it, by their names in the model."""
+
+    media_tokens: tuple[str, ...]
+    """Tokens that stand for images and videos, or frame them: no answer has them, and no text of the data means them.
+
+    One that was sampled would have no image behind it, and end the run at the next forward pass.
+    """
+
+    coordinates: Coordinates
+    """How the model names places in an image."""
+
+    resizing: Resizing
+
+    pixel_count: int = 1
+    """How often the processor counts every pixel of an image against its limits of pixels."""
+
+
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+GLM_TOKENS = (
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
+    "qwen2_5_vl": Family(("visual",), QWEN_TOKENS, "resized", "pixels"),
+    "qwen3_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
+    "qwen3_5": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
+    "internvl": Family(
+        ("vision_tower", "multi_modal_projector"), ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"), "norm1000", "tiles"
+    ),
+    "glm4v": Family(("visual",), GLM_TOKENS, "norm1000", "pixels", pixel_count=2),  # an image is two frames
+    "gemma3": Family(
+        ("vision_tower", "multi_modal_projector"),
+        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        "norm1000",
+        "fixed",
+    ),
+}
+"""By `config.model_type`."""
+
+REMOTE_CODE = {"internvl_chat": "internvl"}
+"""Model types that only come as code beside a checkpoint, and the native ones that replace them."""
+
+
+def sees_images(config: Any) -> bool:
+    """True for the config of a model that takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def family_of(config: Any) -> Family | None:
+    """The record of a model's family; None if it takes no images, or there is none."""
+    return FAMILIES.get(config.model_type) if sees_images(config) else None
+
+
+def native_name(name: str) -> str:
+    """What the native form of a remote-code checkpoint is called."""
+    return f"{name.rstrip('/')}-hf"
+
+
+def unknown_reason(config: Any) -> str | None:
+    """Why the images of a model cannot be run once per prompt; None if they can, or it takes none."""
+    if not sees_images(config) or family_of(config) is not None:
+        return None
+    return (
+        f"the package has no facts about vision-language models of type {config.model_type} (it knows "
+        f"{', '.join(FAMILIES)}), and leaves positions and images to the model"
+    )
+
+
+def refuse_remote_code(name: str, model_type: str | None) -> None:
+    """Raise ValueError if a checkpoint of this model type needs code of its own, naming its native form."""
+    if model_type in REMOTE_CODE:
+        raise ValueError(
+            f"model.policy {name!r} is a checkpoint with code of its own (model type {model_type}), which cannot be "
+            f"run prompt by prompt. Take its native form of type {REMOTE_CODE[model_type]}: {native_name(name)!r}, or "
+            "convert it with transformers' convert_internvl_weights_to_hf.py."
+        )
+
+
+def vision_parts(model: nn.Module, family: Family) -> Iterator[nn.Module]:
+    """The vision tower and its projector."""
+    inner = inner_model(model)
+    return (getattr(inner, name) for name in family.vision)
+
+
+def inner_model(model: nn.Module) -> Any:
+    """The part of the model that turns images and tokens into hidden states: all but the head."""
+    return base_model(model).model
+
+
+def is_tower_trained(model: nn.Module) -> bool:
+    """True if images have to be encoded anew in every pass, as what encodes them changes."""
+    family = family_of(base_model(model).config)
+    if family is None:
+        return True
+    return any(parameter.requires_grad for part in vision_parts(model, family) for parameter in part.parameters())
+
+
+def freeze_vision(model: nn.Module) -> None:
+    """Freeze the vision tower and its projector.
+
+    Raises:
+        ValueError: If the model has none, or its family is not known.
+    """
+    family = known_family(base_model(model).config, "policy.freeze_vision_modules")
+    for part in vision_parts(model, family):
+        part.requires_grad_(False)
+
+
+def known_family(config: Any, setting: str) -> Family:
+    """The record of a model's family, for a setting that needs it.
+
+    Raises:
+        ValueError: If the model takes no images, or there is no record.
+    """
+    if not sees_images(config):
+        raise ValueError(
+            f"{setting} is set, and the policy (model type {config.model_type}) takes no images: leave it out."
+        )
+    family = family_of(config)
+    if family is None:
+        raise ValueError(
+            f"{setting} is set, and the package has no facts about models of type {config.model_type}; it knows "
+            f"{', '.join(FAMILIES)}. Leave it out, or add a record to policy/families.py."
+        )
+    return family

@@ -1,0 +1,226 @@
+"""Prompts to what the policy takes: token ids, and of images the tensors of the policy's own processor.
+
+Every prompt goes through the processor alone and once, however many completions it gets: what is made of it is never
+cut out of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+from torch import Tensor
+
+from grpo_lightning.policy.families import family_of
+from grpo_lightning.policy.tokenize import check_length, name_of, num_positions, tokenize
+from grpo_lightning.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+WORD_JOINER = "\u2060"
+"""Invisible: put into texts that spell a token which stands for an image."""
+
+BLANK_SIDE = 56
+"""Pixels of the blank image: processors make it a few tokens."""
+
+
+class Encoder:
+    """Turns prompts into what a policy takes.
+
+    Args:
+        tokenizer: The policy's.
+        processor: The policy's, if it sees images: tokenizer and image processor in one.
+        config: The policy's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any, config: PretrainedConfig) -> None:
+        self.tokenizer, self.processor, self.config = tokenizer, processor, config
+        self.family = family_of(config)
+
+    @property
+    def sees_images(self) -> bool:
+        """True if the policy takes images."""
+        return self.processor is not None
+
+    @functools.cached_property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images and videos, or frame them."""
+        if not self.sees_images:
+            return ()
+        vocabulary = self.tokenizer.get_vocab()
+        named = self.family.media_tokens if self.family else ()
+        known = {vocabulary[token] for token in named if token in vocabulary}
+        declared = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
+        return tuple(sorted(known | {token for token in declared if token is not None}))
+
+    @functools.cached_property
+    def media_tokens(self) -> list[str]:
+        """The same as text."""
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(list(self.media_token_ids))
+        return tokens
+
+    def __call__(self, prompt: Prompt, where: str = "") -> EncodedPrompt:
+        """Encode a prompt; its images are read now.
+
+        Args:
+            prompt: Text or messages, with images or without.
+            where: What to call it in errors; by default by its source and index.
+
+        Raises:
+            ValueError: If it cannot be tokenized, has images that cannot be read, or the policy takes none.
+        """
+        if not self.sees_images:
+            refuse_images(prompt, where)
+            return EncodedPrompt(tokenize(prompt, self.tokenizer, where))
+        if not prompt.images:
+            return EncodedPrompt(tokenize(self.unspelled(prompt), self.tokenizer, where), PromptVision())
+        images = [image.read() for image in prompt.images]
+        outputs = self.processed(self.rendered(prompt, where), images, where or name_of(prompt))
+        return self.with_images(outputs, images)
+
+    def fitting(self, prompts: Sequence[Prompt], max_completion_length: int) -> list[EncodedPrompt]:
+        """Encode prompts that leave room for their completions. Raises: ValueError naming one that does not."""
+        encoded = [self(prompt) for prompt in prompts]
+        for prompt, found in zip(prompts, encoded, strict=True):
+            check_length(prompt, len(found.token_ids), num_positions(self.config), max_completion_length)
+        return encoded
+
+    def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
+        """What goes with encoded prompts; None if the policy sees no images.
+
+        Args:
+            prompts: N, of this policy.
+            needs_blank: True if the vision tower has to run also where there is no image.
+        """
+        if not self.sees_images:
+            return None
+        return VisionInputs([prompt or PromptVision() for prompt in prompts], self.blank if needs_blank else None)
+
+    # -------------------------------------------------------------------------------------------------------- lengths
+
+    def num_tokens(self, prompt: Prompt, where: str = "") -> int:
+        """L of a prompt, from the sizes of its images alone. Raises: as encoding does."""
+        if not prompt.images or not self.sees_images:
+            return len(self(prompt, where).token_ids)
+        text = self.tokenizer(self.rendered(prompt, where), add_special_tokens=False)["input_ids"]
+        return len(text) + sum(self.num_more_tokens(*image.size()) for image in prompt.images)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - as long as the run
+    def num_more_tokens(self, width: int, height: int) -> int:
+        """Tokens that an image of this size adds to its placeholder's own."""
+        text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
+        ids = self.processed(text, [blank_image(width, height)], "an image")["input_ids"][0]
+        return len(ids) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # ----------------------------------------------------------------------------------------------------- the pieces
+
+    @functools.cached_property
+    def blank(self) -> dict[str, Tensor]:
+        """The tensors of a small image that shows nothing."""
+        image = blank_image(BLANK_SIDE, BLANK_SIDE)
+        text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
+        vision = self.with_images(self.processed(text, [image], "a blank image"), [image]).vision
+        assert vision is not None
+        return vision.images
+
+    def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        """Messages as text, the assistant's turn opened."""
+        text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **settings
+        )
+        return text
+
+    def rendered(self, prompt: Prompt, where: str) -> str:
+        """A prompt with images as text, a placeholder for each."""
+        prompt = self.unspelled(prompt)
+        assert not isinstance(prompt.content, str), "a prompt with images is a chat"
+        try:
+            return self.template(prompt.content, prompt.chat_template_kwargs)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where or name_of(prompt)}: the processor's chat template cannot render the messages: {error}."
+            ) from error
+
+    def processed(self, text: str, images: list[Image], where: str) -> Any:
+        """What the processor makes of a text with its images."""
+        try:
+            return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+        except (ValueError, IndexError) as error:  # an image that is too narrow, for example
+            sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
+            raise ValueError(
+                f"{where}: {type(self.processor).__name__} does not take its images ({sizes} pixels): {error}"
+            ) from error
+
+    def with_images(self, outputs: Mapping[str, Tensor], images: Sequence[Image]) -> EncodedPrompt:
+        """A prompt with images, from what the processor made of it."""
+        ids = outputs["input_ids"][0]
+        others = {
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, Tensor) and name not in ("input_ids", "attention_mask")
+        }
+        types = {name: value[0] for name, value in others.items() if name.endswith("token_type_ids")}
+        tensors = {name: value for name, value in others.items() if name not in types}
+        num_image_tokens = int((ids == self.config.image_token_id).sum())
+        views = [self.view(image, number, tensors) for number, image in enumerate(images)]
+        return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
+
+    def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
+        """How the policy sees one of the images."""
+        seen = image.size
+        if "image_grid_thw" in tensors:
+            _, rows, columns = tensors["image_grid_thw"][number].tolist()
+            patch = self.config.vision_config.patch_size
+            seen = columns * patch, rows * patch
+        return ImageView(*image.size, *seen, self.family.coordinates if self.family else "resized")
+
+    def unspelled(self, prompt: Prompt) -> Prompt:
+        """The prompt, its texts broken where they spell a token that stands for an image: text stays text."""
+        spelled = [token for token in self.media_tokens if token in str(prompt.content)]
+        if not spelled:
+            return prompt
+
+        def broken(text: str) -> str:
+            return functools.reduce(
+                lambda t, token: t.replace(token, token[0] + WORD_JOINER + token[1:]), spelled, text
+            )
+
+        return dataclasses.replace(prompt, content=in_texts(broken, prompt.content))
+
+
+def in_texts(change: Any, content: Any) -> Any:
+    """Every text of a prompt's content, changed."""
+    if isinstance(content, str):
+        return change(content)
+    return [
+        {**message, "content": change(message["content"])}
+        if isinstance(message.get("content"), str)
+        else {**message, "content": [in_part(change, part) for part in message.get("content") or ()]}
+        for message in content
+    ]
+
+
+def in_part(change: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a message, its text changed."""
+    return {**part, "text": change(part["text"])} if part.get("type") == "text" else part
+
+
+def refuse_images(prompt: Prompt, where: str = "") -> None:
+    """Raise ValueError if a prompt has images, which this policy cannot see."""
+    if prompt.images:
+        raise ValueError(
+            f"{where or name_of(prompt)} has {len(prompt.images)} image(s), and the policy takes text only: without "
+            "them the question has no answer. Take a vision-language policy, or leave the row out."
+        )
+
+
+def blank_image(width: int, height: int) -> Image:
+    """An image that shows nothing."""
+    import PIL.Image
+
+    return PIL.Image.new("RGB", (width, height), (127, 127, 127))

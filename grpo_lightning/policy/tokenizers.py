@@ -1,0 +1,138 @@
+"""The policy's tokenizer, and the processor of one that sees images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_lightning.policy.families import FAMILIES, known_family, sees_images
+from grpo_lightning.policy.naming import naming
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from grpo_lightning.policy.loading import PolicyLoader
+
+SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
+"""What limits the tokens of an image, and the families that it limits them for."""
+
+
+def load_tokenizer(loader: PolicyLoader, processor: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token for it if it has none: padding is masked everywhere, any id serves.
+
+    Args:
+        loader: Where it comes from.
+        processor: What has it, for a policy that sees images.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = processor or loader.tokenizer or loader.name
+    if isinstance(tokenizer, (str, Path)):
+        with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(tokenizer)):
+            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), **origin(loader))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    if tokenizer.chat_template is None and getattr(processor, "chat_template", None):
+        tokenizer.chat_template = processor.chat_template
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token, or "
+                "`pad_token` in the policy's tokenizer_config.json."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def load_processor(loader: PolicyLoader, config: PretrainedConfig) -> Any:
+    """The processor of a policy that sees images, limited as the loader says; None for one that takes text only.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ImportError: If what it needs is not installed.
+        ValueError: If what is given is no processor.
+    """
+    from transformers import AutoProcessor
+
+    if not sees_images(config):
+        return None
+    processor: Any = loader.tokenizer or loader.name
+    if isinstance(processor, (str, Path)):
+        with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(processor)), with_extra():
+            processor = AutoProcessor.from_pretrained(str(processor), **origin(loader))
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(
+            f"The policy (model type {config.model_type}) takes images, and {type(processor).__name__} has no image "
+            "processor: give its processor as the tokenizer, or a folder that has one (preprocessor_config.json)."
+        )
+    limit_images(processor, loader, config)
+    return processor
+
+
+class with_extra:  # noqa: N801 - used as a function
+    """Names the extra to install where a processor misses a package."""
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Raise: ImportError naming the extra."""
+        if isinstance(error, ImportError):
+            raise ImportError(
+                f"The policy takes images, and its processor needs a package: pip install 'grpo-lightning[vision]'. "
+                f"It says: {str(error).strip().partition(chr(10))[0]}"
+            ) from error
+
+
+def origin(loader: PolicyLoader) -> dict[str, Any]:
+    """What `from_pretrained` is told beside the name; the revision is that of the policy."""
+    return {
+        "revision": "main" if loader.tokenizer else loader.revision,
+        "trust_remote_code": loader.trust_remote_code,
+    }
+
+
+def check_image_settings(loader: PolicyLoader) -> None:
+    """Raise ValueError for limits of images that are none."""
+    for name in SETTINGS:
+        value = getattr(loader, name)
+        if value is not None and value < 1:
+            raise ValueError(f"policy.{name} must be at least 1, or null for the processor's own, got {value}.")
+    if loader.min_pixels is not None and loader.max_pixels is not None and loader.min_pixels > loader.max_pixels:
+        raise ValueError(
+            f"policy.min_pixels ({loader.min_pixels}) is above policy.max_pixels ({loader.max_pixels}): lower it."
+        )
+
+
+def check_image_family(loader: PolicyLoader, config: PretrainedConfig) -> None:
+    """Raise ValueError for limits of images that the policy's family does not know."""
+    for name, resizing in SETTINGS.items():
+        if getattr(loader, name) is None:
+            continue
+        family = known_family(config, f"policy.{name}")
+        if family.resizing != resizing:
+            fitting = sorted(kind for kind, record in FAMILIES.items() if record.resizing == resizing)
+            raise ValueError(
+                f"policy.{name} is {getattr(loader, name)}, and has no meaning for a policy of type "
+                f"{config.model_type}: it is for {', '.join(fitting)}. Leave it out."
+            )
+
+
+def limit_images(processor: Any, loader: PolicyLoader, config: PretrainedConfig) -> None:
+    """Tell a processor how many tokens an image may become at most, and at least."""
+    images = processor.image_processor
+    check_image_family(loader, config)
+    if loader.max_pixels is not None or loader.min_pixels is not None:
+        count = known_family(config, "policy.max_pixels").pixel_count
+        least, most = images.size["shortest_edge"], images.size["longest_edge"]  # of areas, whatever they are called
+        least = least if loader.min_pixels is None else count * loader.min_pixels
+        most = most if loader.max_pixels is None else count * loader.max_pixels
+        if least > most:
+            raise ValueError(
+                f"An image would have at least {least} pixels and at most {most}: the processor's own limits hold "
+                "where policy.min_pixels or policy.max_pixels is null. Set both."
+            )
+        images.size = type(images.size)(**{"shortest_edge": least, "longest_edge": most})
+    if loader.max_anyres_num is not None:
+        images.crop_to_patches = True
+        images.max_patches = loader.max_anyres_num
+        images.min_patches = min(images.min_patches, loader.max_anyres_num)

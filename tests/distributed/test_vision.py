@@ -1,0 +1,43 @@
+"""The same weights after steps on images on one device and on two ranks, one of which may have no image."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import vision
+from tests.distributed.harness import run_ranks
+
+STRATEGIES = ["ddp", "zero2", "zero3", "fsdp2"]
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where policy and pictures are, and the results of all cases on one device."""
+    folder = tmp_path_factory.mktemp("vision")
+    vision.save_policy(folder)
+    run_ranks("tests.distributed.vision", "one", folder, world_size=1)
+    return folder
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
+    """A strategy, once all cases have run on two ranks under it, in one process group."""
+    run_ranks("tests.distributed.vision", request.param, folder, timeout=400)
+    return request.param
+
+
+@pytest.mark.parametrize("case", vision.CASES)
+def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
+    expected = torch.load(folder / f"one-{case}-0.pt")
+    for rank in (0, 1):
+        found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
+        assert found["trained"] == expected["trained"]
+        for name, after in expected["after"].items():
+            difference = (found["after"][name] - after).norm() / after.norm()
+            assert difference <= TOLERANCE, f"{name} differs by {difference:.1e} on rank {rank}"
+    has_images = vision.CASES[case].prompts is not vision.TEXT
+    moved = {name for name, weight in expected["before"].items() if not torch.equal(weight, expected["after"][name])}
+    is_tower_trained = not vision.CASES[case].policy.keys() & {"freeze_vision_modules", "lora"}
+    assert any("visual" in name for name in moved) == (has_images and is_tower_trained)

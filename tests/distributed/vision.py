@@ -1,0 +1,134 @@
+"""Steps of a policy that sees images, on one rank or two: `python -m tests.distributed.vision STRATEGY FOLDER`.
+
+As `steps`, with images on some prompts: of two ranks, the second has the prompts at odd places, and may have no image.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from grpo_lightning import PolicyLoader, ranks
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.images import ImageRef
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.types import Prompt, SamplingParams
+from tests import tiny_vlms
+from tests.distributed.steps import LONGEST, STRATEGIES, ByPrompt, Watch
+from tests.vision_prompts import prompt_of
+
+MIXED = [[0, "where?"], ["words only"], ["compare", 1, "with", 2], ["no image here"]]
+"""Numbers stand for pictures: the first rank of two has them all."""
+
+TEXT = [["one"], ["two of them"], ["3"], ["number four"]]
+
+
+@dataclass
+class Case:
+    """A few steps with prompts of texts and pictures."""
+
+    prompts: list[list[Any]] = field(default_factory=lambda: MIXED)
+    steps: int = 2
+    accumulate: int = 1
+    updates: int = 1
+    beta: float = 0.0
+    lr: float = 0.1
+    policy: dict[str, Any] = field(default_factory=dict)
+    engine: Any = None
+    """Arguments of the local engine; None scripts the completions."""
+
+
+CASES = {
+    "a rank without images": Case(),
+    "a rank without images, kl": Case(beta=0.04, accumulate=2),
+    "no image anywhere": Case(prompts=TEXT),
+    "images everywhere": Case(prompts=[[0, "a"], [1, "b"], ["c", 2, 3], [4, "d"]], updates=2, accumulate=2),
+    "images in some micro-batches": Case(prompts=[["a"], [1, "b"], [2, "c"], ["d"]], accumulate=2, beta=0.04),
+    "a rank without prompts": Case(prompts=[[0, "lonely"]], accumulate=2),
+    "dense": Case(policy={"scoring": "dense", "chunk_size": 3}),
+    "layers": Case(policy={"activation_checkpointing": "layers"}, accumulate=2),
+    "frozen tower": Case(policy={"freeze_vision_modules": True}, beta=0.04),
+    "lora": Case(policy={"lora": {"rank": 4, "alpha": 16}}, beta=0.04, lr=0.01),
+    "sampled, gathered": Case(engine={}),
+    "sampled layer by layer": Case(engine={"gather_for_generation": False, "max_rows": 4}, steps=1),
+    "sampled by a frozen tower": Case(policy={"freeze_vision_modules": True}, engine={}, beta=0.04),
+    "sampled by a frozen tower layer by layer": Case(
+        policy={"freeze_vision_modules": True}, engine={"gather_for_generation": False}, beta=0.04, steps=1
+    ),
+}
+
+
+def capitals(completions: list[Any]) -> list[float]:
+    """The share of characters below 'n', whatever a byte decodes to."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c < "n" for c in text) / max(1, len(text)) for text in texts]
+
+
+def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
+    """Train the case; returns the weights before and after, whole, and which are trained."""
+    world_size = 1 if strategy == "one" else 2
+    module = GRPOLightningModule(
+        PolicyLoader(str(folder / "policy"), **case.policy),
+        rewards=[capitals],
+        engine=ByPrompt() if case.engine is None else LocalEngine(**case.engine),
+        sampling=SamplingParams(max_completion_length=LONGEST if case.engine is None else 4),
+        objective=Objective(beta=case.beta),
+        optimizer=functools.partial(torch.optim.SGD, lr=case.lr),
+        num_generations=4,
+        updates_per_rollout=case.updates,
+        seed=0,
+    )
+    watch = Watch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=STRATEGIES[strategy](),
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
+    prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]
+    source = PromptSource(prompts, 4 // world_size, cycle=module.cycle_length(case.accumulate), shuffle=False)
+    trainer.fit(module, source)
+    return {"before": watch.before, "after": watch.after, "trained": watch.trained}
+
+
+def with_files(parts: list[Any], folder: Path, index: int) -> Prompt:
+    """A prompt with the files of its pictures."""
+    prompt = prompt_of(*(tiny_vlms.picture(0) if isinstance(part, int) else part for part in parts), index=index)
+    prompt.images = [ImageRef(folder / f"{part}.png") for part in parts if isinstance(part, int)]
+    return prompt
+
+
+def save_policy(folder: Path) -> None:
+    """The policy that all runs start from, and the pictures."""
+    model, processor = tiny_vlms.build("qwen2_5_vl")
+    model.save_pretrained(folder / "policy")
+    processor.save_pretrained(folder / "policy")
+    for i in range(5):
+        tiny_vlms.picture(i, 56 + 28 * (i % 2), 84).save(folder / f"{i}.png")
+
+
+def main(strategy: str, folder: str, *names: str) -> None:
+    """Run the cases, all of them if none is named, and save what came out on each rank."""
+    torch.set_num_threads(1)
+    for name in names or CASES:
+        sys.stderr.write(f"case {name}\n")  # a rank that fails says where
+        result = run(CASES[name], strategy, Path(folder))
+        torch.save(result, Path(folder) / f"{strategy}-{name}-{ranks.rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,103 @@
+"""Facts about vision-language families: each holds for the models of transformers, at their real sizes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from grpo_lightning.policy.families import (
+    FAMILIES,
+    family_of,
+    freeze_vision,
+    inner_model,
+    is_tower_trained,
+    refuse_remote_code,
+    sees_images,
+    unknown_reason,
+    vision_parts,
+)
+from grpo_lightning.policy.lora import language_layers
+from tests import tiny_models, tiny_vlms
+
+PACKAGE = Path(__file__).parents[2] / "grpo_lightning"
+CONFIGS = {
+    "qwen2_vl": transformers.Qwen2VLConfig,
+    "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
+    "qwen3_vl": transformers.Qwen3VLConfig,
+    "internvl": transformers.InternVLConfig,
+    "glm4v": transformers.Glm4vConfig,
+}
+
+
+def test_every_record_has_a_tiny_model():
+    assert set(tiny_vlms.FAMILIES) == set(FAMILIES)
+
+
+def test_no_other_file_names_a_model_type():
+    own = PACKAGE / "policy" / "families.py"
+    for path in PACKAGE.rglob("*.py"):
+        found = [name for name in FAMILIES if re.search(rf"['\"]{name}['\"]", path.read_text(encoding="utf-8"))]
+        assert path == own or not found, f"{path} names {found}: what differs between families is a fact of its record"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_adapters_get_every_language_layer_and_no_other(family):
+    """At the sizes of the configs' defaults, without memory."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(CONFIGS[family]())
+    language = {
+        name
+        for name, module in inner_model(model).language_model.named_modules(prefix="model.language_model")
+        if isinstance(module, nn.Linear)
+    }
+    found = language_layers(model)
+    assert set(found) == language
+    assert len(found) >= 6 * model.config.get_text_config().num_hidden_layers - 1
+    assert not [name for name in found if "lm_head" in name or "visual" in name or "vision" in name]
+    vision = {module for part in vision_parts(model, FAMILIES[family]) for module in part.modules()}
+    assert not vision & set(found.values())
+    assert sum(isinstance(module, nn.Linear) for module in vision) > 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_vision_leaves_the_language_model_trained(family):
+    model = tiny_vlms.build(family).model
+    assert is_tower_trained(model)
+    freeze_vision(model)
+    assert not is_tower_trained(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    language = {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
+    assert frozen == {name for name, _ in model.named_parameters()} - language
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_media_tokens_are_those_of_the_config(family):
+    vlm = tiny_vlms.build(family)
+    ids = vlm.processor.tokenizer.convert_tokens_to_ids(list(FAMILIES[family].media_tokens))
+    assert vlm.model.config.image_token_id in ids
+
+
+def test_text_models_have_no_family():
+    config = tiny_models.tiny_model("qwen2").config
+    assert not sees_images(config)
+    assert family_of(config) is None
+    assert unknown_reason(config) is None
+    with pytest.raises(ValueError, match="policy.freeze_vision_modules is set, and the policy .* takes no images"):
+        freeze_vision(tiny_models.tiny_model("qwen2"))
+
+
+def test_a_family_without_a_record_says_which_there_are(monkeypatch):
+    model = tiny_vlms.build("qwen2_vl").model
+    monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {"internvl": FAMILIES["internvl"]})
+    assert "type qwen2_vl (it knows internvl)" in unknown_reason(model.config)
+    with pytest.raises(ValueError, match="no facts about models of type qwen2_vl; it knows internvl"):
+        freeze_vision(model)
+
+
+def test_remote_code_is_refused_by_the_name_of_its_native_form():
+    with pytest.raises(ValueError, match="'OpenGVLab/InternVL3-2B-hf'"):
+        refuse_remote_code("OpenGVLab/InternVL3-2B", "internvl_chat")
+    refuse_remote_code("OpenGVLab/InternVL3-2B-hf", "internvl")

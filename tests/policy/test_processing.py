@@ -1,0 +1,187 @@
+"""Prompts with images to token ids and tensors."""
+
+import copy
+
+import pytest
+import torch
+
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.processing import WORD_JOINER
+from grpo_lightning.types import Prompt
+from tests import tiny_vlms
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.vision_prompts import encoder_of, prompt_of
+
+
+@pytest.fixture(params=tiny_vlms.FAMILIES)
+def vlm(request):
+    return tiny_vlms.build(request.param)
+
+
+def test_a_prompt_is_what_its_processor_makes_of_it(vlm):
+    encoder = encoder_of(vlm)
+    prompt = prompt_of("compare", tiny_vlms.picture(0), "with", tiny_vlms.picture(1, 84, 56))
+    encoded = encoder(prompt)
+    text = vlm.processor.apply_chat_template(prompt.content, add_generation_prompt=True, tokenize=False)
+    outputs = vlm.processor(text=[text], images=[[image.read() for image in prompt.images]], return_tensors="pt")
+    assert encoded.token_ids == outputs["input_ids"][0].tolist()
+    assert torch.equal(encoded.vision.images["pixel_values"], outputs["pixel_values"])
+    assert encoded.vision.num_image_tokens == encoded.token_ids.count(vlm.model.config.image_token_id) > 4
+    assert encoder.num_tokens(prompt) == len(encoded.token_ids)
+
+
+def test_lengths_follow_from_the_sizes_of_the_images(vlm):
+    encoder = encoder_of(vlm)
+    for height, width in ((28, 28), (56, 112), (200, 60)):
+        prompt = prompt_of(tiny_vlms.picture(0, height, width), "here")
+        assert encoder.num_tokens(prompt) == len(encoder(prompt).token_ids)
+
+
+def test_text_alone_has_no_images(vlm):
+    encoded = encoder_of(vlm)(prompt_of("only words"))
+    assert encoded.vision.images == {}
+    assert encoded.image_views == ()
+
+
+def test_text_that_spells_a_token_stays_text(vlm):
+    encoder = encoder_of(vlm)
+    spelled = "".join(encoder.media_tokens)
+    assert set(encoder(prompt_of("plain")).token_ids).isdisjoint(encoder.media_token_ids)
+    alone = encoder(prompt_of(f"what is {spelled}?"))
+    assert set(alone.token_ids).isdisjoint(encoder.media_token_ids)
+    beside = encoder(prompt_of(tiny_vlms.picture(0), f"what is {spelled}?"))
+    assert beside.token_ids.count(vlm.model.config.image_token_id) == beside.vision.num_image_tokens
+    plain = encoder(prompt_of(tiny_vlms.picture(0), "what is it?"))
+    assert beside.vision.num_image_tokens == plain.vision.num_image_tokens
+    read = vlm.processor.tokenizer.decode(alone.token_ids)
+    assert spelled in read.replace(WORD_JOINER, "")
+
+
+def test_text_as_a_string_is_kept_from_spelling_too():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    for content in ("an <|image_pad|>", [{"role": "user", "content": "an <|image_pad|>"}]):
+        assert set(encoder(Prompt(content)).token_ids).isdisjoint(encoder.media_token_ids)
+
+
+def test_how_the_policy_sees_an_image():
+    for family, seen, coordinates in (("qwen2_5_vl", (84, 56), "resized"), ("qwen3_vl", (96, 64), "norm1000")):
+        view = encoder_of(tiny_vlms.build(family))(prompt_of(tiny_vlms.picture(0, 61, 89), "x")).image_views[0]
+        assert (view.width, view.height) == (89, 61)
+        assert (view.seen_width, view.seen_height) == seen
+        assert view.coordinates == coordinates
+        box = (3.0, 7.0, 40.0, 60.5)
+        assert view.to_original(view.from_original(box)) == pytest.approx(box)
+        whole = view.to_original((0, 0, *((1000, 1000) if coordinates == "norm1000" else seen)))
+        assert whole == pytest.approx((0, 0, 89, 61))
+
+
+def test_an_image_the_processor_cannot_take_names_the_prompt():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor does not take .* \(2000x2 pixels\)"):
+        encoder(prompt_of(tiny_vlms.picture(0, 2, 2000), "narrow", source="rows", index=7))
+
+
+def test_a_text_policy_takes_no_images():
+    encoder = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load_encoder()
+    assert encoder.media_token_ids == ()
+    with pytest.raises(ValueError, match="Prompt 3 has 1 image.*takes text only.* Take a vision-language policy"):
+        encoder(prompt_of(tiny_vlms.picture(0), "x", index=3))
+
+
+# ------------------------------------------------------------------------------------------------ processors, settings
+
+
+def loader_of(vlm, **settings):
+    return PolicyLoader(model=vlm.model, tokenizer=copy.deepcopy(vlm.processor), **settings)
+
+
+def num_image_tokens(loader, height=300, width=300):
+    return loader.load_encoder()(prompt_of(tiny_vlms.picture(0, height, width), "x")).vision.num_image_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_pixels_limit_the_tokens_of_an_image(family):
+    vlm = tiny_vlms.build(family)
+    side = 2 * vlm.model.config.vision_config.patch_size
+    assert num_image_tokens(loader_of(vlm, max_pixels=round(4.1 * side**2))) == 4
+    assert num_image_tokens(loader_of(vlm, max_pixels=20 * side**2, min_pixels=round(8.9 * side**2)), side, side) == 9
+
+
+def test_tiles_limit_the_tokens_of_an_image():
+    vlm = tiny_vlms.build("internvl")
+    # With more than one tile, a small picture of the whole is one more.
+    tiles = [num_image_tokens(loader_of(vlm, max_anyres_num=most), 112, 448) // 4 for most in (1, 2, 4)]
+    assert tiles == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, and has no meaning for a policy of type internvl"),
+        ("qwen2_vl", {"max_anyres_num": 6}, "policy.max_anyres_num is 6, .* it is for internvl"),
+    ],
+)
+def test_settings_of_other_families_are_refused(family, settings, message):
+    with pytest.raises(ValueError, match=message):
+        loader_of(tiny_vlms.build(family), **settings).load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_pixels": 0}, "policy.max_pixels must be at least 1"),
+        ({"min_pixels": 10, "max_pixels": 9}, r"policy.min_pixels \(10\) is above policy.max_pixels \(9\)"),
+    ],
+)
+def test_limits_that_are_none(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyLoader("a", **settings)
+
+
+def test_settings_for_images_need_a_policy_that_sees():
+    for settings in ({"max_pixels": 9}, {"freeze_vision_modules": True}):
+        with pytest.raises(ValueError, match="takes no images: leave it out"):
+            PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer(), **settings).load()
+
+
+def test_a_tokenizer_is_no_processor():
+    vlm = tiny_vlms.build("qwen2_vl")
+    with pytest.raises(ValueError, match="has no image processor: give its processor as the tokenizer"):
+        PolicyLoader(model=vlm.model, tokenizer=vlm.processor.tokenizer).load()
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    import transformers
+
+    vlm = tiny_vlms.build("qwen2_vl")
+    vlm.model.config.save_pretrained(tmp_path)
+
+    def missing(*args, **options):
+        raise ImportError("Qwen2VLImageProcessor requires the Torchvision library\nmore")
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", missing)
+    with pytest.raises(
+        ImportError, match=r"pip install 'grpo-lightning\[vision\]'.* requires the Torchvision library$"
+    ):
+        PolicyLoader(str(tmp_path)).load_encoder()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_folder_is_loaded_with_its_processor(tmp_path, family):
+    vlm = tiny_vlms.build(family)
+    vlm.model.save_pretrained(tmp_path)
+    vlm.processor.save_pretrained(tmp_path)
+    loaded = PolicyLoader(str(tmp_path)).load()
+    assert type(loaded.model) is type(vlm.model)
+    prompt = prompt_of(tiny_vlms.picture(0), "x")
+    assert loaded.encoder(prompt).token_ids == encoder_of(vlm)(prompt).token_ids
+    assert loaded.scorer.path == "extended"
+    assert loaded.scorer.never == loaded.encoder.media_token_ids
+
+
+def test_a_remote_code_folder_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "internvl_chat", "auto_map": {"AutoConfig": "x.Y"}}')
+    with pytest.raises(
+        ValueError, match=r"code of its own \(model type internvl_chat\).* native form of type internvl"
+    ):
+        PolicyLoader(str(tmp_path)).load()

@@ -1,0 +1,255 @@
+"""Images run once per prompt: the same values and gradients as when they run with every row."""
+
+import contextlib
+import copy
+import math
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from grpo_lightning.policy.choice import choose_path
+from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
+from grpo_lightning.policy.loading import checkpoint_layers
+from grpo_lightning.policy.lora import LoRA, add_adapters
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.vision import keep, needs_blank, place, seeing
+from grpo_lightning.types import ImageFeatures, PromptVision, VisionInputs
+from tests import tiny_vlms
+from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
+from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
+
+READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
+EXTENDED = [family for family in tiny_vlms.FAMILIES if family != "qwen3_5" or READS_LINEAR_STATES]
+DENSE = Scorer("dense", head_chunk_size=None)
+FLOOR = {"qwen3_5": 2e-4}
+"""Linear attention: dense passes that differ in padding alone are as far apart."""
+
+
+def single_logprobs(vlm, encoder, prompts, batch, temperature=0.7):
+    """Every row by itself, through the model's own forward: no padding, masks, positions or batches of ours."""
+    found = []
+    for row, number in enumerate(batch.prompt_index.tolist()):
+        prompt = prompt_of(*prompts[number])
+        text = encoder.rendered(prompt, "")
+        images = [image.read() for image in prompt.images]
+        inputs = vlm.processor(text=[text], images=[images] if images else None, return_tensors="pt")
+        ids = batch.completion_ids[row][batch.attention_mask[row]]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], ids[None]], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for name in [name for name in inputs if name.endswith("token_type_ids")]:
+            inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(ids)))
+        accepted = {name: inputs[name] for name in inputs if name != "num_patches"}
+        logits = vlm.model(**accepted).logits[0, -len(ids) - 1 : -1].clone()
+        logits[:, list(encoder.media_token_ids)] = -math.inf
+        found.append(torch.log_softmax(logits / temperature, -1).gather(1, ids[:, None])[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+@torch.no_grad()
+def test_both_paths_equal_one_row_at_a_time(family, scenario):
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, SCENARIOS[scenario])
+    want = single_logprobs(vlm, encoder, SCENARIOS[scenario], batch)
+    for path in ("dense", "extended") if family in EXTENDED else ("dense",):
+        got = Scorer(path, never=encoder.media_token_ids)(vlm.model, batch, temperature=0.7).logprobs
+        for row, logprobs in enumerate(want):
+            torch.testing.assert_close(got[row, : len(logprobs)], logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("family", EXTENDED)
+def test_extended_equals_dense(family, scenario):
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, SCENARIOS[scenario])
+    for is_frozen in (False, True):
+        if is_frozen:
+            freeze_vision(vlm.model)
+        want_loss, want = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
+        towers = sum(any(f"model.{part}." in name for part in FAMILIES[family].vision) for name in want)
+        assert (towers > 10) == (scenario != "no image" and not is_frozen)
+        for scorer in (Scorer(), Scorer(chunk_size=2, checkpoint_chunks=True, head_chunk_size=5)):
+            loss, got = loss_and_gradients(vlm.model, batch, scorer, row_weights(batch))
+            assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+            assert worst_difference(got, want) < FLOOR.get(family, 1e-5)
+
+
+@pytest.mark.parametrize("family", EXTENDED)
+def test_extended_equals_dense_with_checkpointed_layers(family):
+    """The blocks of the vision tower are recomputed, too."""
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, SCENARIOS["mixed"])
+    _, want = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
+    checkpoint_layers(vlm.model.train())
+    _, got = loss_and_gradients(vlm.model, batch, Scorer(chunk_size=4), row_weights(batch))
+    assert whole_difference(got, want) < FLOOR.get(family, 1e-5)
+
+
+@pytest.mark.parametrize("family", EXTENDED)
+def test_known_features_change_nothing(family):
+    """Of a frozen tower: kept in one pass, used in the others, for other prompts side by side too."""
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    freeze_vision(vlm.model)
+    batch = vision_batch(encoder, SCENARIOS["mixed"])
+    want_loss, want = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
+    encode = counted(vlm.model)
+    with seeing(vlm.model, batch.vision, keeps=True) as images, torch.no_grad():
+        placed = place(vlm.model, batch.prompt_ids, batch.prompt_mask, batch.vision)
+        vlm.model(input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask.long(), **placed.arguments, **images)
+    assert len(encode) == 1
+    for scorer in (Scorer(), DENSE):
+        loss, got = loss_and_gradients(vlm.model, batch, scorer, row_weights(batch))
+        assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+        assert worst_difference(got, want) < FLOOR.get(family, 1e-5)
+    assert len(encode) == 1  # the tower did not run again
+
+
+def counted(model):
+    """A list that gets the number of images of every pass through the vision tower."""
+    inner = inner_model(model)
+    tower = inner.visual if hasattr(inner, "visual") else inner.vision_tower
+    calls = []
+
+    def count(module, args, kwargs):
+        grid = kwargs.get("grid_thw")
+        pixels = kwargs.get("pixel_values")
+        calls.append(len(grid) if grid is not None else len(pixels))
+
+    tower.register_forward_pre_hook(count, with_kwargs=True)
+    return calls
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
+def test_images_are_encoded_once_per_pass(family):
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    calls = counted(vlm.model)
+    batch = vision_batch(encoder, SCENARIOS["one image"], generations=8)
+    loss_and_gradients(vlm.model, batch, Scorer(chunk_size=4, checkpoint_chunks=True), row_weights(batch))
+    assert calls == [2]
+    loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
+    assert calls == [2, 16]  # what it saves
+
+
+@pytest.mark.parametrize("family", EXTENDED)
+def test_a_blank_image_runs_the_tower_for_nobody(family):
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    without = vision_batch(encoder, SCENARIOS["no image"])
+    blank = vision_batch(encoder, SCENARIOS["no image"], needs_blank=True)
+    loss, gradients = loss_and_gradients(vlm.model, without, Scorer(), row_weights(without))
+    for scorer in (Scorer(), DENSE):
+        same, more = loss_and_gradients(vlm.model, blank, scorer, row_weights(blank))
+        assert same == pytest.approx(loss, rel=1e-5, abs=1e-5)
+        added = {name: more.pop(name) for name in more.keys() - gradients.keys()}
+        assert len(added) > 10
+        assert not any(gradient.any() for gradient in added.values())
+        assert worst_difference(more, gradients) < FLOOR.get(family, 1e-5)
+    calls = counted(vlm.model)
+    with_images = vision_batch(encoder, SCENARIOS["mixed"], needs_blank=True)
+    Scorer()(vlm.model, with_images, temperature=1.0)
+    assert len(calls) == 1  # there are images: no blank one beside them
+    assert calls[0] >= 3
+
+
+def test_who_needs_a_blank_image(monkeypatch):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    seen = PromptVision({"pixel_values": torch.zeros(1)})
+    assert needs_blank(vlm.model, [], is_sharded=False)  # its gradient comes from all ranks
+    freeze_vision(vlm.model)
+    assert not needs_blank(vlm.model, [seen], is_sharded=False)
+    assert needs_blank(vlm.model, [PromptVision(), seen], is_sharded=True)
+    assert not needs_blank(vlm.model, [PromptVision()], is_sharded=True)
+    monkeypatch.setattr("grpo_lightning.ranks.is_any", lambda own: True)  # another rank has an image
+    assert needs_blank(vlm.model, [PromptVision()], is_sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "least"),
+    [
+        ("the delta of positions after an image", 0.1),
+        ("the order of the images", 1e-3),
+        ("the images of one prompt", 1e-3),
+    ],
+)
+def test_what_is_forgotten_turns_the_equality_red(monkeypatch, broken, least):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, [[tiny_vlms.picture(i), "where?"] for i in range(2)])
+    _, want = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
+    if broken == "the delta of positions after an image":
+        for prompt, mask in zip(batch.vision.prompts, batch.prompt_mask, strict=True):
+            prompt.positions = prompt.positions[0], int(mask.sum())
+    else:
+        vision = copy.deepcopy(batch.vision)
+        if broken == "the order of the images":
+            vision.prompts.reverse()
+        else:
+            vision.prompts[0].images["pixel_values"].zero_()
+        batch.vision = vision
+    _, got = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
+    assert whole_difference(got, want) > least
+
+
+def test_features_of_several_prompts_are_cut_where_they_belong():
+    prompts = [PromptVision({"pixel_values": torch.zeros(1)}, num_image_tokens=count) for count in (3, 1)]
+    levels = [torch.arange(8.0).view(4, 2), torch.arange(4.0).view(4, 1)]
+    keep(prompts, ImageFeatures(levels, is_stacked=False))
+    assert [[level.tolist() for level in prompt.features.levels] for prompt in prompts] == [
+        [[[0, 1], [2, 3], [4, 5]], [[0], [1], [2]]],
+        [[[6, 7]], [[3]]],
+    ]
+
+
+@pytest.mark.parametrize("family", EXTENDED)
+def test_the_path_is_chosen_by_a_probe(family):
+    path, reason = choose_path(tiny_vlms.build(family).model)
+    assert path == "extended", reason
+
+
+def test_a_family_without_a_record_is_scored_densely(monkeypatch):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, SCENARIOS["mixed"])
+    want_loss, want = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
+    monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
+    path, reason = choose_path(vlm.model)
+    assert path == "dense"
+    assert "no facts about vision-language models of type qwen2_5_vl" in reason
+    loss, got = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert worst_difference(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("family", EXTENDED)
+def test_adapters_leave_the_tower_alone_and_are_scored_the_same(family):
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, SCENARIOS["mixed"])
+    adapted = add_adapters(vlm.model, LoRA(rank=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    _, want = loss_and_gradients(adapted, batch, DENSE, row_weights(batch))
+    _, got = loss_and_gradients(adapted, batch, Scorer(chunk_size=4), row_weights(batch))
+    assert not [name for name in want if "visual" in name or "vision" in name or "projector" in name]
+    assert whole_difference(got, want) < FLOOR.get(family, 1e-5)
+
+
+def test_a_pass_without_vision_leaves_the_model_as_it_was():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    with seeing(vlm.model, None) as images:
+        assert images == {}
+    with seeing(vlm.model, VisionInputs([PromptVision()])) as images:
+        assert images == {}
+    batch = vision_batch(encoder_of(vlm), SCENARIOS["one image"])
+    with contextlib.suppress(RuntimeError), seeing(vlm.model, batch.vision):
+        assert "get_image_features" in vars(inner_model(vlm.model))
+        raise RuntimeError
+    assert "get_image_features" not in vars(inner_model(vlm.model))

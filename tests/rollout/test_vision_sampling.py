@@ -1,0 +1,109 @@
+"""Sampling with images: what `generate` draws, with every image encoded once for all completions."""
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from grpo_lightning.planner import give_images, plan_micro_batches
+from grpo_lightning.policy.families import freeze_vision, inner_model
+from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.groups import GroupSource
+from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.types import SamplingParams
+from tests import tiny_vlms
+from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
+
+READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
+CLOSE = {"qwen3_5": 1e-3}
+"""Nats between the engine's log-probs and those scored; linear attention rounds by its blocks."""
+
+
+def source_of(vlm, **options):
+    encoder = encoder_of(vlm)
+    engine = LocalEngine(**options)
+    engine.connect(vlm.model, encoder.tokenizer, Sharding())
+    return GroupSource(engine, encoder, Sharding(), 0)
+
+
+def generated(vlm, encoder, prompt, length):
+    """The new tokens of transformers' greedy `generate` for one prompt, as its processor gives it."""
+    text = encoder.rendered(prompt, "")
+    images = [image.read() for image in prompt.images]
+    inputs = vlm.processor(text=[text], images=[images] if images else None, return_tensors="pt")
+    inputs.pop("num_patches", None)
+    if vlm.model.config.model_type == "internvl":
+        inputs.pop("mm_token_type_ids", None)
+    output = vlm.model.generate(
+        **inputs,
+        max_new_tokens=length,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        suppress_tokens=list(encoder.media_token_ids),
+    )
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+def test_greedy_equals_generate(family):
+    vlm = tiny_vlms.build(family)
+    source = source_of(vlm)
+    prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
+    groups = source.draw(prompts, 2, SamplingParams(max_completion_length=10, temperature=0.0), [0] * 3)
+    for prompt, group in zip(prompts, groups, strict=True):
+        want = generated(vlm, source.encoder, prompt, 10)
+        assert [completion.token_ids for completion in group.completions] == [want, want]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+def test_what_is_drawn_is_what_is_scored(family, is_frozen):
+    if family == "qwen3_5" and not READS_LINEAR_STATES:
+        pytest.skip("this release of transformers scores it densely")
+    vlm = tiny_vlms.build(family)
+    if is_frozen:
+        freeze_vision(vlm.model)
+    source = source_of(vlm, max_rows=6)  # two waves
+    prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
+    sampling = SamplingParams(max_completion_length=8, temperature=0.7)
+    groups = source.draw(prompts, 3, sampling, [5, 6, 7])
+    kept = [group.vision.features is not None for group in groups]
+    assert kept == [False, is_frozen, is_frozen]
+    (batch,), _ = plan_micro_batches(
+        groups, torch.ones(3, 3), updates=1, accumulate=1, pad_id=0, skip_zero_advantages=False
+    )
+    give_images([batch], source.encoder.vision_inputs([group.vision for group in groups], needs_blank=False))
+    with torch.no_grad():
+        logprobs = Scorer(never=source.encoder.media_token_ids)(vlm.model, batch, temperature=0.7).logprobs
+    mask = batch.attention_mask
+    torch.testing.assert_close(batch.rollout_logprobs[mask], logprobs[mask], rtol=0, atol=CLOSE.get(family, 2e-5))
+
+
+def test_each_wave_encodes_its_images_once():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    calls = []
+    inner_model(vlm.model).visual.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
+    seeds = [5, 6, 7]
+    sampling = SamplingParams(max_completion_length=4)
+    at_once = source_of(vlm).draw(prompts, 4, sampling, seeds)
+    assert calls == [3]
+    in_waves = source_of(vlm, max_rows=4).draw(prompts, 4, sampling, seeds)
+    assert calls == [3, 1, 2]  # the first wave has no image
+    for one, other in zip(at_once, in_waves, strict=True):
+        assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
+
+
+def test_a_family_without_a_record_is_sampled_by_generate(monkeypatch, caplog):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
+    greedy = SamplingParams(max_completion_length=6, temperature=0.0)
+    want = source_of(vlm).draw(prompts, 2, greedy, [0] * 3)
+    monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
+    source = source_of(vlm)
+    assert "no facts about vision-language models of type qwen2_5_vl" in caplog.text
+    found = source.draw(prompts, 2, greedy, [0] * 3)
+    assert [g.completions[0].token_ids for g in found] == [g.completions[0].token_ids for g in want]
