@@ -97,8 +97,9 @@ class ImageFeatures(NamedTuple):
     levels: list[Tensor]
     """[image tokens, H] each: those that stand in for the tokens, then those added in deeper layers (deepstack)."""
 
-    is_stacked: bool
-    """True if the model takes one tensor [images, tokens, H], False if a list with one for every image."""
+    dimensions: list[int]
+    """How the model takes each: 3 as one tensor [images, tokens, H], 2 as one of all image tokens [tokens, H], 0 as a
+    list with a tensor for every image."""
 
 
 @dataclass

@@ -65,9 +65,10 @@ def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
 
 
 def moved(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors where the model computes."""
+    """The tensors where the model computes, and in its precision: not every model sees to that."""
     device = compute_device(model)
-    return {name: tensor.to(device) for name, tensor in images.items()}
+    dtype = next(p.dtype for p in base_model(model).parameters() if p.is_floating_point())
+    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
 
 
 def merged(prompts: Sequence[PromptVision]) -> dict[str, Tensor]:
@@ -93,20 +94,25 @@ class Outputs(SimpleNamespace):
     """What `get_image_features` gives: the fields that forwards read."""
 
     pooler_output: Tensor | tuple[Tensor, ...]
-    deepstack_features: list[tuple[Tensor, ...]]
+    deepstack_features: list[Tensor | tuple[Tensor, ...]]
 
 
 def as_outputs(features: ImageFeatures) -> Outputs:
     """Features as forwards take them: all images as one."""
-    first, *deeper = features.levels
-    pooled = first[None] if features.is_stacked else (first,)
-    return Outputs(pooler_output=pooled, deepstack_features=[(level,) for level in deeper])
+    forms: dict[int, Callable[[Tensor], Any]] = {
+        0: lambda level: (level,),
+        2: lambda level: level,
+        3: lambda level: level[None],
+    }
+    first, *deeper = (forms[d](level) for level, d in zip(features.levels, features.dimensions, strict=True))
+    return Outputs(pooler_output=first, deepstack_features=deeper)
 
 
 def features_in(outputs: Any) -> ImageFeatures:
     """The features in what `get_image_features` gives."""
-    pooled, deeper = outputs.pooler_output, getattr(outputs, "deepstack_features", None) or []
-    return ImageFeatures([flat(level) for level in (pooled, *deeper)], isinstance(pooled, Tensor))
+    found = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
+    dimensions = [level.ndim if isinstance(level, Tensor) else 0 for level in found]
+    return ImageFeatures([flat(level) for level in found], dimensions)
 
 
 def flat(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -19,13 +19,13 @@ from grpo_lightning.policy.sharding import Sharding
 def write_policy(
     model: Any, tokenizer: Any, folder: Path, *, config: Any = None, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Save weights, config and tokenizer, or adapters alone of a model that has them.
+    """Save weights, config and tokenizer or processor, or instead of weights the adapters alone of a model with them.
 
     Files appear in the folder only when all are complete.
 
     Args:
         model: The policy.
-        tokenizer: Its own.
+        tokenizer: Its own; of a policy that sees images its processor, which writes its tokenizer, too.
         folder: Made if it is not there; other files stay.
         config: Instead of the model's own.
         weights: By the model's names, instead of its own.
@@ -75,9 +75,17 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
 
 
 def original_tokenizer(loader: PolicyLoader) -> Any:
-    """The policy's tokenizer as it is: without the pad token a run gives to one that has none."""
+    """The policy's tokenizer as it is: without the pad token a run gives to one that has none.
+
+    Of a policy that sees images its processor, with the run's limits of images: another number of pixels is another
+    question, and the model was trained on these.
+    """
     from transformers import AutoTokenizer
 
+    if (processor := loader.load_processor()) is not None:
+        return processor
+    if not isinstance(loader.tokenizer, str | Path | None):
+        return loader.tokenizer
     tokenizer = str(loader.tokenizer or loader.name)
     revision = "main" if loader.tokenizer else loader.revision
     with naming("policy", tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,11 @@ from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA, adapter_layers
 from grpo_lightning.types import MicroBatch
+from tests import tiny_vlms
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.vision_prompts import prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +264,44 @@ def test_what_the_hub_is_asked_for(monkeypatch):
         loader.load_model(), loader.load_tokenizer(), loader.load_config()
         assert [kind for kind, _ in asked] == ["AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"]
         assert [(o["revision"], o["trust_remote_code"]) for _, o in asked] == [(revision, trust)] * 3
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+@pytest.fixture(scope="module")
+def seeing_policy():
+    """A tiny policy that sees images, and one that cuts them into tiles."""
+    return {family: tiny_vlms.build(family) for family in ("qwen2_5_vl", "internvl")}
+
+
+def num_image_tokens(vlm, height: int, width: int, **settings: int) -> int:
+    """Of one image."""
+    loader = PolicyLoader(model=vlm.model, tokenizer=copy.deepcopy(vlm.processor), **settings)
+    encoded = loader.load_encoder()(prompt_of(tiny_vlms.picture(0, height, width), "x"))
+    assert encoded.vision is not None
+    return encoded.vision.num_image_tokens
+
+
+@case(PolicyLoader, "max_pixels", "min_pixels")
+def test_pixels(seeing_policy):
+    vlm, token = seeing_policy["qwen2_5_vl"], 28 * 28
+    assert [num_image_tokens(vlm, 280, 280, max_pixels=n * token + 9) for n in (4, 9)] == [4, 9]
+    assert [num_image_tokens(vlm, 28, 28, min_pixels=n * token - 9) for n in (4, 9)] == [4, 9]
+
+
+@case(PolicyLoader, "max_anyres_num")
+def test_max_anyres_num(seeing_policy):
+    vlm = seeing_policy["internvl"]
+    assert num_image_tokens(vlm, 112, 448, max_anyres_num=1) < num_image_tokens(vlm, 112, 448, max_anyres_num=4)
+
+
+@case(PolicyLoader, "freeze_vision_modules")
+def test_freeze_vision_modules(seeing_policy):
+    vlm = seeing_policy["internvl"]
+    trained = []
+    for freezes in (False, True):
+        loader = PolicyLoader(model=copy.deepcopy(vlm.model), tokenizer=vlm.processor, freeze_vision_modules=freezes)
+        names = [name for name, parameter in loader.load().model.named_parameters() if parameter.requires_grad]
+        trained.append({name.split(".")[1] for name in names if name.startswith("model.")})
+    assert trained == [{"vision_tower", "multi_modal_projector", "language_model"}, {"language_model"}]

@@ -84,7 +84,7 @@ def test_an_image_the_processor_cannot_take_names_the_prompt():
 def test_a_text_policy_takes_no_images():
     encoder = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load_encoder()
     assert encoder.media_token_ids == ()
-    with pytest.raises(ValueError, match="Prompt 3 has 1 image.*takes text only.* Take a vision-language policy"):
+    with pytest.raises(ValueError, match=r"Prompt 3 has 1 image.*takes text only.* Take a vision-language policy"):
         encoder(prompt_of(tiny_vlms.picture(0), "x", index=3))
 
 

@@ -200,7 +200,7 @@ def test_what_is_forgotten_turns_the_equality_red(monkeypatch, broken, least):
 def test_features_of_several_prompts_are_cut_where_they_belong():
     prompts = [PromptVision({"pixel_values": torch.zeros(1)}, num_image_tokens=count) for count in (3, 1)]
     levels = [torch.arange(8.0).view(4, 2), torch.arange(4.0).view(4, 1)]
-    keep(prompts, ImageFeatures(levels, is_stacked=False))
+    keep(prompts, ImageFeatures(levels, [0, 0]))
     assert [[level.tolist() for level in prompt.features.levels] for prompt in prompts] == [
         [[[0, 1], [2, 3], [4, 5]], [[0], [1], [2]]],
         [[[6, 7]], [[3]]],
@@ -240,6 +240,19 @@ def test_adapters_leave_the_tower_alone_and_are_scored_the_same(family):
     _, got = loss_and_gradients(adapted, batch, Scorer(chunk_size=4), row_weights(batch))
     assert not [name for name in want if "visual" in name or "vision" in name or "projector" in name]
     assert whole_difference(got, want) < FLOOR.get(family, 1e-5)
+
+
+@pytest.mark.parametrize("family", EXTENDED)
+@torch.no_grad()
+def test_sixteen_bits_see_the_same(family):
+    vlm = tiny_vlms.build(family)
+    encoder = encoder_of(vlm)
+    batch = vision_batch(encoder, SCENARIOS["mixed"])
+    want = Scorer()(vlm.model, batch, temperature=1.0).logprobs
+    vlm.model.to(torch.bfloat16)
+    for path in ("extended", "dense"):
+        difference = Scorer(path)(vlm.model, batch, temperature=1.0).logprobs - want
+        assert difference[batch.attention_mask].abs().mean() < 0.1
 
 
 def test_a_pass_without_vision_leaves_the_model_as_it_was():
