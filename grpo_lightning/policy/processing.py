@@ -99,7 +99,8 @@ class Encoder:
         """
         if not self.sees_images:
             return None
-        return VisionInputs([prompt or PromptVision() for prompt in prompts], self.blank if needs_blank else None)
+        blank = self.blank if needs_blank and self.family is not None else None
+        return VisionInputs([prompt or PromptVision() for prompt in prompts], blank)
 
     # -------------------------------------------------------------------------------------------------------- lengths
 
@@ -137,10 +138,16 @@ class Encoder:
 
     def rendered(self, prompt: Prompt, where: str) -> str:
         """A prompt with images as text, a placeholder for each."""
-        prompt = self.unspelled(prompt)
-        assert not isinstance(prompt.content, str), "a prompt with images is a chat"
+        content = self.unspelled(prompt).content
+        parts = [part for message in content if not isinstance(message, str) for part in message.get("content") or ()]
+        places = sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+        if isinstance(content, str) or places != len(prompt.images):
+            raise ValueError(
+                f"{where or name_of(prompt)} has {len(prompt.images)} image(s) and {places} place(s) for them: give it "
+                'messages with a part {"type": "image"} for each.'
+            )
         try:
-            return self.template(prompt.content, prompt.chat_template_kwargs)
+            return self.template(content, prompt.chat_template_kwargs)
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{where or name_of(prompt)}: the processor's chat template cannot render the messages: {error}."

@@ -38,12 +38,12 @@ def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
     if vision is None or (not with_images and vision.blank is None):
         yield {}
         return
+    images = merged(with_images) if with_images else dict(vision.blank or {})
     if family_of(base_model(model).config) is None:
-        yield known_arguments(model, **moved(merged(with_images), model))
+        yield known_arguments(model, **moved(images, model))
         return
     inner = inner_model(model)
     encode: Callable[..., Any] = inner.get_image_features
-    images = merged(with_images) if with_images else dict(vision.blank or {})
 
     def known(*args: Any, **options: Any) -> Any:
         return as_outputs(joined([prompt.features for prompt in with_images if prompt.features is not None]))
@@ -57,6 +57,8 @@ def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
         return as_outputs(features)
 
     is_known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
+    if is_known:  # the forward only has to ask for them
+        images = {name: tensor[:0] for name, tensor in images.items()}
     inner.get_image_features = known if is_known else made
     try:
         yield known_arguments(model, **moved(images, model))

@@ -75,6 +75,14 @@ def test_how_the_policy_sees_an_image():
         assert whole == pytest.approx((0, 0, 89, 61))
 
 
+@pytest.mark.parametrize("content", ["a text", [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]])
+def test_every_image_needs_a_place(content):
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    prompt = Prompt(content, images=prompt_of(tiny_vlms.picture(0)).images, index=4)
+    with pytest.raises(ValueError, match=r"Prompt 4 has 1 image\(s\) and [02] place\(s\) for them: give it messages"):
+        encoder(prompt)
+
+
 def test_an_image_the_processor_cannot_take_names_the_prompt():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor does not take .* \(2000x2 pixels\)"):
