@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from grpo_lightning import completeness, rank_files, ranks, sync_reference
-from grpo_lightning.data.source import as_prompt_batch
+from grpo_lightning.data.source import PromptBatch
 from grpo_lightning.limits import recount_batches
 from grpo_lightning.planner import Rollout, give_images
 from grpo_lightning.policy.loading import PolicyLoader
@@ -198,6 +198,7 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
     for name, value in plain.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             plain[name] = dataclasses.asdict(value)
+            plain[name].pop("metrics", None)  # of validation: objects, given anew like rewards
     return plain if loader.settings is None else plain | {"policy": loader.settings}
 
 
@@ -267,11 +268,12 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
         restore_rollout(module, state, path)
 
 
-def restore_images(module: GRPOLightningModule, rollout: Rollout, batch: Any) -> None:
+def restore_images(module: GRPOLightningModule, batch: PromptBatch) -> None:
     """Give a rollout that was restored its images again: its prompts come once more with every batch of the cycle."""
-    if not module.encoder.sees_images or any(micro_batch.vision for micro_batch in rollout.micro_batches):
+    rollout = module.rollout
+    if rollout is None or not module.encoder.sees_images or rollout.micro_batches[0].vision is not None:
         return
-    prompts = as_prompt_batch(batch).prompts
+    prompts = batch.prompts
     # Of a frozen tower, the features are those of the passes that sampling ran: run again, they are the same to the
     # last bit.
     one_token = dataclasses.replace(module.sampling, max_completion_length=1)

@@ -36,6 +36,9 @@ class ImageRef:
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
     """Reads it for everybody who has it, perhaps ahead of time: set for the prompts of a batch, and never pickled."""
 
+    known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
+    """(width, height) once it was asked for."""
+
     def read(self) -> Image:
         """The image in RGB and upright; transparent places are white.
 
@@ -53,9 +56,16 @@ class ImageRef:
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright, of the header alone. Raises: ImageError as `read`."""
-        with self._opened() as image:
-            return _upright_size(image)
+        """(width, height) in pixels, upright, of the header alone, which is read once. Raises: ImageError as `read`."""
+        if self.known_size is None:
+            with self._opened() as image:
+                self.remember(_upright_size(image))
+        assert self.known_size is not None
+        return self.known_size
+
+    def remember(self, size: tuple[int, int]) -> None:
+        """Its (width, height), where it is known already."""
+        object.__setattr__(self, "known_size", size)
 
     def check(self) -> tuple[int, int]:
         """(width, height) of an image all of whose pixels can be read. Raises: ImageError as `read`."""
@@ -64,11 +74,12 @@ class ImageRef:
             if image is not self.source:
                 image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size: all its bytes are still gone through
             image.load()
-            return size
+        self.remember(size)
+        return size
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
         """The same image, read by `read`."""
-        shared = ImageRef(self.source, self.where)
+        shared = _copy(self.source, self.where, self.known_size)
         object.__setattr__(shared, "shared", read)
         return shared
 
@@ -97,9 +108,9 @@ class ImageRef:
         """Short, whatever the source."""
         return f"ImageRef({self})"
 
-    def __reduce__(self) -> tuple[type[ImageRef], tuple[Any, str]]:
+    def __reduce__(self) -> tuple[Callable[..., ImageRef], tuple[Any, ...]]:
         """What is pickled."""
-        return ImageRef, (self.source, self.where)
+        return _copy, (self.source, self.where, self.known_size)
 
     @contextmanager
     def _opened(self) -> Iterator[Image]:
@@ -119,6 +130,14 @@ class ImageRef:
         except Exception as error:  # what Pillow's decoders raise for broken files has no common base
             place = f"{self.where}: " if self.where else ""
             raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error
+
+
+def _copy(source: Any, where: str, size: tuple[int, int] | None) -> ImageRef:
+    """A reference with everything but who shares it."""
+    ref = ImageRef(source, where)
+    if size is not None:
+        ref.remember(size)
+    return ref
 
 
 def _reason(error: Exception, source: Any) -> str:

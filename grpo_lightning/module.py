@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import checkpoints, checks, optimization, ranks
+from grpo_lightning import checkpoints, checks, data_checks, optimization, ranks
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, records
 from grpo_lightning.hooks import notify
@@ -136,7 +136,6 @@ class GRPOLightningModule(L.LightningModule):
             advantages = self.compare(rewards)
             self.rollout = self.plan_updates(groups, advantages)
         assert self.rollout is not None
-        checkpoints.restore_images(self, self.rollout, batch)
         return self.update(self.rollout.next())
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
@@ -224,6 +223,7 @@ class GRPOLightningModule(L.LightningModule):
         """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
         position = batch_idx % self.cycle_length(self.trainer.accumulate_grad_batches)
         checks.check_cycle(self, as_prompt_batch(batch), position)
+        checkpoints.restore_images(self, as_prompt_batch(batch))
         return position == 0
 
     @contextlib.contextmanager
@@ -266,7 +266,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin a table of every kind of completions."""
-        sources = checks.known_sources(self.trainer)
+        sources = data_checks.known_sources(self.trainer)
         self.tables = evaluation_tables(self.reward_set.names, self.validation, sources, self.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -334,7 +334,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.rollout is not None:
             self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
         keep_overfit_batches(self.trainer)
-        self.sources = checks.training_sources(self.trainer)
+        self.sources = data_checks.training_sources(self.trainer)
         optimization.begin(self, self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

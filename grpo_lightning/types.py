@@ -69,9 +69,6 @@ class Prompt:
     content: str | Sequence[Message]
     """Plain text, or chat messages for which the tokenizer's chat template is used."""
 
-    images: Sequence[ImageRef] = ()
-    """The images, in the order of the parts `{"type": "image"}` of the messages; read when they are needed."""
-
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data row; rewards receive them by name."""
 
@@ -89,6 +86,9 @@ class Prompt:
 
     token_ids: Sequence[int] | None = None
     """[L] its tokens where they are not what the tokenizer gives (a truncated prompt); None: tokenized when drawn."""
+
+    images: Sequence[ImageRef] = ()
+    """The images, in the order of the parts `{"type": "image"}` of the messages; read when they are needed."""
 
 
 class ImageFeatures(NamedTuple):

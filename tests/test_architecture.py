@@ -34,6 +34,7 @@ LEVELS = {
     "checkpoints": 5,
     "completeness": 5,
     "checks": 5,
+    "data_checks": 5,
     "demo": 5,
     "export": 5,
     "hooks": 5,
@@ -55,7 +56,10 @@ FOLDERS = {"callbacks", "cli", "data", "functional", "planning", "policy", "rewa
 LIGHTNING_LEVEL = 5
 LIGHTNING_BELOW = {"data/datamodule.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
-HEAVY = {"bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "peft", "trl", "vllm", "wandb"}
+HEAVY = {
+    *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "PIL", "pycocotools"),
+    *("torchvision", "trl", "vllm", "wandb"),
+}
 MAX_LINES = 350
 
 

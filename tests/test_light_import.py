@@ -4,7 +4,10 @@ import subprocess
 import sys
 import textwrap
 
-OPTIONAL = ("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "peft", "trl", "vllm", "wandb")
+OPTIONAL = (
+    *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "pycocotools", "torchvision", "trl"),
+    *("vllm", "wandb"),
+)
 
 
 def run(program: str) -> str:

@@ -17,9 +17,10 @@ from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards import ExactMatch
+from grpo_lightning.rewards import ExactMatch, IoU
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.types import SamplingParams
+from tests import tiny_vlms
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module, make_source, make_trainer, vowel_share
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -181,3 +182,15 @@ def test_more_micro_batches_than_completions_are_refused_before_weights(settings
     message = r"2 prompts \(data.batch_size\) x 4 completions .*cannot be cut into 9 micro-batches .*Lower trainer.acc"
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, source)
+
+
+def test_boxes_are_turned_into_pixels_once(tmp_path):
+    """By the data, or by the reward: both would be silent."""
+    tiny_vlms.picture(0).save(tmp_path / "a.png")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"image": "a.png", "problem": "where?", "solution": [10, 10, 500, 500]}\n')
+    for boxes, gold, is_twice in (("norm1000", "norm1000", True), ("norm1000", "original", False)):
+        module = make_module(rewards=[IoU(gold_coordinates=gold)])
+        data = PromptDataModule([{"json_path": str(rows), "boxes": boxes}])
+        with pytest.raises(ValueError, match="would turn them again" if is_twice else "the policy takes text only"):
+            make_trainer(max_steps=1).fit(module, datamodule=data)

@@ -119,7 +119,8 @@ def test_yaml_examples_are_settings(folder):
         config = parse(["--config", "my_run.yaml", "--config", "more.yaml"])
         for section, settings in yaml.safe_load(block).items():
             assert {name.removesuffix("+") for name in settings} <= set(vars(config[section]))
-    entries = yaml.safe_load(examples[0])["data"]["datasets"]
+    (text_data,) = [block for block in examples if "exact_match]" in block]
+    entries = yaml.safe_load(text_data)["data"]["datasets"]
     assert [DatasetEntry(**entry).rewards for entry in entries] == [None, ["exact_match"]]
 
 

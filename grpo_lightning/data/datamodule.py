@@ -14,6 +14,7 @@ import torch
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
 from grpo_lightning.data.mixture import as_entries, download, is_streaming, load_mixture, stream_mixture
+from grpo_lightning.data.preflight import BadImages, Preflight, check_setting
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptAs, PromptTemplate
@@ -43,16 +44,20 @@ class PromptDataModule(L.LightningDataModule):
         shuffle: A new order every epoch.
         seed: Of the order, of `random:N` and of `val_split`; null takes `seed_everything`.
         system_prompt: Put in front of every chat that has none: a text, a file, or `r1` or `gsm8k_xml`.
-        question_template: Put around every question: a text with `{question}`, a file, or `think_answer`.
+        question_template: Put around every question: a text with `{question}`, a file, or `think_answer`, `rec`, `ovd`,
+            `od_length`, `counting`, `ic` or `default`.
         prompt_as: What texts become: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is text
             unless there is a system prompt, every other one a user turn.
         chat_template_kwargs: Handed to the chat template (`enable_thinking: false`).
         max_prompt_length: Tokens of the longest prompt allowed, chat template included; null for no limit.
         overlong_prompts: What is done with longer ones: "error", "drop", or "truncate" to the last tokens.
         num_proc: Processes that parse rows and count tokens. The prompts are the same for any number.
-        num_workers: Threads that read the rows of a stream ahead of their use. The prompts are the same for any number.
+        num_workers: Threads that check images before the run, decode those of the next batch while the policy trains,
+            and read the rows of a stream ahead of their use. The prompts are the same for any number.
         shuffle_buffer: Rows of a stream kept to draw the next one from.
         prepare: Called once per machine before the files are read: to download or build them.
+        bad_images: What is done with rows whose images cannot be read, or whose boxes are outside of them: "error"
+            names all of them before the weights load, "drop" leaves them out and says how many.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -75,6 +80,7 @@ class PromptDataModule(L.LightningDataModule):
         num_workers: int = 0,
         shuffle_buffer: int = 1000,
         test_datasets: Mixture | None = None,
+        bad_images: BadImages = "error",
     ) -> None:
         super().__init__()
         least = {"batch_size": 1, "val_batch_size": 1, "num_proc": 1, "num_workers": 0, "shuffle_buffer": 1}
@@ -83,6 +89,7 @@ class PromptDataModule(L.LightningDataModule):
             if given[name] is not None and given[name] < limit:
                 raise ValueError(f"data.{name} must be at least {limit}, got {given[name]}.")
         check_limit_settings(max_prompt_length, overlong_prompts)
+        check_setting(bad_images)
         _check_val_split(val_split, has_val_datasets=val_datasets is not None)
         # Entries are checked now; what a YAML file names may still have to be made by `prepare`.
         self.datasets, self.val_datasets, self.test_datasets = (
@@ -101,6 +108,7 @@ class PromptDataModule(L.LightningDataModule):
         self.num_proc = num_proc
         self.num_workers = num_workers
         self.shuffle_buffer = shuffle_buffer
+        self.preflight = Preflight(bad_images, num_workers)
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
@@ -137,8 +145,18 @@ class PromptDataModule(L.LightningDataModule):
         """The prompts of a mixture, or a stream of them."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
-            self._say_unused({"num_workers": 0, "shuffle_buffer": 1000}, "is read as a whole, and is no stream")
-            return load_mixture(datasets, seed=seed, template=self.template, limit=limit, num_proc=self.num_proc)
+            self._say_unused({"shuffle_buffer": 1000}, "is read as a whole, and is no stream")
+            prompts = load_mixture(
+                datasets,
+                seed=seed,
+                template=self.template,
+                limit=limit,
+                num_proc=self.num_proc,
+                preflight=self.preflight,
+            )
+            if not any(prompt.images for prompt in prompts):
+                self._say_unused({"num_workers": 0}, "has no images, and is no stream")
+            return prompts
         self._say_unused({"num_proc": 1}, "is streaming: its threads are num_workers")
         stream = stream_mixture(
             datasets,
@@ -147,20 +165,21 @@ class PromptDataModule(L.LightningDataModule):
             limit=limit,
             shuffle_buffer=self.shuffle_buffer,
             num_workers=self.num_workers,
+            preflight=self.preflight,
         )
         stream.head()  # a bad first row stops the run before any weights are loaded
         return stream
 
     def length_limit(self) -> LengthLimit | None:
-        """The longest prompt allowed, counted by the policy's tokenizer.
+        """The longest prompt allowed, counted as the policy takes it.
 
         Raises:
             ValueError: If there is no trainer to know the policy.
         """
         if self.max_prompt_length is None:
             return None
-        tokenizer = self._attached_to().lightning_module.loader.load_tokenizer()  # type: ignore[union-attr, operator]
-        return LengthLimit(tokenizer, self.max_prompt_length, self.overlong_prompts)
+        encoder = self._attached_to().lightning_module.loader.load_encoder()  # type: ignore[union-attr, operator]
+        return LengthLimit(encoder, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
         """The training prompts, each cycle's as often as the module's cycle has micro-steps.
@@ -183,6 +202,7 @@ class PromptDataModule(L.LightningDataModule):
             cycle=trainer.lightning_module.cycle_length(trainer.accumulate_grad_batches),  # type: ignore[operator]
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
             seed=run_seed(self.seed),
+            num_workers=self._image_workers(prompts),
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
@@ -199,7 +219,12 @@ class PromptDataModule(L.LightningDataModule):
 
     def once(self, prompts: Prompts) -> PromptSource:
         """This rank's share of some prompts, once, in their order."""
-        return PromptSource(prompts, self.val_batch_size, shuffle=False)
+        workers = self._image_workers(prompts)
+        return PromptSource(prompts, self.val_batch_size, shuffle=False, num_workers=workers)
+
+    def _image_workers(self, prompts: Prompts) -> int:
+        """Threads that decode images ahead; a stream has its own."""
+        return 0 if isinstance(prompts, PromptStream) else self.num_workers
 
     def _attached_to(self) -> L.Trainer:
         """The trainer. Raises: ValueError if there is none."""

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
+from grpo_lightning.data.boxes import Boxes
 from grpo_lightning.data.strategies import parse_strategy
 
 
@@ -51,6 +52,15 @@ class DatasetEntry:
     accu_reward_method: str | None = None
     """Value of the column `accu_reward_method` in rows that have none: how VLM-R1's accuracy reward compares."""
 
+    image_root: str | None = None
+    """The folder in which relative paths of images begin; by default that of `json_path`, or the folder `dataset`."""
+
+    boxes: Boxes = "auto"
+    """What the column `solution` is in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
+    in 0 to 1000 (VLM-R1's InternVL data), which is made pixels: `gold_coordinates` of rewards and metrics stay as they
+    are. `auto`: in pixels if it is four numbers and the row has one image. `none`: anything. A box outside of its image
+    is bad data (`bad_images`)."""
+
     def __post_init__(self) -> None:
         """Raises: ValueError if the settings contradict each other or the strategy is none."""
         if (self.json_path is None) == (self.dataset is None):
@@ -63,6 +73,10 @@ class DatasetEntry:
         if self.json_path is not None and given:
             raise ValueError(f"{', '.join(given)} of {self.label!r} goes with dataset, not with json_path: remove it.")
         parse_strategy(self.sampling_strategy, name=self.label)
+        if self.boxes not in get_args(Boxes):
+            raise ValueError(
+                f"boxes of {self.label!r} must be one of {', '.join(get_args(Boxes))}, got {self.boxes!r:.80}."
+            )
         location = self.location
         if location.num_rows is not None and self.sampling_strategy != "all":
             raise ValueError(
@@ -96,6 +110,24 @@ class DatasetEntry:
         """The sampling strategy, `name#1000` included."""
         num_rows = self.location.num_rows
         return self.sampling_strategy if num_rows is None else f"random:{num_rows}"
+
+    @property
+    def image_folder(self) -> Path | None:
+        """Where relative paths of images begin; None for the current folder.
+
+        Raises:
+            FileNotFoundError: If there is no folder `image_root`.
+        """
+        if self.image_root is None:
+            folder = Path(self.location.name).expanduser()
+            return folder.parent if self.json_path is not None else folder if folder.is_dir() else None
+        root = Path(self.image_root).expanduser()
+        if not root.is_dir():
+            raise FileNotFoundError(
+                f"image_root {self.image_root!r} of {self.label!r}: no folder {root.resolve()}. The current folder is "
+                f"{Path.cwd()}."
+            )
+        return root
 
     def _check_stream(self) -> None:
         """Raises: ValueError for what a stream cannot do."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from grpo_lightning.data.image_places import place_images
+from grpo_lightning.data.image_values import ImageFinder
 from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.images import ImageRef
 from grpo_lightning.types import Message, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,10 +23,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 """The roles of a `conversations` column by its own words."""
 
-MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns that hold what only a policy that sees or hears can take."""
-
-IMAGE = "<image>"
+MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
+"""Columns that hold what no policy here can take."""
 
 
 def to_prompt(
@@ -32,8 +34,13 @@ def to_prompt(
     index: int = -1,
     source: str = "",
     template: PromptTemplate | None = None,
+    folder: Path | None = None,
 ) -> Prompt:
     """Turn one row of data into a prompt; the columns that are not the prompt go to the rewards.
+
+    Images come from the column `image` or `images`, or are parts of messages (see `place_images`). No file is opened:
+    prompt and column have references. A row with images is always a chat, and has the system prompt like any other
+    (VLM-R1 gives it to rows without images only).
 
     Args:
         row: The row, by column name. A prompt column that is None counts as absent.
@@ -41,9 +48,11 @@ def to_prompt(
         index: The prompt's position in the data set.
         source: The mixture entry the row came from.
         template: What is put around the text.
+        folder: Where relative paths of images begin; None for the current folder.
 
     Raises:
-        ValueError: If not exactly one of `PROMPT_COLUMNS` is there, or its content is not a prompt.
+        ValueError: If not exactly one of `PROMPT_COLUMNS` is there, its content is not a prompt, or its images do not
+            go with its text.
     """
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     if len(found) != 1:
@@ -54,16 +63,20 @@ def to_prompt(
         )
     template = template or PromptTemplate()
     column = PROMPT_COLUMNS[found[0]]
-    columns = {name: value for name, value in row.items() if column.is_kept or name != found[0]}
+    finder = ImageFinder(where, folder)
+    columns, images = finder.columns({name: value for name, value in row.items() if column.is_kept or name != found[0]})
     if found[0] == "conversations":
-        content, answer = _conversation(row[found[0]], row, template, f"{where}: column {found[0]!r}")
+        content, answer = _conversation(row[found[0]], template, f"{where}: column {found[0]!r}")
         if answer is not None and columns.get("solution") is None:
             columns["solution"] = answer
     else:
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
-        content = template.render(content, is_question=column.is_question, where=where)
+        # Text to go on with has no place for an image: with one, it is a question.
+        content = template.render(content, is_question=column.is_question or bool(images), where=where)
+    content, images = _placed(content, images, finder)
     return Prompt(
         content=content,
+        images=images,
         columns=columns,
         index=index,
         source=source,
@@ -71,20 +84,32 @@ def to_prompt(
     )
 
 
+def _placed(
+    content: str | list[Message], images: list[ImageRef], finder: ImageFinder
+) -> tuple[str | list[Message], list[ImageRef]]:
+    """The content with its images where they stand. Raises: ValueError if text is to hold some."""
+    if not isinstance(content, str):
+        return place_images(content, images, finder)
+    if images:
+        raise ValueError(f"{finder.where}: the row has an image, prompt_as 'text' asks for text. Set it to 'auto'.")
+    place_images([{"role": "user", "content": content}], (), finder)
+    return content, images
+
+
 def refuse_media(prompt: Prompt, where: str) -> None:
-    """Check that a prompt is text alone.
+    """Check that a prompt is text and images alone.
 
     Raises:
-        ValueError: If a column or a message has an image, video or sound: trained without it, the question would have
-            no answer and nothing would say so.
+        ValueError: If a column or a message has a video or sound: trained without it, the question would have no answer
+            and nothing would say so.
     """
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
-    found += [f"a message part of type {part['type']!r}" for part in parts if part["type"] != "text"]
+    found += [f"a message part of type {part['type']!r}" for part in parts if part["type"] not in ("text", "image")]
     if found:
         raise ValueError(
-            f"{where}: the row has {found[0]}, and the policy is given text only. Remove it from the rows that can be "
-            "answered without it, and leave the others out."
+            f"{where}: the row has {found[0]}, and policies are given text and images only. Remove it from the rows "
+            "that can be answered without it, and leave the others out."
         )
 
 
@@ -166,13 +191,11 @@ PROMPT_COLUMNS = {
 """The columns a prompt may be in."""
 
 
-def _conversation(
-    value: Any, row: Mapping[str, Any], template: PromptTemplate, where: str
-) -> tuple[str | list[Message], str | None]:
+def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str | list[Message], str | None]:
     """The prompt of a `conversations` column, and its final answer as VLM-R1's rewards read it.
 
     Raises:
-        ValueError: If it does not end with a question and perhaps its answer, or asks about an image that is not there.
+        ValueError: If it does not end with a question and perhaps its answer.
     """
     messages = _turns(value, where)
     answer = None
@@ -182,11 +205,6 @@ def _conversation(
     if not messages or messages[-1]["role"] != "user":
         raise ValueError(f"{where} must end with a question, or a question and its answer: got {value!r:.80}.")
     question = _text(messages[-1]["content"], f"{where}, the last question")
-    if IMAGE in question and not any(row.get(name) for name in MEDIA_COLUMNS):
-        raise ValueError(
-            f"{where} has the placeholder {IMAGE}, but the row has no image (column 'image'). Add it, or remove the "
-            "placeholder if the question can be answered without."
-        )
     if len(messages) == 1:
         return template.render(question, is_question=True, where=where), answer
     if template.prompt_as == "text":

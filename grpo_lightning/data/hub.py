@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from grpo_lightning.data.cells import with_cells, without_decoding
 from grpo_lightning.data.rows import Row
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
 
 
 class DatasetRows(Sequence[Row]):
-    """The rows of a `datasets.Dataset`, read when they are asked for."""
+    """The rows of a `datasets.Dataset`, read when they are asked for; of images, references to their cells."""
 
     def __init__(self, dataset: Any, label: str) -> None:
-        self.dataset = dataset
+        self.dataset = with_cells(dataset, label)
         self.label = label
 
     def __len__(self) -> int:
@@ -88,6 +89,6 @@ class DatasetRows(Sequence[Row]):
 
 
 def stream_dataset(dataset: Any, label: str) -> Iterator[Row]:
-    """The rows of a data set, one after the other."""
-    for number, columns in enumerate(dataset, start=1):
+    """The rows of a data set, one after the other; images as bytes or paths."""
+    for number, columns in enumerate(without_decoding(dataset), start=1):
         yield Row(f"{label}, row {number}", columns)

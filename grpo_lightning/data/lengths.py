@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
-from grpo_lightning.policy.tokenize import tokenize
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +51,9 @@ class LengthCount:
 class LengthLimit:
     """The longest prompt allowed, and what is done with longer ones. Picklable: other processes measure too."""
 
-    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    """The policy's: an image is as many tokens as the policy makes of it."""
+
     max_prompt_length: int
     """L tokens, chat template included."""
 
@@ -66,14 +65,24 @@ class LengthLimit:
         """The prompt as it is to be used: itself, cut, or None for "drop" and "error" if it is too long.
 
         Raises:
-            ValueError: Beginning with `where`, if the prompt cannot be tokenized.
+            ValueError: Beginning with `where`, if the prompt cannot be tokenized, or has images and would be cut.
         """
-        token_ids = tokenize(prompt, self.tokenizer, where)
+        num_tokens = self.encoder.num_tokens(prompt, where)
         kept: Prompt | None = prompt
-        if len(token_ids) > self.max_prompt_length:
+        if num_tokens > self.max_prompt_length:
             is_cut = self.overlong_prompts == "truncate"
-            kept = replace(prompt, token_ids=token_ids[-self.max_prompt_length :]) if is_cut else None
-        return Measured(kept, len(token_ids), where)
+            if is_cut and prompt.images:
+                raise ValueError(
+                    f"{where}: the prompt has {num_tokens} tokens, more than max_prompt_length "
+                    f"{self.max_prompt_length}, and cut it would lose tokens of its image. Raise max_prompt_length, "
+                    "lower model.policy.max_pixels, or set overlong_prompts to 'drop' or 'error'."
+                )
+            kept = self.cut(prompt, where) if is_cut else None
+        return Measured(kept, num_tokens, where)
+
+    def cut(self, prompt: Prompt, where: str) -> Prompt:
+        """The prompt with its last tokens alone."""
+        return replace(prompt, token_ids=self.encoder(prompt, where).token_ids[-self.max_prompt_length :])
 
     def check(self, measured: Sequence[Measured], *, of: str) -> None:
         """Say how many prompts were too long.

@@ -24,10 +24,12 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from grpo_lightning.data.boxes import Boxes
 from grpo_lightning.data.entry import DatasetEntry, check_keys
 from grpo_lightning.data.files import existing, read_file
 from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
 from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.preflight import Preflight
 from grpo_lightning.data.rows import Row, RowReader
 from grpo_lightning.data.strategies import parse_strategy, select
 from grpo_lightning.data.stream import PromptStream
@@ -48,6 +50,7 @@ def load_mixture(
     template: PromptTemplate | None = None,
     limit: LengthLimit | None = None,
     num_proc: int = 1,
+    preflight: Preflight | None = None,
 ) -> list[Prompt]:
     """Read the chosen rows of every entry, entry after entry, each in the order of its file.
 
@@ -57,6 +60,7 @@ def load_mixture(
         template: What is put around the questions.
         limit: The longest prompt allowed.
         num_proc: Processes that parse rows and count tokens.
+        preflight: How images are checked; by default a bad one is an error.
 
     Returns:
         Prompts; `index` is the position in the mixture and `source` the entry's name: by default the file's without
@@ -64,25 +68,33 @@ def load_mixture(
 
     Raises:
         FileNotFoundError: If a file or data set is not there.
-        ValueError: If a file or row is not what it should be (said with file and line), or nothing is left.
+        ValueError: If a file, row or image is not what it should be (said with file and line), or nothing is left.
     """
     named = _named(as_entries(entries))
     measured: list[Measured] = []
+    boxes: dict[str, Boxes] = {}
     for source, entry in named:
         rows = _all_rows(entry)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
         logger.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
         convert = _Convert(_reader(entry, source, template), limit)
+        boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]
         measured += in_processes(convert.item, items, num_proc)
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
+    # The images first: a length is counted from their sizes.
+    measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
+        measured = _measured_images(measured, limit, num_proc)
         limit.check(measured, of="the mixture")
     prompts = [m.prompt for m in measured if m.prompt is not None]
     if not prompts:
-        raise ValueError(f"All prompts of the mixture ({listed}) are too long and left out: raise max_prompt_length.")
+        raise ValueError(
+            f"All prompts of the mixture ({listed}) are left out: they are too long (raise max_prompt_length), or "
+            "their images are bad."
+        )
     return prompts
 
 
@@ -94,10 +106,12 @@ def stream_mixture(
     limit: LengthLimit | None = None,
     shuffle_buffer: int = 1000,
     num_workers: int = 0,
+    preflight: Preflight | None = None,
 ) -> PromptStream:
     """The mixture as a stream: entry after entry, each in its order, read as it is used.
 
-    Entries that are not streaming are read when their turn comes; every strategy works on them. See `load_mixture`.
+    Entries that are not streaming are read when their turn comes; every strategy works on them. Images are checked with
+    their row. See `load_mixture`.
 
     Raises:
         FileNotFoundError: If a file or folder is not there.
@@ -107,7 +121,7 @@ def stream_mixture(
     for source, entry in named:
         if entry.json_path is not None:
             existing(entry.json_path)
-        convert = _Convert(_reader(entry, source, template), limit)
+        convert = _Convert(_reader(entry, source, template), limit, preflight or Preflight(), entry.boxes)
         parts.append(functools.partial(_open_part, entry, source, seed, convert))
     sources = [source for source, _ in named]
     return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
@@ -137,7 +151,8 @@ def as_entries(entries: Entries) -> list[DatasetEntry]:
 def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     """Read the entries of a mixture from a YAML file with the key `datasets` (VLM-R1's form).
 
-    A relative `json_path` is looked up in the current folder first, then in the YAML file's; so is a local `dataset`.
+    A relative `json_path` is looked up in the current folder first, then in the YAML file's; so are a local `dataset`
+    and `image_root`.
 
     Raises:
         FileNotFoundError: If the YAML file, or a file it names, is not there.
@@ -160,6 +175,9 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
             entry = replace(entry, json_path=str(existing(entry.json_path, file.parent)))
         elif entry.dataset is not None and _is_beside(entry, file.parent):
             entry = replace(entry, dataset=str(file.parent / entry.dataset))
+        root = entry.image_root
+        if root is not None and not Path(root).expanduser().is_dir() and (file.parent / root).is_dir():
+            entry = replace(entry, image_root=str(file.parent / root))
         entries.append(entry)
     return entries
 
@@ -176,20 +194,45 @@ class _Convert:
 
     reader: RowReader
     limit: LengthLimit | None
+    preflight: Preflight | None = None
+    """None if images are checked later, all at once: their prompts are not measured before."""
+
+    boxes: Boxes = "auto"
 
     def __call__(self, row: Row, index: int) -> Measured:
         """Read the row; measure it if there is a limit."""
-        prompt = self.reader(row, index)
-        return Measured(prompt) if self.limit is None else self.limit.measure(prompt, row.where)
+        measured = Measured(self.reader(row, index), where=row.where)
+        if measured.prompt is not None and measured.prompt.images:
+            if self.preflight is None:
+                return measured
+            measured = self.preflight.one(measured, self.boxes)
+        return measured if self.limit is None else _measure(self.limit, measured)
 
     def item(self, item: tuple[Row, int]) -> Measured:
         """The same of both in one argument."""
         return self(*item)
 
 
+def _measure(limit: LengthLimit, measured: Measured) -> Measured:
+    """The prompt measured, unless it is left out already."""
+    return measured if measured.prompt is None else limit.measure(measured.prompt, measured.where)
+
+
+def _measured_images(measured: list[Measured], limit: LengthLimit, num_proc: int) -> list[Measured]:
+    """The prompts, those with images measured too."""
+    places = [place for place, m in enumerate(measured) if m.prompt is not None and m.prompt.images]
+    waiting = [measured[place] for place in places]
+    for place, done in zip(places, in_processes(functools.partial(_measure, limit), waiting, num_proc), strict=True):
+        measured[place] = done
+    return measured
+
+
 def _reader(entry: DatasetEntry, source: str, template: PromptTemplate | None) -> RowReader:
     """What reads the rows of an entry."""
-    return RowReader(source, template or PromptTemplate(), entry.columns, entry.rewards, entry.accu_reward_method)
+    template = template or PromptTemplate()
+    return RowReader(
+        source, template, entry.columns, entry.rewards, entry.accu_reward_method, folder=entry.image_folder
+    )
 
 
 def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:

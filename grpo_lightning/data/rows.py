@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_lightning.data.formats import refuse_media, to_prompt
@@ -50,18 +51,22 @@ class RowReader:
     columns: Mapping[str, str] | None = None
     rewards: list[str] | None = None
     accu_reward_method: str | None = None
+    folder: Path | None = None
+    """Where relative paths of images begin; None for the current folder."""
 
     def __call__(self, row: Row, index: int) -> Prompt:
         """The prompt of a row.
 
         Raises:
-            ValueError: Naming file and line, if the row is none, lacks a renamed column, or is not text alone.
+            ValueError: Naming file and line, if the row is none, lacks a renamed column, or has video or sound.
         """
         content = self._renamed(row.parse(), row.where)
         # A CSV file has no other way to say "none" than an empty cell.
         if self.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
             content["accu_reward_method"] = self.accu_reward_method
-        prompt = to_prompt(content, where=row.where, index=index, source=self.source, template=self.template)
+        prompt = to_prompt(
+            content, where=row.where, index=index, source=self.source, template=self.template, folder=self.folder
+        )
         refuse_media(prompt, row.where)
         return prompt if self.rewards is None else replace(prompt, rewards=list(self.rewards))
 

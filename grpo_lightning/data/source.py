@@ -14,7 +14,9 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
+from grpo_lightning.data.ahead import ImageReader
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
+from grpo_lightning.data.cells import with_cells, without_decoding
 from grpo_lightning.data.listed import LazyPrompts, ListedOrder
 from grpo_lightning.data.stream import PromptStream, StreamOrder, stream_of
 from grpo_lightning.data.templates import PromptTemplate
@@ -34,6 +36,8 @@ class PromptSource:
     Every epoch is one pass: the last cycle may have fewer prompts, none is dropped. A stream has no length: the run
     needs `trainer.max_steps`, and an epoch ends where the stream does.
 
+    An image that several prompts of a cycle have is read once for all of them.
+
     Args:
         prompts: The data set: prompts, texts or rows with a prompt column, in a list or a `datasets.Dataset`; or a
             stream of them, a `datasets.IterableDataset`.
@@ -45,7 +49,8 @@ class PromptSource:
         world_size: Processes; None asks the process group.
         template: What is put around the text of rows.
         shuffle_buffer: Of a stream: rows kept to draw the next one from.
-        num_workers: Of a stream: threads that read rows ahead of their use.
+        num_workers: Threads that decode the images of the next cycle while this one is trained on, and read the rows of
+            a stream ahead of their use.
 
     Raises:
         ValueError: If there is no prompt, a size is below 1, or a row has no prompt.
@@ -77,8 +82,9 @@ class PromptSource:
             raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
         self.prompts = _readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
-        if not self.is_stream and (shuffle_buffer, num_workers) != (1000, 0):
-            log.info("shuffle_buffer and num_workers have no effect: the data set has a length, and is no stream.")
+        if not self.is_stream and shuffle_buffer != 1000:
+            log.info("shuffle_buffer has no effect: the data set has a length, and is no stream.")
+        self.images = ImageReader(prompts.num_workers if isinstance(prompts, PromptStream) else num_workers)
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
         self.given_rank, self.given_world_size = rank, world_size
@@ -151,6 +157,7 @@ class PromptSource:
         if not self.position:
             self.cycle_start = self.prompts_used
             self.cycle_prompts = self.take(self.batch_size * self.world_size)
+            self.look_ahead()
         position = self.position
         self.position = (position + 1) % self.cycle
         return self.cycle_prompts, position
@@ -171,7 +178,7 @@ class PromptSource:
             resume[name] for name in ("prompts_used", "cycle_start", "position")
         )
         if self.position:
-            self.cycle_prompts = self.share(self.cycle_start, self.batch_size)
+            self.cycle_prompts = self.images.take(self.share(self.cycle_start, self.batch_size))
         elif self.is_epoch_over():
             raise ValueError("The prompt source has no prompts: the stream is empty, or all of it is left out.")
 
@@ -188,6 +195,15 @@ class PromptSource:
         """The next `size` prompts of this rank in this epoch, fewer at its end; they stay unused."""
         return self.share(self.prompts_used, size)
 
+    def look_ahead(self) -> None:
+        """Begin to decode the images of the next cycle, if it is in this epoch."""
+        if not (self.images.num_workers and self.images.has_images):
+            return
+        try:
+            self.images.look_ahead(self.upcoming(self.batch_size))
+        except (ValueError, OSError) as error:  # a row that is none: it is not used yet, and may never be
+            log.debug("Not read ahead: %s", error)
+
     def more(self, size: int) -> list[Prompt]:
         """Use up to `size` further prompts of this rank now: they do not come again in this epoch.
 
@@ -202,7 +218,7 @@ class PromptSource:
     def take(self, num_prompts: int) -> list[Prompt]:
         """Use the next `num_prompts` prompts of all ranks. Returns: this rank's."""
         block, self.prompts_used = self.order.take(self.prompts_used, num_prompts)
-        return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
+        return self.images.take(self.order.share(block[self.rank :: self.world_size]))  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, int]:
         """The position in the data: the same on every rank."""
@@ -294,11 +310,11 @@ def _readable(data: Any, convert: Any, **stream: int) -> Sequence[Prompt] | Prom
             "list, or a datasets.IterableDataset (datasets.IterableDataset.from_generator)."
         )
     if not hasattr(data, "__len__"):
-        return stream_of(cast(Iterable[Any], data), convert, **stream)
+        return stream_of(cast(Iterable[Any], without_decoding(data)), convert, **stream)
     if not len(data):
         raise ValueError("The prompt source has no prompts: the data set is empty.")
     if isinstance(data, list | tuple):
         # Prompts stay the objects they are, and the list the one the caller has.
         is_done = all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data)
         return data if is_done else [convert(row, number) for number, row in enumerate(data)]
-    return data if isinstance(data, LazyPrompts) else LazyPrompts(data, convert)
+    return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the data set"), convert)

@@ -19,6 +19,9 @@ PromptAs = Literal["auto", "text", "chat"]
 
 SHIPPED = Path(__file__).parent / "prompts"
 QUESTION = "{question}"
+ALIASES = {"odLength": "od_length"}
+"""Other names of shipped texts: VLM-R1's own."""
+
 LONGEST_NAME = 255
 """Bytes that a name in a folder may have. Asking a file system for a longer one is an error."""
 
@@ -32,7 +35,8 @@ class PromptTemplate:
     (`r1`, `gsm8k_xml`)."""
 
     question_template: str | None = None
-    """Put around every question that is text: a text with `{question}`, a file, or a shipped name (`think_answer`)."""
+    """Put around every question that is text: a text with `{question}`, a file, or a shipped name: `think_answer`, or
+    one of VLM-R1's tasks in our words (`rec`, `ovd`, `od_length`, `counting`, `ic`, `default`)."""
 
     prompt_as: PromptAs = "auto"
     """`text`: the tokenizer sees the text as it is. `chat`: it becomes a user turn. `auto`: the column `prompt` stays
@@ -115,6 +119,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key} must be text that is not empty, a file or a shipped name, got {value!r:.80}.")
+    value = ALIASES.get(value, value)
     path = SHIPPED / kind / f"{value}.txt"
     if value not in shipped_names(kind):
         if QUESTION in value or not (_is_file_name(value) or _is_word(value)):

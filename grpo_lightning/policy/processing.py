@@ -20,7 +20,7 @@ from grpo_lightning.types import EncodedPrompt, ImageView, Message, Prompt, Prom
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
 """Invisible: put into texts that spell a token which stands for an image."""
@@ -35,10 +35,10 @@ class Encoder:
     Args:
         tokenizer: The policy's.
         processor: The policy's, if it sees images: tokenizer and image processor in one.
-        config: The policy's.
+        config: The policy's; None knows no limit of positions.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any, config: PretrainedConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any = None, config: Any = None) -> None:
         self.tokenizer, self.processor, self.config = tokenizer, processor, config
         self.family = family_of(config)
 
@@ -86,8 +86,9 @@ class Encoder:
     def fitting(self, prompts: Sequence[Prompt], max_completion_length: int) -> list[EncodedPrompt]:
         """Encode prompts that leave room for their completions. Raises: ValueError naming one that does not."""
         encoded = [self(prompt) for prompt in prompts]
+        limit = None if self.config is None else num_positions(self.config)
         for prompt, found in zip(prompts, encoded, strict=True):
-            check_length(prompt, len(found.token_ids), num_positions(self.config), max_completion_length)
+            check_length(prompt, len(found.token_ids), limit, max_completion_length)
         return encoded
 
     def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:

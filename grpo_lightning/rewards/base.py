@@ -2,18 +2,20 @@
 
 A reward is a function or a callable object, sync or async. It is called by keyword with
 
-    prompts, completions, completion_ids, finish_reasons, max_completion_length, trainer_state, log_extra, log_metric
+    prompts, completions, completion_ids, finish_reasons, image_views, max_completion_length, trainer_state,
+    log_extra, log_metric
 
 and every data column; what its signature does not name is left out (`**kwargs` takes all). Prompts, completions, ids,
-finish reasons ("stop" or "length") and columns are lists with one element per completion, the G completions of a
-prompt side by side; `max_completion_length` is the run's limit in tokens, None where there is none. A chat prompt is a
-list of messages and its completion `[{"role": "assistant", "content": text}]`; a text prompt and its completion are
-strings (`completions_as` says otherwise). It returns one number per completion. None for a whole group: the reward does
-not apply there. None for some of a group: those completions are not scorable. Reward functions written for TRL run
-unchanged, as do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
+finish reasons ("stop" or "length") and columns are lists with one element per completion, the G completions of a prompt
+side by side; `max_completion_length` is the run's limit in tokens, None where there is none. The `image_views` of a
+completion are a list of `ImageView`, one for every image of its prompt: how large it is, and how the policy names
+places in it. A chat prompt is a list of messages and its completion `[{"role": "assistant", "content": text}]`; a text
+prompt and its completion are strings (`completions_as` says otherwise). It returns one number per completion. None for
+a whole group: the reward does not apply there. None for some of a group: those completions are not scorable. Reward
+functions written for TRL run unchanged, as do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
 
-With the attribute `per_group = True` a reward is called with whole groups: one prompt and one value of each column
-per group, and lists of completions; it returns a list per group.
+With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
+value of each column per group, and lists of completions; it returns a list per group.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from grpo_lightning.types import Message
 SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
 """Arguments that are one thing for the whole call, not a list."""
 
-CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", *SHARED)
+CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", "image_views", *SHARED)
 """The arguments every reward can take; data columns come on top."""
 
 Content = str | Sequence[Message]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import inspect
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.rewards.base import (
@@ -17,14 +18,32 @@ from grpo_lightning.rewards.base import (
     completion_in_form,
     inner_reward,
 )
+from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
+from grpo_lightning.rewards.grounding import IoU
 from grpo_lightning.rewards.methods import TEXT_METHODS
+
+METHODS: dict[str, Callable[[str], RewardLike]] = {
+    **TEXT_METHODS,
+    "iou": IoU,
+    "rec": IoU,
+    "map": DetectionMAP,
+    "od_ap": DetectionMAP,
+    "od_ap50": functools.partial(DetectionMAP, iou_threshold=0.5),
+    "odLength": OdLength,
+    "weighted_sum": WeightedSum,
+}
+"""The methods shipped, by their name in the column `accu_reward_method`: called with the column of the right answer."""
+
+_JUDGE = "llm"
 
 
 class ByMethod(Reward):
     """Scores every row by the method that its column `accu_reward_method` names.
 
-    Shipped are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`) and
-    `all_match` (`AllMatch`).
+    Shipped are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`), `all_match`
+    (`AllMatch`), `counting` (`Counting`); for boxes `iou` and `rec` (`IoU`), `map` and `od_ap` (`DetectionMAP`),
+    `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum` (`WeightedSum`). `llm` is
+    an `LLMJudge`, which has to be among `methods`. A method whose package is missing is an error where it is named.
 
     Args:
         methods: More methods by name, or others instead of shipped ones: any rewards but those for whole groups.
@@ -41,11 +60,18 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError if `default` is no method, or a method cannot be inside another reward."""
-        shipped = {name: method(answer_column) for name, method in TEXT_METHODS.items() if name not in (methods or {})}
-        self.methods = {
-            name: inner_reward(method, "ByMethod", name) for name, method in {**shipped, **(methods or {})}.items()
-        }
+        """Raises: ValueError if `default` is no method, or a method cannot be inside another reward; ImportError."""
+        made: dict[str, RewardLike] = {}
+        self._missing: dict[str, str] = {}
+        for name, make in METHODS.items():
+            if name in (methods or {}):
+                continue
+            try:
+                made[name] = make(answer_column)
+            except ImportError as error:  # of a package that only rows of this method need
+                self._missing[name] = str(error)
+        made |= methods or {}
+        self.methods = {name: inner_reward(method, "ByMethod", name) for name, method in made.items()}
         self.method_column = method_column
         self.default = self._known(default)
         self.required_columns = self.methods[default].required_columns
@@ -64,6 +90,7 @@ class ByMethod(Reward):
         Raises:
             ValueError: If a row names an unknown method, a column is missing for a method, or a method returns the
                 wrong number of values.
+            ImportError: If a row names a method whose package is missing.
         """
         named = available.get(self.method_column) or [None] * len(completions)
         rows: dict[str, list[int]] = {}
@@ -95,9 +122,16 @@ class ByMethod(Reward):
             method.check(max_completion_length)
 
     def _known(self, name: Any) -> str:
-        """The name of a method. Raises: ValueError if there is none of that name."""
+        """The name of a method. Raises: ValueError if there is none of that name; ImportError if it lacks a package."""
         if isinstance(name, str) and name in self.methods:
             return name
+        if isinstance(name, str) and name in self._missing:
+            raise ImportError(f"The method {name!r}: {self._missing[name]}")
+        if name == _JUDGE:
+            raise ValueError(
+                f"The method {_JUDGE!r} needs to know which model judges: give ByMethod "
+                "methods={'llm': LLMJudge(model=..., base_url=...)}."
+            )
         close = difflib.get_close_matches(str(name), self.methods, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(

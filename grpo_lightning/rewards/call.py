@@ -87,6 +87,7 @@ class RewardCall:
             "completions": per_completion(self._completion),
             "completion_ids": per_completion(lambda _, completion: list(completion.token_ids)),
             "finish_reasons": per_completion(lambda _, completion: completion.finish_reason),
+            "image_views": per_prompt([list(group.image_views) for group in self.groups]),
             "max_completion_length": self.max_completion_length,
             "trainer_state": self.trainer_state,
             "log_extra": self._log_extra,

@@ -81,6 +81,31 @@ class AllMatch(Method):
         return float(plain(given) == plain(right))
 
 
+class Counting(Method):
+    """1 if the answer has exactly one number, and it is equal to the right one ("There are 3." is 3).
+
+    A right answer without a number, or with several, is not scorable. VLM-R1 counts by its `default`, which makes words
+    that look like the right ones worth something where either has no number.
+    """
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the numbers."""
+        number = single_number(right)
+        return None if number is None else float(single_number(given) == number)
+
+
+class TextSimilarity(Method):
+    """How much alike the answer and the right one are: 2 * LCS / (len(a) + len(b)), in characters.
+
+    LCS is the longest common subsequence; case, whitespace and a full stop at the end do not count. This is the
+    `Levenshtein.ratio` that VLM-R1's `default` gives to text. Words that look alike are paid for, whatever they mean.
+    """
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the texts."""
+        return similarity(plain(given), plain(right))
+
+
 class AnyAnswer(Method):
     r"""1 if the answer is right, by what the right answer is: a number, an option, mathematics or text.
 
@@ -127,8 +152,9 @@ TEXT_METHODS: dict[str, type[Method] | type[Accuracy]] = {
     "mcq": MultipleChoice,
     "yes_no": YesNo,
     "all_match": AllMatch,
+    "counting": Counting,
 }
-"""The methods shipped, by their name in the column `accu_reward_method`."""
+"""Methods for answers in words and numbers, by their name in the column `accu_reward_method`."""
 
 
 def plain(text: str) -> str:

@@ -16,9 +16,12 @@ from typing import Any
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
 from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
+from grpo_lightning.rewards.grounding import FormatRec, IoU
+from grpo_lightning.rewards.judge import LLMJudge
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
-from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, MultipleChoice, YesNo
-from grpo_lightning.rewards.repetition import Repetition
+from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
 
 GROUP = "grpo_lightning.rewards"
@@ -28,15 +31,24 @@ SHIPPED: dict[str, type] = {
     "accuracy": Accuracy,
     "all_match": AllMatch,
     "any_answer": AnyAnswer,
+    "box_repetition": BoxRepetition,
     "by_method": ByMethod,
     "cosine": Cosine,
+    "counting": Counting,
+    "detection_map": DetectionMAP,
     "exact_match": ExactMatch,
     "format": Format,
+    "format_rec": FormatRec,
+    "iou": IoU,
     "length": Length,
+    "llm_judge": LLMJudge,
     "multiple_choice": MultipleChoice,
+    "od_length": OdLength,
     "react_format": ReactFormat,
     "repetition": Repetition,
     "soft_overlong": SoftOverlong,
+    "text_similarity": TextSimilarity,
+    "weighted_sum": WeightedSum,
     "yes_no": YesNo,
 }
 """The rewards of this package by name; its own distribution announces none."""

@@ -14,6 +14,7 @@ from grpo_lightning.data import workers
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.rows import RowReader
+from grpo_lightning.policy.processing import Encoder
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
 
@@ -44,9 +45,8 @@ def streams(files):
 def ready(*args: Any, **options: Any) -> PromptDataModule:
     """A data module after `setup`, in the hands of a trainer."""
     data = PromptDataModule(*args, **options)
-    module = SimpleNamespace(
-        cycle_length=lambda accumulate: accumulate, loader=SimpleNamespace(load_tokenizer=tiny_tokenizer)
-    )
+    loader = SimpleNamespace(load_encoder=lambda: Encoder(tiny_tokenizer()))
+    module = SimpleNamespace(cycle_length=lambda accumulate: accumulate, loader=loader)
     facts = {"max_steps": 3, "accumulate_grad_batches": 1, "overfit_batches": 0.0, "global_rank": 0, "world_size": 1}
     data.trainer = SimpleNamespace(lightning_module=module, state=SimpleNamespace(fn="fit"), **facts)
     data.setup("fit")
@@ -139,6 +139,16 @@ def test_limit(files):
     assert train_batches(entry, max_prompt_length=4, overlong_prompts="drop") == [VAL]
     cut = ready(entry, max_prompt_length=4, overlong_prompts="truncate").train_prompts[-1]
     assert tiny_tokenizer().decode(cut.token_ids) == "nger"
+
+
+@case(PromptDataModule, "bad_images")
+def test_bad_images(tmp_path):
+    rows = [{"prompt": "text"}, {"prompt": "seen", "image": "gone.png"}]
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    entry = [DatasetEntry(str(tmp_path / "seen.jsonl"))]
+    with pytest.raises(ValueError, match="no such file"):
+        train_batches(entry)
+    assert train_batches(entry, bad_images="drop") == [["text"]]
 
 
 @case(PromptDataModule, "num_proc")

@@ -8,6 +8,7 @@ import pytest
 import grpo_lightning
 import grpo_lightning.callbacks
 import grpo_lightning.demo
+import grpo_lightning.grounding
 import grpo_lightning.optimizers
 import grpo_lightning.rewards
 import grpo_lightning.schedules
@@ -17,6 +18,7 @@ PUBLIC = [
     grpo_lightning,
     grpo_lightning.callbacks,
     grpo_lightning.demo,
+    grpo_lightning.grounding,
     grpo_lightning.optimizers,
     grpo_lightning.rewards,
     grpo_lightning.schedules,

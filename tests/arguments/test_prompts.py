@@ -14,11 +14,15 @@ from grpo_lightning.data.mixture import is_streaming, load_mixture, stream_mixtu
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.evaluation import Evaluation, records
+from grpo_lightning.images import ImageError, ImageRef
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.tokenize import tokenize
 from grpo_lightning.rewards import ByMethod, RewardSet
 from grpo_lightning.types import Completion, Group, Prompt
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vlms import build, picture
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '~' if enable_thinking is defined else '!' }}"
 
@@ -75,6 +79,27 @@ def test_what_the_model_sees_of_a_prompt():
     assert text_of(Prompt(chat, chat_template_kwargs={"enable_thinking": False})) == "hi~"
 
 
+@case(Prompt, "images")
+def test_the_images_of_a_prompt():
+    model, processor = build("qwen2_5_vl")
+    encoder = PolicyLoader(model=model, tokenizer=processor).load_encoder()
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    small, wide = ([ImageRef(picture(0, 56, width))] for width in (28, 84))
+    encoded = [encoder(Prompt(chat, images=images)) for images in (small, wide)]
+    assert [len(prompt.token_ids) for prompt in encoded] == [len(encoded[0].token_ids), len(encoded[0].token_ids) + 4]
+
+
+@case(ImageRef, "source", "where")
+def test_an_image():
+    sizes = [ImageRef(picture(0, 56, width), "f:1").read().size for width in (28, 84)]
+    assert sizes == [(28, 56), (84, 56)]
+    for where in ("f:1", "f:2"):
+        with pytest.raises(ImageError, match=f"^{where}: image"):
+            ImageRef(b"no image", where).read()
+    with pytest.raises(ImageError, match=r"^image"):
+        ImageRef(b"no image").read()
+
+
 # ----------------------------------------------------------------------------------------------------- PromptTemplate
 
 
@@ -101,20 +126,20 @@ def test_template():
 # -------------------------------------------------------------------------------------------------------- LengthLimit
 
 
-@case(LengthLimit, "tokenizer", "max_prompt_length", "overlong_prompts")
+@case(LengthLimit, "encoder", "max_prompt_length", "overlong_prompts")
 def test_limit():
     plain, worded = tiny_tokenizer(), tiny_tokenizer()
     worded.add_tokens(["prompt"])
     prompt = Prompt("prompt 1")
-    assert LengthLimit(plain, 8).measure(prompt, "").prompt is prompt
-    assert LengthLimit(plain, 3).measure(prompt, "").prompt is None
-    assert LengthLimit(worded, 3).measure(prompt, "").prompt is prompt  # three tokens
-    cut = LengthLimit(plain, 3, "truncate").measure(prompt, "")
+    assert LengthLimit(Encoder(plain), 8).measure(prompt, "").prompt is prompt
+    assert LengthLimit(Encoder(plain), 3).measure(prompt, "").prompt is None
+    assert LengthLimit(Encoder(worded), 3).measure(prompt, "").prompt is prompt  # three tokens
+    cut = LengthLimit(Encoder(plain), 3, "truncate").measure(prompt, "")
     assert text_of(cut.prompt) == "t 1"
-    dropped = LengthLimit(plain, 3, "drop")
+    dropped = LengthLimit(Encoder(plain), 3, "drop")
     dropped.check([dropped.measure(prompt, "")], of="it")  # a warning
     with pytest.raises(ValueError, match="the prompt has 8 tokens"):
-        LengthLimit(plain, 3, "error").check([cut], of="it")
+        LengthLimit(Encoder(plain), 3, "error").check([cut], of="it")
 
 
 # ------------------------------------------------------------------------------------------------------- DatasetEntry
@@ -179,6 +204,26 @@ def test_entry_and_rewards(files):
     assert scores(DatasetEntry(files["a"])) == [0, 3]
     assert scores(DatasetEntry(files["a"], rewards=["three"])) == [3]
     assert scores(DatasetEntry(files["a"], accu_reward_method="mcq")) == [1, 3]
+
+
+@case(DatasetEntry, "image_root", "boxes")
+def test_entry_and_images(tmp_path):
+    row = {"question": "Where?", "image": "i.png", "solution": [0, 0, 20, 20]}
+    (tmp_path / "i.jsonl").write_text(json.dumps(row))
+    (tmp_path / "in").mkdir()
+    for number, folder in enumerate((tmp_path, tmp_path / "in")):
+        picture(0, 30, 30 + number).save(folder / "i.png")
+
+    def size_of(**settings: Any) -> tuple[int, int]:
+        (prompt,) = prompts_of(DatasetEntry(str(tmp_path / "i.jsonl"), **settings))
+        return prompt.images[0].read().size
+
+    assert size_of() == (30, 30)
+    assert size_of(image_root=str(tmp_path / "in")) == (31, 30)
+    (tmp_path / "i.jsonl").write_text(json.dumps(row | {"solution": [0, 0, 200, 200]}))
+    with pytest.raises(ValueError, match="not inside of its image"):
+        size_of()
+    assert size_of(boxes="norm1000") == size_of(boxes="none") == (30, 30)
 
 
 @case(DatasetEntry, "dataset", "split")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,20 +14,29 @@ from grpo_lightning.rewards import (
     Accuracy,
     AllMatch,
     AnyAnswer,
+    BoxRepetition,
     ByMethod,
     Cosine,
+    Counting,
+    DetectionMAP,
     ExactMatch,
     Format,
+    FormatRec,
+    IoU,
     Length,
+    LLMJudge,
     MultipleChoice,
+    OdLength,
     ReactFormat,
     Repetition,
     RewardSet,
     SoftOverlong,
+    TextSimilarity,
+    WeightedSum,
     YesNo,
 )
 from grpo_lightning.rewards.equivalence import UndecidedError
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.types import Completion, Group, ImageView, Prompt
 from tests.arguments.registry import case, case_of_each
 
 RIGHT = "<answer>4</answer>"
@@ -38,13 +50,15 @@ def value(reward: Any, text: str = "", tokens: int = 0, **columns: Any) -> float
     return found[0]
 
 
-@case_of_each([AllMatch, AnyAnswer, MultipleChoice, YesNo, ExactMatch, Accuracy], "answer_column")
+@case_of_each(
+    [AllMatch, AnyAnswer, MultipleChoice, YesNo, ExactMatch, Accuracy, Counting, TextSimilarity], "answer_column"
+)
 def test_answer_column(owner):
     right, wrong = ("B", "C") if owner is MultipleChoice else ("yes", "no") if owner is YesNo else ("4", "5")
     columns = {"solution": right, "label": wrong}
     given = f"<answer>{right}</answer>"
     assert value(owner("solution"), given, **columns) == 1
-    assert value(owner("label"), given, **columns) == 0
+    assert value(owner("label"), given, **columns) == 0  # not one character in common
     assert [owner(name).required_columns for name in columns] == [("solution",), ("label",)]
 
 
@@ -73,9 +87,10 @@ def test_tags():
     assert value(Format(), text) == 0
 
 
-@case_of_each([Format, ReactFormat], "prompt_opens_first")
+@case_of_each([Format, ReactFormat, FormatRec], "prompt_opens_first")
 def test_prompt_opens_first(owner):
-    rest = "</think>Action: a Action Input: b" if owner is ReactFormat else "</think><answer>b</answer>"
+    answer = '<answer>{"bbox_2d": [1, 2, 3, 4]}</answer>'
+    rest = "</think>Action: a Action Input: b" if owner is ReactFormat else f"</think>{answer}"
     for opened in (True, False):
         assert value(owner(prompt_opens_first=opened), f"thought{rest}") == opened
         assert value(owner(prompt_opens_first=opened), f"<think>thought{rest}") == (not opened)
@@ -94,6 +109,171 @@ def test_repetition():
     assert value(Repetition(n_grams=3), text) == pytest.approx(-2 / 4)
     assert value(Repetition(n_grams=3, max_penalty=-0.5), text) == pytest.approx(-1 / 4)
     assert value(Repetition(n_grams=3, unit="tokens"), text, tokens=9) == 0  # its token ids are all different
+
+
+@case(BoxRepetition, "n_grams", "max_penalty")
+def test_box_repetition():
+    text = "a b a b a b"
+    assert value(BoxRepetition(n_grams=1), text) == pytest.approx(-4 / 6)
+    assert value(BoxRepetition(n_grams=3), text) == pytest.approx(-2 / 4)
+    assert value(BoxRepetition(n_grams=3, max_penalty=-0.5), text) == pytest.approx(-1 / 4)
+    assert value(BoxRepetition(n_grams=3), "[[1, 2, 3, 4], [1, 2, 3, 4]]") == pytest.approx(-1 / 2)
+
+
+# --- boxes
+
+CAT = {"bbox_2d": [0, 0, 40, 20], "label": "cat"}
+HALF_SEEN = ImageView(80, 40, 40, 20, "resized")
+
+
+def boxed(reward: Any, answer: Any, view: ImageView = HALF_SEEN, **columns: Any) -> float | None:
+    """Of one answer, about one image."""
+    return value(reward, f"<answer>{json.dumps(answer)}</answer>", image_views=[view], **columns)
+
+
+@case_of_each([IoU, DetectionMAP, OdLength, WeightedSum], "answer_column", "coordinates", "gold_coordinates")
+def test_conventions(owner):
+    columns = {"solution": [CAT], "other": [{**CAT, "bbox_2d": [40, 20, 80, 40]}]}
+    in_pixels, in_view, per_thousand = [0, 0, 40, 20], [0, 0, 20, 10], [0, 0, 500, 500]
+
+    def found(box: list[int], *column: str, **settings: str) -> float | None:
+        return boxed(owner(*column, **settings), [{**CAT, "bbox_2d": box}], **columns)
+
+    assert found(in_view) == pytest.approx(1)
+    assert found(in_view, "other") == 0
+    for convention, box in {"original": in_pixels, "resized": in_view, "norm1000": per_thousand}.items():
+        others = {"original": per_thousand, "resized": per_thousand, "norm1000": in_view}
+        assert found(box, coordinates=convention) == pytest.approx(1)
+        assert found(others[convention], coordinates=convention) < 0.5
+    columns["solution"] = [{**CAT, "bbox_2d": per_thousand}]
+    assert found(in_view, gold_coordinates="norm1000") == pytest.approx(1)
+    assert found(in_view) < 0.5
+
+
+@case(IoU, "threshold")
+def test_threshold():
+    half = [0, 0, 20, 5]
+    assert boxed(IoU(), half, solution=CAT) == pytest.approx(0.5)
+    assert boxed(IoU(threshold=0.4), half, solution=CAT) == 1
+    assert boxed(IoU(threshold=0.6), half, solution=CAT) == 0
+
+
+@case_of_each([DetectionMAP, OdLength, WeightedSum], "iou_threshold")
+def test_iou_threshold(owner):
+    most = [{**CAT, "bbox_2d": [0, 0, 20, 6]}]  # IoU 0.6
+    assert boxed(owner(iou_threshold=0.55), most, solution=[CAT]) > 0.7
+    assert boxed(owner(iou_threshold=0.65), most, solution=[CAT]) == 0
+
+
+@case(WeightedSum, "position_weight", "label_weight", "completeness_weight")
+def test_weighted_sum():
+    # position 0.6 / 2, label 1 / 2, completeness 1
+    answer = [{**CAT, "bbox_2d": [0, 0, 20, 6]}, {"bbox_2d": [20, 10, 40, 20], "label": "cow"}]
+    solution = [CAT, {"bbox_2d": [40, 20, 80, 40], "label": "dog"}]
+
+    def found(position: float, label: float, completeness: float) -> float | None:
+        weights = {"position_weight": position, "label_weight": label, "completeness_weight": completeness}
+        return boxed(WeightedSum(**weights), answer, solution=solution)
+
+    assert found(1.0, 1.0, 1.0) == pytest.approx(1.8 / 3)
+    assert found(3.0, 1.0, 1.0) == pytest.approx(2.4 / 5)
+    assert found(1.0, 3.0, 1.0) == pytest.approx(2.8 / 5)
+    assert found(1.0, 1.0, 3.0) == pytest.approx(3.8 / 5)
+
+
+@case(FormatRec, "needs_json")
+def test_needs_json():
+    text = "<think>a</think><answer>[1, 2, 3, 4]</answer>"
+    assert [value(FormatRec(needs_json=needed), text) for needed in (True, False)] == [0, 1]
+
+
+# --- a judge
+
+
+@case(
+    LLMJudge,
+    "model",
+    "base_url",
+    "api_key_env",
+    "answer_column",
+    "prompt",
+    "temperature",
+    "timeout_seconds",
+    "max_retries",
+)
+def test_judge(monkeypatch):
+    asked: list[dict[str, Any]] = []
+
+    class Client:
+        """Instead of OpenAI's: notes what it is made with and asked."""
+
+        def __init__(self, **settings: Any) -> None:
+            self.settings = settings
+            self.chat = SimpleNamespace(completions=self)
+
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *_: Any) -> None: ...
+
+        async def create(self, messages: Any, **settings: Any) -> Any:
+            asked.append({**self.settings, **settings, "question": messages[0]["content"]})
+            return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="Score: 1"))])
+
+    monkeypatch.setattr("openai.AsyncOpenAI", Client)
+    monkeypatch.setenv("FIRST_KEY", "one")
+    monkeypatch.setenv("SECOND_KEY", "two")
+    settings = {
+        "model": "a",
+        "base_url": "http://localhost:1/v1",
+        "api_key_env": "FIRST_KEY",
+        "prompt": "{right} {given}",
+    }
+
+    def found(**changed: Any) -> dict[str, Any]:
+        call = LLMJudge(**settings | changed)(prompts=["q"], completions=["4"], solution=["4"], label=["5"])
+        assert asyncio.run(call) == [1]
+        return asked.pop()
+
+    first = {
+        "model": "a",
+        "base_url": "http://localhost:1/v1",
+        "api_key": "one",
+        "question": "4 4",
+        "temperature": 0.0,
+        "timeout": 60.0,
+        "max_retries": 2,
+    }
+    assert found() == first
+    assert found(model="b") == first | {"model": "b"}
+    assert found(base_url="http://localhost:2/v1") == first | {"base_url": "http://localhost:2/v1"}
+    assert found(api_key_env="SECOND_KEY") == first | {"api_key": "two"}
+    assert found(answer_column="label") == first | {"question": "5 4"}
+    assert found(prompt="{question}: {given}") == first | {"question": "q: 4"}
+    assert found(temperature=0.5) == first | {"temperature": 0.5}
+    assert found(temperature=None) == {name: value for name, value in first.items() if name != "temperature"}
+    assert found(timeout_seconds=5.0) == first | {"timeout": 5.0}
+    assert found(max_retries=0) == first | {"max_retries": 0}
+
+
+@case(LLMJudge, "concurrency")
+def test_concurrency(monkeypatch):
+    most = []
+
+    async def slowly(self: LLMJudge, client: Any, question: str) -> str:
+        running.append(question)
+        most.append(len(running))
+        await asyncio.sleep(0.01)
+        running.remove(question)
+        return "1"
+
+    monkeypatch.setattr(LLMJudge, "_reply", slowly)
+    for limit in (3, 5):
+        running: list[str] = []
+        most.clear()
+        reward = LLMJudge("m", "http://localhost:1/v1", concurrency=limit)
+        assert asyncio.run(reward(prompts=[""] * 9, completions=["a"] * 9, solution=["4"] * 9)) == [1] * 9
+        assert max(most) == limit
 
 
 # --- mathematics and methods

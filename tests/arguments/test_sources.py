@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,9 +12,12 @@ from grpo_lightning.data.lengths import LengthLimit, Measured
 from grpo_lightning.data.source import PromptSource, source_names
 from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.images import ImageRef
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.types import Prompt
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vlms import picture
 
 TEXTS = [f"p{i}" for i in range(6)]
 
@@ -70,6 +74,26 @@ def test_source_of_a_stream():
         assert rows.readers == {reader}
 
 
+@case(PromptSource, "num_workers")
+def test_images_of_a_source():
+    readers: set[str] = set()
+
+    def read() -> Any:
+        readers.add("main" if threading.current_thread() is threading.main_thread() else "ahead")
+        return picture(0, 4, 4)
+
+    prompts = [Prompt("a", images=[ImageRef(picture(0, 4, 4))], index=0), Prompt("b", images=[ImageRef(read)], index=1)]
+    for num_workers, reader in ((0, "main"), (1, "ahead")):
+        readers.clear()
+        steps = iter(PromptSource(prompts, 1, shuffle=False, num_workers=num_workers))
+        next(steps)
+        deadline = time.monotonic() + 20
+        while num_workers and not readers and time.monotonic() < deadline:
+            time.sleep(0.001)
+        next(steps).prompts[0].images[0].read()
+        assert readers == {reader}
+
+
 # ------------------------------------------------------------------------------------------------------- PromptStream
 
 
@@ -103,9 +127,9 @@ def test_stream():
 
 @case(PromptStream, "limit")
 def test_the_limit_of_a_stream(caplog):
-    for limit, said in ((LengthLimit(tiny_tokenizer(), 1, "drop"), True), (None, False)):
+    for limit, said in ((LengthLimit(Encoder(tiny_tokenizer()), 1, "drop"), True), (None, False)):
         caplog.clear()
-        parts = [part(Rows(), LengthLimit(tiny_tokenizer(), 1, "drop"))]
+        parts = [part(Rows(), LengthLimit(Encoder(tiny_tokenizer()), 1, "drop"))]
         assert streamed(PromptStream(parts, limit=limit)) == []
         assert ("6 of 6 prompts of the stream have more than 1 tokens and are left out" in caplog.text) == said
 

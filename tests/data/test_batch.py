@@ -65,8 +65,8 @@ def test_the_rows_of_a_loader_have_no_place():
 def test_a_bad_row_of_a_batch_is_named():
     with pytest.raises(ValueError, match="row 2 of the batch: the row has no prompt column"):
         as_prompt_batch([{"prompt": "a"}, {"text": "b"}])
-    with pytest.raises(ValueError, match="row 1 of the batch: the row has column 'image'"):
-        as_prompt_batch([{"prompt": "a", "image": "x.png"}])
+    with pytest.raises(ValueError, match="row 1 of the batch: the row has column 'video'"):
+        as_prompt_batch([{"prompt": "a", "video": "x.mp4"}])
     with pytest.raises(TypeError, match=r"row 1 of the batch must be a prompt.*got int"):
         as_prompt_batch([3])
 

@@ -19,9 +19,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from grpo_lightning.data.datamodule import PromptDataModule, split
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.types import Prompt
 from tests.module_runs import make_module, make_trainer
 from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vlms import picture
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def trainer(cycle_per_accumulate=2, **changes):
     facts = {
         "lightning_module": SimpleNamespace(
             cycle_length=lambda accumulate: accumulate * cycle_per_accumulate,
-            loader=SimpleNamespace(load_tokenizer=tiny_tokenizer),
+            loader=SimpleNamespace(load_encoder=lambda: Encoder(tiny_tokenizer())),
         ),
         "max_steps": -1,
         "accumulate_grad_batches": 3,
@@ -237,10 +239,46 @@ def test_settings_without_effect_are_said_once(rows, caplog):
         ready(listed, listed, num_workers=2, shuffle_buffer=3)
         ready(stream, num_proc=2)
     assert [record.getMessage() for record in caplog.records] == [
-        "data.num_workers 2 has no effect on a mixture that is read as a whole, and is no stream.",
         "data.shuffle_buffer 3 has no effect on a mixture that is read as a whole, and is no stream.",
+        "data.num_workers 2 has no effect on a mixture that has no images, and is no stream.",
         "data.num_proc 2 has no effect on a mixture that is streaming: its threads are num_workers.",
     ]
+
+
+def test_bad_images_stop_the_setup_or_are_left_out(tmp_path, caplog):
+    picture(0).save(tmp_path / "a.png")
+    lines = [{"problem": "a", "image": "a.png"}, {"problem": "b", "image": "gone.png"}]
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    entry = [DatasetEntry(str(tmp_path / "seen.jsonl"))]
+    for data in ({"datasets": entry}, {"datasets": "text", "val_datasets": entry}):
+        options = data | ({"datasets": rows_of_text(tmp_path)} if data["datasets"] == "text" else {})
+        with pytest.raises(ValueError, match=r"seen\.jsonl:2: image .*gone\.png: no such file"):
+            ready(**options)
+        module = ready(**options, bad_images="drop", num_workers=1)
+        kept = module.train_prompts if module.val_prompts is None else module.val_prompts
+        assert [prompt.index for prompt in kept] == [0]
+    assert "1 rows are left out for their images or boxes (1 of 'seen')" in caplog.text
+    assert "data.num_workers" not in caplog.text, "it has an effect"
+    with pytest.raises(ValueError, match=r"data\.bad_images must be one of"):
+        PromptDataModule(entry, bad_images="skip")
+
+
+def rows_of_text(folder):
+    (folder / "text.jsonl").write_text('{"prompt": "text"}')
+    return [DatasetEntry(str(folder / "text.jsonl"))]
+
+
+def test_workers_read_images_ahead(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    (tmp_path / "seen.jsonl").write_text('{"problem": "a", "image": "a.png"}')
+    entry = [DatasetEntry(str(tmp_path / "seen.jsonl"))]
+    streamed = [DatasetEntry(str(tmp_path / "seen.jsonl"), streaming=True)]
+    for num_workers in (0, 2):
+        module = ready(entry, entry, num_workers=num_workers)
+        assert module.train_dataloader().images.num_workers == num_workers
+        assert module.val_dataloader().images.num_workers == num_workers
+        stream = ready(streamed, facts={"max_steps": 1}, num_workers=num_workers)
+        assert stream.train_dataloader().images.num_workers == num_workers
 
 
 def test_prepare_loads_what_the_hub_has(monkeypatch):

@@ -1,5 +1,7 @@
 """An entry says exactly one place, and contradictions are named."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_lightning.data.entry import DatasetEntry, Location, parse_location
@@ -22,6 +24,16 @@ def test_a_folder_is_taken_as_it_is_named(tmp_path):
     folder = tmp_path / "data:v1#2"
     folder.mkdir()
     assert parse_location(str(folder)) == Location(str(folder))
+
+
+def test_where_relative_paths_of_images_begin(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    assert DatasetEntry("data/a.json").image_folder == Path("data")
+    assert DatasetEntry(dataset="hub").image_folder == Path("hub")
+    assert DatasetEntry(dataset="some/hub").image_folder is None
+    assert DatasetEntry("data/a.json", image_root="hub").image_folder == Path("hub")
+    assert DatasetEntry("data/a.json", image_root="~").image_folder == Path.home()
 
 
 @pytest.mark.parametrize(
@@ -68,6 +80,7 @@ def test_a_count_after_the_name_is_a_random_choice():
         ({"dataset": "a", "streaming": True, "sampling_strategy": "random:3"}, "'random:3' cannot be chosen"),
         ({"dataset": "a", "streaming": True, "sampling_strategy": "end:3"}, "'end:3' cannot be chosen"),
         ({"dataset": "a", "streaming": True, "sampling_strategy": "first:3%"}, "'first:3%' cannot be chosen"),
+        ({"json_path": "a.json", "boxes": "pixels"}, "boxes of 'a.json' must be one of auto, .*, got 'pixels'"),
         ({"dataset": "a#10", "streaming": True}, "'random:10' cannot be chosen"),
         ({"json_path": "a.json", "streaming": True}, "'a.json' must be read as a whole"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_the_prompt_and_the_columns(row: dict[str, Any], content: Any, columns: 
 def test_message_contents_a_chat_template_can_render():
     messages = [
         {"role": "developer", "content": "Use tools."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+        {"role": "user", "content": "What is it?"},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
         {"role": "tool", "content": "", "name": "look"},
     ]
@@ -124,7 +125,13 @@ def test_exactly_one_prompt_column(row: dict[str, Any], parts: list[str]):
         ({"conversations": [GPT]}, "must end with a question"),
         ({"conversations": [HUMAN, GPT, GPT]}, "must end with a question"),
         ({"conversations": [{"from": "human", "value": " "}]}, "the last question must be text that is not empty"),
-        ({"conversations": [{"from": "human", "value": "<image>What?"}]}, "placeholder <image>, but the row has no"),
+        (
+            {"conversations": [{"from": "human", "value": "<image>What?"}]},
+            "1 places for images .* the row has no image",
+        ),
+        ({"problem": "<image>What?"}, "1 places for images .* the row has no image"),
+        ({"prompt": "<image>What?"}, "1 places for images .* the row has no image"),
+        ({"prompt": "What?", "image": 3}, "column 'image' must be an image"),
     ],
 )
 def test_a_wrong_prompt_is_named(row: dict[str, Any], message: str):
@@ -176,6 +183,7 @@ def test_text_or_chat(row: dict[str, Any], settings: dict[str, Any], content: An
         ({"messages": [USER]}, {"question_template": "Q {question}"}, "the row is a list of messages"),
         ({"prompt": [USER]}, {"prompt_as": "text"}, "the row is a list of messages, prompt_as 'text'"),
         ({"conversations": [HUMAN, GPT, HUMAN]}, {"prompt_as": "text"}, "has several turns"),
+        ({"problem": "Hi", "image": "a.png"}, {"prompt_as": "text"}, "has an image, prompt_as 'text'"),
     ],
 )
 def test_what_a_chat_cannot_be(row: dict[str, Any], settings: dict[str, Any], message: str):
@@ -186,15 +194,15 @@ def test_what_a_chat_cannot_be(row: dict[str, Any], settings: dict[str, Any], me
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ({"prompt": "Hi", "image": "cat.png"}, "column 'image'"),
-        ({"prompt": "Hi", "images": ["cat.png"]}, "column 'images'"),
-        ({"conversations": [{"from": "human", "value": "<image>What?"}], "image": "cat.png"}, "column 'image'"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a message part of type 'image'"),
+        ({"prompt": "Hi", "video": "cat.mp4"}, "column 'video'"),
+        ({"prompt": "Hi", "audios": ["cat.wav"]}, "column 'audios'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "a message part of type 'video'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}], "image": "a.png"}, "a message .*'video'"),
     ],
 )
 def test_media_are_refused(row: dict[str, Any], found: str):
     prompt = to_prompt(row, where="f")
-    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: the row has {found}, and the policy is given text only"):
+    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: the row has {found}, and policies are given text and images"):
         refuse_media(prompt, "f.jsonl:3")
 
 
@@ -208,8 +216,130 @@ def test_an_empty_media_column_is_none(value: Any):
     )
 
 
-def test_the_placeholder_of_an_image_stays():
-    row = {"conversations": [{"from": "human", "value": "<image>What?"}, GPT], "image": "cat.png"}
-    prompt = to_prompt(row, where="f")
-    assert prompt.content == [{"role": "user", "content": "<image>What?"}]
-    assert prompt.columns == {"image": "cat.png", "solution": "<answer> 2 </answer>"}
+# --- images
+
+
+PICTURE = {"type": "image"}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def with_images(row: dict[str, Any], **settings: Any) -> tuple[Any, list[str]]:
+    """The content of a row, and the files of its images."""
+    prompt = to_prompt(row, where="f", template=PromptTemplate(**settings), folder=Path("/d"))
+    refuse_media(prompt, "f")
+    return prompt.content, [str(image) for image in prompt.images]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "content", "images"),
+    [
+        ({"problem": "Where?", "image": "a.png"}, {}, [[PICTURE, text("Where?")]], ["/d/a.png"]),
+        ({"problem": "Where?", "image": ["a.png", "b.png"]}, {}, [[PICTURE] * 2 + [text("Where?")]], "ab"),
+        ({"prompt": "Where?", "images": ["/a.png"]}, {}, [[PICTURE, text("Where?")]], ["/a.png"]),
+        (
+            {"query": "First <image>, then <image>?", "images": ["a.png", "b.png"]},
+            {"question_template": "{question} Think."},
+            [[text("First "), PICTURE, text(", then "), PICTURE, text("? Think.")]],
+            "ab",
+        ),
+        (
+            {"problem": "Where?", "image": "a.png"},
+            {"system_prompt": "Be brief."},
+            [[text("Be brief.")], [PICTURE, text("Where?")]],
+            ["/d/a.png"],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, GPT], "image": "a.png"},
+            {},
+            [[PICTURE, text("\nWhat?")]],
+            ["/d/a.png"],
+        ),
+        (
+            {"conversations": [HUMAN, GPT, {"from": "human", "value": "And <image>?"}], "image": ["a.png"]},
+            {},
+            [[text("1 + 1?")], [text("<answer>2</answer>")], [text("And "), PICTURE, text("?")]],
+            ["/d/a.png"],
+        ),
+        (
+            {"messages": [USER, ASSISTANT, USER], "images": ["a.png"]},
+            {},
+            [[PICTURE, text("1 + 1?")], [text("2")], [text("1 + 1?")]],
+            ["/d/a.png"],
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [text("Is"), PICTURE, text("it?")]}], "images": ["a.png"]},
+            {},
+            [[text("Is"), PICTURE, text("it?")]],
+            ["/d/a.png"],
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "b.png", "text": None}, PICTURE]}]}
+            | {"image": "a.png"},
+            {},
+            [[PICTURE, PICTURE]],
+            ["/d/b.png", "/d/a.png"],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///a%20.png"}}]}
+                ]
+            },
+            {},
+            [[PICTURE]],
+            ["/a .png"],
+        ),
+    ],
+)
+def test_images_and_where_they_stand(row: dict[str, Any], settings: dict[str, Any], content: Any, images: Any):
+    expected = [f"/d/{name}.png" for name in images] if isinstance(images, str) else images
+    found, files = with_images(row, **settings)
+    assert ([message["content"] for message in found], files) == (content, expected)
+
+
+def test_the_columns_have_references_instead_of_images():
+    for value, count in (("a.png", None), (["a.png"], 1), (["a.png", "b.png"], 2)):
+        row = {"problem": "Where?", "image": value, "solution": [1, 2, 3, 4], "normal_caption": "the cat"}
+        prompt = to_prompt(row, where="f", folder=Path("/d"))
+        found = prompt.columns["image"]
+        assert prompt.columns == {**row, "image": found}
+        assert list(prompt.images) == ([found] if count is None else found)
+        assert row["image"] is value
+
+
+@pytest.mark.parametrize("value", [None, "", [], ()])
+def test_a_row_without_an_image_stays_text(value: Any):
+    prompt = to_prompt({"problem": "Hi", "image": value}, where="f")
+    assert (prompt.content, list(prompt.images), prompt.columns) == (HI, [], {"problem": "Hi", "image": value})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "<image> or <image>?", "image": "a.png"}, "2 places for images .* the row has 1 in its column"),
+        ({"problem": "<image>?", "image": ["a", "b"]}, "1 places for images .* the row has 2 in its column"),
+        ({"prompt": [{"role": "user", "content": [PICTURE]}]}, "1 places .* no image"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "b.png"}]}], "image": "a.png"},
+            "0 places .* the row has 1",
+        ),
+        ({"problem": "Hi", "image": "a", "images": ["b"]}, "images in 'image' and in 'images'"),
+        ({"prompt": [SYSTEM], "image": "a.png"}, "no user turn for it to stand in"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "message 1, part 1 must look like .*image_url",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "url": "https://x.org/a.png"}]}]},
+            "message 1, part 1 is on the web .*Download",
+        ),
+        ({"problem": "Hi", "image": ["a.png", 3]}, "column 'image', image 2 must be an image .* got 3"),
+        ({"problem": "Hi", "image": ["a.png", None]}, "column 'image', image 2 must be an image .* got None"),
+    ],
+)
+def test_images_that_do_not_go_with_their_text(row: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=rf"^train\.jsonl:7: .*{message}"):
+        to_prompt(row, where="train.jsonl:7")

@@ -6,15 +6,18 @@ import pickle
 import pytest
 
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured, check_limit_settings
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.tokenize import tokenize
 from grpo_lightning.types import Prompt
+from tests import tiny_vlms
 from tests.tiny_models import tiny_tokenizer
+from tests.vision_prompts import encoder_of, prompt_of
 
 
 def limit(overlong="error", length=4, template=None):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return LengthLimit(tokenizer, length, overlong)
+    return LengthLimit(Encoder(tokenizer), length, overlong)
 
 
 @pytest.mark.parametrize("overlong", ["error", "drop", "truncate"])
@@ -53,6 +56,18 @@ def test_what_cannot_be_measured_is_named_by_file_and_line():
         )
     with pytest.raises(ValueError, match=r"^f:1 has no tokens"):
         limit().measure(Prompt(""), "f:1")
+
+
+def test_a_prompt_with_an_image_is_not_cut():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    seen = prompt_of(tiny_vlms.picture(0), "abcde")
+    length = len(encoder(seen).token_ids)
+    assert length > 20  # those of the image, too
+    short, enough = (LengthLimit(encoder, limit, "truncate") for limit in (length - 1, length))
+    with pytest.raises(ValueError, match=rf"^f:1: the prompt has {length} tokens, more than .* {length - 1}, and cut"):
+        short.measure(seen, "f:1")
+    assert enough.measure(seen, "f:1").prompt is seen
+    assert LengthLimit(encoder, length - 1, "drop").measure(seen, "f:1").prompt is None
 
 
 def test_counting_by_hand():

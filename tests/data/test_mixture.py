@@ -13,6 +13,7 @@ from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.policy.processing import Encoder
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -239,9 +240,9 @@ def test_entries_may_be_mappings():
         load_mixture({"json_path": "a.jsonl"}, seed=0)  # type: ignore[arg-type]
 
 
-def test_an_image_is_not_left_out_without_a_word():
-    write("a.jsonl", [{"prompt": "a", "image": None}, {"prompt": "What is it?", "image": "cat.png"}])
-    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the row has column 'image', and the policy is given text only"):
+def test_a_video_is_not_left_out_without_a_word():
+    write("a.jsonl", [{"prompt": "a", "video": None}, {"prompt": "What is it?", "video": "cat.mp4"}])
+    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the row has column 'video', and policies are given text and"):
         load_mixture([DatasetEntry("a.jsonl")], seed=0)
     assert contents(DatasetEntry("a.jsonl", "first:1")) == ["a"]
 
@@ -259,7 +260,7 @@ def test_a_template_is_put_around_every_row():
 
 
 def limit(overlong: str, length: int = 4) -> LengthLimit:
-    return LengthLimit(tiny_tokenizer(), length, overlong)  # type: ignore[arg-type]
+    return LengthLimit(Encoder(tiny_tokenizer()), length, overlong)  # type: ignore[arg-type]
 
 
 def test_long_prompts_are_dropped_and_counted(caplog: pytest.LogCaptureFixture):
@@ -267,7 +268,7 @@ def test_long_prompts_are_dropped_and_counted(caplog: pytest.LogCaptureFixture):
     prompts = load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop"))
     assert [(p.content, p.index) for p in prompts] == [("a", 0), ("bcd", 2)]
     assert "2 of 4 prompts of the mixture have more than 4 tokens and are left out; the longest has 10" in caplog.text
-    with pytest.raises(ValueError, match=r"All prompts of the mixture \(a\.jsonl \(all\)\) are too long"):
+    with pytest.raises(ValueError, match=r"All prompts of the mixture \(a\.jsonl \(all\)\) are left out: .* too long"):
         load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop", 0))
 
 

@@ -341,9 +341,9 @@ def test_the_template_is_put_around_rows():
     ]
 
 
-def test_an_image_is_refused():
-    with pytest.raises(ValueError, match="row 2: the row has column 'image'"):
-        PromptSource([{"prompt": "a"}, {"prompt": "b", "image": "x.png"}], 1)
+def test_a_video_is_refused():
+    with pytest.raises(ValueError, match="row 2: the row has column 'video'"):
+        PromptSource([{"prompt": "a"}, {"prompt": "b", "video": "x.mp4"}], 1)
 
 
 class Counted:
@@ -563,8 +563,8 @@ def test_settings_of_streams_that_have_no_effect_are_said(caplog):
         source_of()
         streaming(num_workers=1)
         assert not caplog.records
-        source_of(num_workers=2)
-    assert "shuffle_buffer and num_workers have no effect" in caplog.text
+        source_of(shuffle_buffer=2)
+    assert "shuffle_buffer has no effect" in caplog.text
 
 
 def test_the_names_of_the_sources():

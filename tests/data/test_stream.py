@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.stream import PromptStream, shuffled, stream_of
+from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.types import Prompt
 from tests.tiny_models import tiny_tokenizer
 
@@ -107,7 +108,7 @@ def test_an_error_is_no_end():
 
 def limited(start, stop, overlong="drop"):
     """A stream of `p8`, `p9`, ..., of which those of more than two letters are too long."""
-    limit = LengthLimit(tiny_tokenizer(), 2, overlong)
+    limit = LengthLimit(Encoder(tiny_tokenizer()), 2, overlong)
 
     def convert(row, number):
         return limit.measure(Prompt(row, index=number), f"row {number}")

@@ -9,7 +9,8 @@ from grpo_lightning.data.templates import SHIPPED, PromptTemplate, shipped_names
 
 def test_shipped_texts_go_by_their_files():
     assert shipped_names("system") == ["gsm8k_xml", "r1"]
-    assert shipped_names("question") == ["think_answer"]
+    tasks = ["counting", "default", "ic", "od_length", "ovd", "rec"]
+    assert shipped_names("question") == [*tasks, "think_answer"]
     for kind, key in {"system": "system_prompt", "question": "question_template"}.items():
         for name in shipped_names(kind):
             text = (SHIPPED / kind / f"{name}.txt").read_text()
@@ -22,6 +23,23 @@ def test_shipped_texts_ask_for_the_tags_they_are_named_by():
         assert all(tag in text for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     text = PromptTemplate(system_prompt="gsm8k_xml").system_prompt
     assert all(tag in text for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"))
+
+
+@pytest.mark.parametrize("name", ["rec", "ovd", "od_length", "odLength", "counting", "ic", "default"])
+def test_the_templates_of_vision_tasks(name):
+    text = PromptTemplate(question_template=name).question("Where is {it}?")
+    assert text.count("Where is {it}?") == 1
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    assert [text.index(tag) for tag in tags] == sorted(text.index(tag) for tag in tags)
+    assert ("JSON" in text) == (name in ("rec", "ovd", "ic"))
+    assert ('"bbox_2d"' in text) == (name == "ovd")
+    assert ("number in digits" in text) == (name == "counting")
+    assert text.endswith("Where is {it}?") == (name in ("od_length", "odLength")), "there it is a preface"
+
+
+def test_vlm_r1s_name_of_a_template():
+    named = (PromptTemplate(question_template=name) for name in ("odLength", "od_length"))
+    assert len({template.question_template for template in named}) == 1
 
 
 def test_a_text_or_a_file(tmp_path):

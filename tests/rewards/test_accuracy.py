@@ -184,7 +184,9 @@ def test_a_failed_comparison_is_no_silent_zero(monkeypatch: pytest.MonkeyPatch, 
         raise UndecidedError("TypeError: cannot determine truth value")
 
     monkeypatch.setattr(Equivalence, "decide", fails)
-    groups = [Group(Prompt("p", {"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)]
+    groups = [
+        Group(Prompt("p", columns={"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)
+    ]
     scores = RewardSet([Accuracy()]).score(groups)
     assert scores.total.isnan().all()
     assert "could not be compared with '3': TypeError: cannot determine truth value" in caplog.text
@@ -195,7 +197,9 @@ def test_a_broken_process_follows_the_failure_policy(monkeypatch: pytest.MonkeyP
         raise RuntimeError("did not start")
 
     monkeypatch.setattr(Equivalence, "decide", broken)
-    groups = [Group(Prompt("p", {"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)]
+    groups = [
+        Group(Prompt("p", columns={"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)
+    ]
     with pytest.raises(RuntimeError, match="'accuracy' raised RuntimeError: did not start"):
         RewardSet([Accuracy()]).score(groups)
     scores = RewardSet([WeightedReward(Accuracy(), on_error="value", error_value=-1)]).score(groups)

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import pickle
 from typing import Any
 
 import pytest
 
 from grpo_lightning.rewards import ByMethod, RewardSet, Scores, WeightedReward
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.types import Completion, Group, ImageView, Prompt
 
 pytest.importorskip("math_verify")
 
 
 def group(text: str, content: Any = "p", **columns: Any) -> Group:
-    return Group(Prompt(content, columns), [1], [Completion([1], [0.0], "stop", text)])
+    return Group(Prompt(content, columns=columns), [1], [Completion([1], [0.0], "stop", text)])
 
 
 def score(reward: ByMethod, *groups: Group, **settings: Any) -> Scores:
@@ -117,9 +118,55 @@ def test_an_unknown_method_names_the_known_ones():
     for no_text in (["mcq"], {"a": 1}, 3):
         with pytest.raises(ValueError, match=r"There is no method .* for the column 'accu_reward_method'"):
             ByMethod()(completions=["a"], solution=["b"], accu_reward_method=[no_text])
-    with pytest.raises(ValueError, match="no method 'llm'"):
-        ByMethod(default="llm")
+    with pytest.raises(ValueError, match="no method 'vlm'"):
+        ByMethod(default="vlm")
     assert score(ByMethod(), row, on_error="none").failures["accuracy/exception"] == 1
+
+
+def test_a_judge_has_to_be_given():
+    with pytest.raises(ValueError, match=r"'llm' needs to know which model judges: give ByMethod methods={'llm': LLMJ"):
+        ByMethod(default="llm")
+    row = group("a", solution="b", accu_reward_method="llm")
+    with pytest.raises(RuntimeError, match="'llm' needs to know which model judges"):
+        score(ByMethod(), row)
+    assert values(ByMethod({"llm": judged}), row) == [0.5]
+
+
+def test_boxes_are_scored_by_the_names_of_vlm_r1():
+    """Every row with its own image: (100, 100), seen at half the size."""
+    pytest.importorskip("pycocotools")
+    low = '[{"bbox_2d": [0, 0, 10, 6], "label": "cat"}]'
+    right = '[{"bbox_2d": [0, 0, 20, 20], "label": "cat"}]'  # what the policy sees as 10 pixels is 20
+    answers = {"iou": low, "rec": low, "map": low, "od_ap": low, "od_ap50": low, "weighted_sum": low}
+    expected = {"iou": 0.6, "rec": 0.6, "map": 0.3, "od_ap": 0.3, "od_ap50": 1, "weighted_sum": 0.7 * 0.6 + 0.3}
+    answers["odLength"], expected["odLength"] = low.replace("}]", '}, {"label": "cat"}]'), 0.3 / 2
+    rows = [group(text, solution=right, accu_reward_method=name) for name, text in answers.items()]
+    for row in rows:
+        row.image_views = [ImageView(100, 100, 50, 50, "resized")]
+    rows.insert(1, group("(B)", solution="B", accu_reward_method="mcq"))
+    rows.append(group("I count 3.", solution=3, accu_reward_method="counting"))
+    scored = values(ByMethod(), *rows)
+    assert scored.pop(1) == scored.pop(-1) == 1
+    assert dict(zip(answers, scored, strict=True)) == pytest.approx(expected)
+    assert score(ByMethod(), *rows).metrics.keys() == {
+        "iou/unreadable", "detection_map/unreadable", "od_length/unreadable", "weighted_sum/unreadable",
+    }  # fmt: skip
+
+
+def test_a_missing_package_matters_where_a_row_needs_it(monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pycocotools" else find(name))
+    reward = ByMethod()
+    assert values(reward, group("(B)", solution="B", accu_reward_method="mcq")) == [1]
+    message = r"The method 'od_ap': DetectionMAP needs pycocotools: pip install 'grpo-lightning\[grounding\]'"
+    with pytest.raises(RuntimeError, match=message):
+        score(reward, group("[]", solution=[], accu_reward_method="od_ap"))
+    with pytest.raises(ImportError, match=message):
+        ByMethod(default="od_ap")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name))
+    with pytest.raises(ImportError, match="The method 'default': Accuracy needs math-verify"):
+        ByMethod()
+    assert ByMethod(default="mcq")(completions=["b"], solution=["B"]) == [1]
 
 
 def test_a_missing_column_of_a_method_is_an_error():

@@ -11,14 +11,14 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning.rewards import Reward, RewardSet, Scores, WeightedReward
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.types import Completion, Group, ImageView, Prompt
 
 NAN = math.nan
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question"}]
 
 
 def group(*texts: str, content: Any = "question", index: int = 0, source: str = "", **columns: Any) -> Group:
-    prompt = Prompt(content, columns, index, source)
+    prompt = Prompt(content, columns=columns, index=index, source=source)
     return Group(prompt, [1], [Completion([ord(c) for c in t], [0.0] * len(t), "stop", t) for t in texts])
 
 
@@ -56,11 +56,29 @@ def test_arguments_for_text_prompts():
         "completions": ["a", "bb", "c", ""],
         "completion_ids": [[97], [98, 98], [99], []],
         "finish_reasons": ["stop", "stop", "stop", "stop"],
+        "image_views": [[], [], [], []],
         "max_completion_length": None,
         "trainer_state": "state",
         "answer": ["1", "1", "2", "2"],
         "id": [7, 7, 8, 8],
     }
+
+
+def test_image_views_reach_a_reward():
+    one, two = ImageView(4, 2, 8, 4, "resized"), ImageView(3, 3, 9, 9, "norm1000")
+    batch = [group("a", "b"), group("c", "d"), group("e", "f")]
+    batch[0].image_views, batch[2].image_views = (one,), (two, one)
+    spy = Spy()
+    score(spy, *batch)
+    assert spy.seen["image_views"] == [[one], [one], [], [], [two, one], [two, one]]
+    spy = Spy(per_group=True)
+    score(spy, *batch)
+    assert spy.seen["image_views"] == [[one], [], [two, one]]
+
+    def names_them_not(completions: Any, prompts: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    close(score(names_them_not, *batch).total, [[1, 1]] * 3)
 
 
 def test_limit_and_finish_reasons_reach_a_reward():

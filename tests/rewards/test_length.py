@@ -175,7 +175,7 @@ def test_cosine_asks_for_what_its_accuracy_needs():
 
 def test_cosine_around_accuracy_in_a_set():
     completions = [Completion([7] * 50, [0.0] * 50, "stop", text) for text in ("<answer>1/2</answer>", "2")]
-    groups = [Group(Prompt("p", {"solution": "0.5"}), [1], completions)]
+    groups = [Group(Prompt("p", columns={"solution": "0.5"}), [1], completions)]
     scores = RewardSet([Cosine()]).score(groups, max_completion_length=100)
     assert scores.total[0].tolist() == pytest.approx([0.75, -0.25])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.rewards import AllMatch, AnyAnswer, MultipleChoice, YesNo
+from grpo_lightning.rewards import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
 from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
 from grpo_lightning.rewards.methods import Method
 
@@ -91,6 +91,44 @@ def test_all_match_by_hand(completion: str, solution: Any, reward: float | None)
     ("completion", "solution", "reward"),
     [
         ("3", 3, 1),
+        ("There are 3 dogs.", "There are 3.", 1),
+        ("3.0", "3", 1),
+        ("1,000", "1000", 1),
+        ("4", "3", 0),
+        ("13", "3", 0),
+        ("between 3 and 4", "3", 0),
+        ("three", "3", 0),
+        ("none", 0, 0),
+        ("0", 0, 1),
+        ("", "3", 0),
+        ("3", "many", None),
+        ("3", "3 or 4", None),
+        ("3", None, None),
+    ],
+)
+def test_counting_by_hand(completion: str, solution: Any, reward: float | None):
+    assert value(Counting(), completion, solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("A red car.", "a red  car", 1),
+        ("a red car", "a red cat", 16 / 18),
+        ("xyz", "abc", 0),
+        ("", "abc", 0),
+        ("abc", None, None),
+    ],
+)
+def test_text_similarity_by_hand(completion: str, solution: Any, reward: float | None):
+    found = value(TextSimilarity(), completion, solution)
+    assert found == (reward if reward is None else pytest.approx(reward))
+
+
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        ("3", 3, 1),
         ("There are 3 dogs.", "3", 1),
         ("There are 3 dogs and 2 cats.", "3", 0),
         ("3 dogs, really 3", "3", 1),
@@ -150,7 +188,7 @@ def test_the_column_is_configurable():
     assert method(completions=["B"], answer=["B"], solution=["C"]) == [1]
 
 
-@pytest.mark.parametrize("kind", [AllMatch, MultipleChoice, YesNo])
+@pytest.mark.parametrize("kind", [AllMatch, Counting, MultipleChoice, TextSimilarity, YesNo])
 def test_methods_are_picklable(kind: type[Method]):
     method = kind("answer")
     assert vars(pickle.loads(pickle.dumps(method))) == vars(method)

@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
 
 def group(*texts: str, content: Any = "What is 1 + 1?", **columns: Any) -> Group:
     completions = [Completion([ord(char) for char in text], [0.0] * len(text), "stop", text) for text in texts]
-    return Group(Prompt(content, columns), [1], completions)
+    return Group(Prompt(content, columns=columns), [1], completions)
 
 
 def score(reward: Any, *groups: Group, **settings: Any) -> Scores:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.rewards import Repetition
+from grpo_lightning.rewards import BoxRepetition, Repetition
 
 
 def penalty(text: str, **settings: Any) -> float | None:
@@ -74,3 +75,44 @@ def test_repetition_settings_are_checked(settings: dict[str, Any], message: str)
 def test_repetition_is_picklable():
     reward = Repetition(2, -0.5, "tokens")
     assert vars(pickle.loads(pickle.dumps(reward))) == vars(reward)
+
+
+A, B = {"bbox_2d": [0, 0, 1, 1], "label": "cat"}, {"bbox_2d": [0, 0, 1, 1], "label": "dog"}
+ELSEWHERE = {"bbox_2d": [0, 0, 1, 2], "label": "cat"}
+WORDS = "a b c d e f g a b c d e f g"  # 9 of 6 words, 7 of them different
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "value"),
+    [
+        ([A], {}, 0),
+        ([A, B, ELSEWHERE], {}, 0),  # another box or label is another object
+        ([A, A], {}, -1 / 2),
+        ([A, A, A, B], {}, -2 / 4),
+        ([A, {**A, "label": "Cat"}, {**A, "bbox_2d": [0.0, 0, 1, 1.0]}], {}, -2 / 3),
+        ([A, A], {"max_penalty": -0.5}, -1 / 4),
+        ([[1, 2, 3, 4], [1, 2, 3, 4]], {}, -1 / 2),
+        ([], {}, 0),
+        (WORDS, {}, -2 / 9),  # no list of boxes: as text
+        ('{"answer": 3}', {}, 0),
+        ('{"answer": "x x x x x x x x x x "}', {}, -3 / 7),  # JSON, but no boxes: as text
+        (WORDS, {"n_grams": 1}, -1 / 2),
+        (WORDS, {"max_penalty": -0.5}, -1 / 9),
+        ([A, A], {"n_grams": 1}, -1 / 2),
+        ("", {}, 0),
+    ],
+)
+def test_repetition_of_boxes_by_hand(answer: Any, settings: dict[str, Any], value: float):
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    forms = [text, [{"role": "assistant", "content": text}]]
+    if not isinstance(answer, str):
+        forms += [f"<think>a</think><answer>{text}</answer>", f"here:\n```json\n{text}\n```"]
+    assert BoxRepetition(**settings)(completions=forms) == pytest.approx([value] * len(forms))
+
+
+def test_settings_of_repetition_of_boxes_are_checked():
+    with pytest.raises(ValueError, match="n_grams must be at least 1"):
+        BoxRepetition(n_grams=0)
+    with pytest.raises(ValueError, match="max_penalty must be finite and at most 0"):
+        BoxRepetition(max_penalty=1.0)
+    assert vars(pickle.loads(pickle.dumps(BoxRepetition(max_penalty=-2.0))))["max_penalty"] == -2

@@ -30,7 +30,7 @@ NAN = math.nan
 
 
 def group(*texts: str, content: Any = "question", index: int = 0, source: str = "", **columns: Any) -> Group:
-    prompt = Prompt(content, columns, index, source)
+    prompt = Prompt(content, columns=columns, index=index, source=source)
     return Group(prompt, [1], [Completion([ord(c) for c in t], [0.0] * len(t), "stop", t) for t in texts])
 
 
@@ -191,16 +191,25 @@ def test_a_column_that_only_one_source_has_is_none_for_the_other():
 
 def test_prompts_are_checked_source_by_source():
     rewards = RewardSet([needs_answer, ExactMatch("solution")])
-    math = Prompt("p", {"answer": "1"}, 0, "math", rewards=["needs_answer"])
-    text = Prompt("p", {"solution": "1", "id": 3}, 0, "text", rewards=["exact_match"])
+    math = Prompt("p", columns={"answer": "1"}, index=0, source="math", rewards=["needs_answer"])
+    text = Prompt("p", columns={"solution": "1", "id": 3}, index=0, source="text", rewards=["exact_match"])
     rewards.validate_prompts([math, text])
     rewards.validate_prompts([])
     with pytest.raises(ValueError, match="'exact_match' needs the data column 'solution', which the data of 'math' do"):
-        rewards.validate_prompts([Prompt("p", {"answer": "1"}, 0, "math"), Prompt("p", {"answer": "1"}, 1, "math")])
+        rewards.validate_prompts(
+            [
+                Prompt("p", columns={"answer": "1"}, index=0, source="math"),
+                Prompt("p", columns={"answer": "1"}, index=1, source="math"),
+            ]
+        )
     with pytest.raises(ValueError, match="of 'math' name the reward 'exact'"):
-        rewards.validate_prompts([text, Prompt("p", {"answer": "1"}, 0, "math", rewards=["exact"])])
+        rewards.validate_prompts(
+            [text, Prompt("p", columns={"answer": "1"}, index=0, source="math", rewards=["exact"])]
+        )
     with pytest.raises(ValueError, match="No reward of nonzero weight applies to the prompts of 'math'"):
-        RewardSet([needs_answer, second], [1, 0]).validate_prompts([Prompt("p", {}, 0, "math", rewards=["second"])])
+        RewardSet([needs_answer, second], [1, 0]).validate_prompts(
+            [Prompt("p", columns={}, index=0, source="math", rewards=["second"])]
+        )
 
 
 def test_names_can_be_checked_with_the_columns():
@@ -366,16 +375,16 @@ def test_data_that_name_a_method_need_a_reward_that_goes_by_it():
         def __call__(self, completions: Any, **columns: Any) -> Any: ...
 
     row = {"solution": "B", "answer": "B"}
-    plain, chosen = Prompt("p", row), Prompt("p", row | {"accu_reward_method": "mcq"}, source="quiz")
-    empty = Prompt("p", row | {"accu_reward_method": ""}, source="quiz")
+    plain, chosen = Prompt("p", columns=row), Prompt("p", columns=row | {"accu_reward_method": "mcq"}, source="quiz")
+    empty = Prompt("p", columns=row | {"accu_reward_method": ""}, source="quiz")
     for reward in (ByMethod(), named, any_column, Own(), Cosine(accuracy=ByMethod())):
         RewardSet([ExactMatch(), reward]).validate_prompts(prompt for prompt in (plain, chosen))
-    RewardSet([ExactMatch()]).validate_prompts([plain, empty, Prompt("p", row | {"accu_reward_method": None})])
+    RewardSet([ExactMatch()]).validate_prompts([plain, empty, Prompt("p", columns=row | {"accu_reward_method": None})])
     message = r"of 'quiz' name the method 'mcq' in 'accu_reward_method', .* add the reward ByMethod"
     for reward in (second, MultipleChoice("answer"), ByMethod(method_column="kind")):
         with pytest.raises(ValueError, match=message):
             RewardSet([ExactMatch(), reward]).validate_prompts(prompt for prompt in (plain, empty, chosen))
-    elsewhere = Prompt("p", dict(chosen.columns), source="quiz", rewards=["exact_match"])
+    elsewhere = Prompt("p", columns=dict(chosen.columns), source="quiz", rewards=["exact_match"])
     with pytest.raises(ValueError, match=message):
         RewardSet([ExactMatch(), ByMethod()]).validate_prompts([plain, elsewhere])
 

@@ -24,6 +24,11 @@ def test_similarity_equals_the_table(a: str, b: str):
     assert similarity(b, a) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("a", "b"), [("日本é🙂", "日é"), ("e\u0301", "\xe9"), ("\ud800a", "a")])
+def test_any_character_counts_as_one(a: str, b: str):
+    assert similarity(a, b) == pytest.approx(2 * lcs(a, b) / (len(a) + len(b)))
+
+
 def test_by_hand():
     assert similarity("", "") == similarity("abc", "abc") == 1
     assert similarity("abc", "") == similarity("abc", "xyz") == 0

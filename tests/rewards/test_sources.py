@@ -29,10 +29,10 @@ def check(*sources: Source) -> None:
 
 def test_sources_of_prompts():
     prompts = [
-        Prompt("p", {"answer": 1}, source="math"),
-        Prompt("p", {"box": 1}, source="boxes", rewards=["needs_box"]),
-        Prompt("p", {"answer": 1, "id": 2}, source="math"),
-        Prompt("p", {"box": 1}, source="boxes", rewards=["needs_box", "style"]),
+        Prompt("p", columns={"answer": 1}, source="math"),
+        Prompt("p", columns={"box": 1}, source="boxes", rewards=["needs_box"]),
+        Prompt("p", columns={"answer": 1, "id": 2}, source="math"),
+        Prompt("p", columns={"box": 1}, source="boxes", rewards=["needs_box", "style"]),
         Prompt("p"),
     ]
     assert sources_of(prompts) == [

@@ -1,0 +1,97 @@
+"""Boxes in the solutions of grounding data: are they boxes, and inside their images?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
+"""In what the boxes of `solution` are.
+
+`original`: pixels of the image; every row with an image must have one. `norm1000`: as if every image were 1000 wide and
+1000 high (VLM-R1's InternVL data); they are made pixels here, once for all rewards, metrics and pictures, whose
+`gold_coordinates` stay at `original`. `auto`: pixels, wherever a row with one image has four numbers for its solution.
+`none`: solutions are not looked at.
+"""
+
+NORM = 1000
+"""The width and height of every image in `norm1000`."""
+
+ROUNDING = 1
+"""How far a box may reach over the edge: annotations are rounded, or count their last pixel in."""
+
+
+def checked_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
+    """The solution of a row with images as the rewards get it: itself, or for `norm1000` its box in pixels.
+
+    A box is right if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, give or take `ROUNDING` at the image's edges.
+
+    Args:
+        solution: The column; text is read as JSON, with answer tags or without.
+        sizes: (width, height) of each image of the row, in pixels.
+        boxes: What the solution is.
+
+    Raises:
+        ValueError: If it is not four numbers, outside of its image, inverted or empty.
+    """
+    if boxes == "none" or not sizes:
+        return solution
+    found = _parsed(solution)
+    if boxes == "auto" and (len(sizes) != 1 or not looks_like_box(found)):
+        return solution
+    if len(sizes) != 1:
+        raise ValueError(f"the row has {len(sizes)} images: nothing says in which of them the box is")
+    width, height = sizes[0] if boxes != "norm1000" else (NORM, NORM)
+    check_box(found, width, height)
+    if boxes != "norm1000":
+        return solution
+    x, y = sizes[0][0] / NORM, sizes[0][1] / NORM
+    return [found[0] * x, found[1] * y, found[2] * x, found[3] * y]
+
+
+def check_box(value: Any, width: int, height: int) -> None:
+    """Raises: ValueError saying why the value is no box in an image of this size."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 4:
+        raise ValueError(f"the solution must be a box of four numbers, [x1, y1, x2, y2], got {value!r:.80}")
+    wrong = [number for number in value if not _is_number(number)]
+    if wrong:
+        raise ValueError(f"the box {list(value)!r:.80} must be four finite numbers, got {wrong[0]!r:.40}")
+    x1, y1, x2, y2 = value
+    if x2 <= x1 or y2 <= y1:
+        raise ValueError(
+            f"the box {list(value)} is inverted or empty: x1 must be below x2 and y1 below y2 (corners, not width and "
+            "height)"
+        )
+    if min(x1, y1) < -ROUNDING or x2 > width + ROUNDING or y2 > height + ROUNDING:
+        raise ValueError(f"the box {list(value)} is not inside of its image, which is {width} x {height}")
+
+
+def looks_like_box(value: Any) -> bool:
+    """True for four of anything, if one of them is a number or the text of one: somebody meant a box."""
+    is_four = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 4
+    return is_four and any(_is_number(number) or _is_number_text(number) for number in value)
+
+
+def _parsed(solution: Any) -> Any:
+    """The solution, of text that is JSON what it says."""
+    if not isinstance(solution, str):
+        return solution
+    try:
+        return json.loads(solution.replace("<answer>", "").replace("</answer>", ""))
+    except (ValueError, RecursionError):  # any other text
+        return solution
+
+
+def _is_number(value: Any) -> bool:
+    """True for a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_number_text(value: Any) -> bool:
+    """True for the text of a number."""
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False

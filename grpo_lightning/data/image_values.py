@@ -1,0 +1,125 @@
+"""What rows hold for an image: a path, bytes, an image, a data: URI; and the references made of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from grpo_lightning.data.cells import RemoteFile, is_remote
+from grpo_lightning.images import ImageRef
+
+IMAGE_COLUMNS = ("image", "images")
+"""The columns that hold a prompt's images: VLM-R1's, and that of TRL and ms-swift."""
+
+EMPTY: tuple[Any, ...] = (None, "", [], ())
+"""What a column without an image holds; a CSV file has no other way to say it than an empty cell."""
+
+
+@dataclass(frozen=True)
+class ImageFinder:
+    """Makes references of what a row holds for its images."""
+
+    where: str
+    """File and line, for error messages."""
+
+    folder: Path | None = None
+    """Where relative paths begin; None for the current folder."""
+
+    def columns(self, columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[ImageRef]]:
+        """A row's columns with references for images, and these images in their order.
+
+        Raises:
+            ValueError: If both image columns hold some, or a value is no image.
+        """
+        found = [name for name in IMAGE_COLUMNS if not is_empty(columns.get(name))]
+        if len(found) > 1:
+            raise ValueError(f"{self.where}: the row has images in 'image' and in 'images': leave one of them out.")
+        if not found:
+            return dict(columns), []
+        value, what = columns[found[0]], f"column {found[0]!r}"
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+            refs = [self.ref(one, f"{what}, image {number}") for number, one in enumerate(value, start=1)]
+            return {**columns, found[0]: refs}, refs
+        ref = self.ref(value, what)
+        return {**columns, found[0]: ref}, [ref]
+
+    def ref(self, value: Any, what: str) -> ImageRef:
+        """The reference to one image; nothing is read.
+
+        Args:
+            value: A path, a data: or file: URL, bytes, `{"bytes": ..., "path": ...}`, a PIL image or a reference.
+            what: The value's place in the row, for error messages.
+
+        Raises:
+            ValueError: If it is none of these, or a URL of the web.
+        """
+        if isinstance(value, ImageRef):
+            return value if value.where else replace(value, where=self.where)
+        if isinstance(value, Mapping):
+            value = self._of_mapping(value, what)
+        if isinstance(value, str):
+            return ImageRef(self._of_text(value, what), self.where)
+        if isinstance(value, os.PathLike):
+            return ImageRef(self._path(Path(value)), self.where)
+        if isinstance(value, bytes | bytearray):
+            return ImageRef(bytes(value), self.where)
+        if type(value).__module__.startswith("PIL."):
+            return ImageRef(value, self.where)
+        raise ValueError(
+            f'{self.where}: {what} must be an image (a path, bytes, {{"bytes": ..., "path": ...}} or a PIL image), or '
+            f"a list of them, got {value!r:.80}."
+        )
+
+    def _of_mapping(self, value: Mapping[str, Any], what: str) -> Any:
+        """The bytes or the path of an image as `datasets` writes it. Raises: ValueError if there is neither."""
+        content = value.get("bytes")
+        found = value.get("path") if content is None else content
+        if not isinstance(found, bytes | bytearray | str) or not found:
+            raise ValueError(
+                f'{self.where}: {what} must look like {{"bytes": ..., "path": ...}} and have one of them, got '
+                f"{dict(value)!r:.80}."
+            )
+        return found
+
+    def _of_text(self, text: str, what: str) -> Any:
+        """What a path or URL names. Raises: ValueError if it is empty, on the web, or no data: URI."""
+        if not text.strip():
+            raise ValueError(f"{self.where}: {what} must be the path of an image, got {text!r}.")
+        if text[:5].lower() == "data:":
+            return _of_data_uri(text, f"{self.where}: {what}")
+        scheme = text.partition("://")[0].lower()
+        if scheme in ("http", "https"):
+            raise ValueError(
+                f"{self.where}: {what} is on the web ({text:.80}), where it may change or be gone in the middle of a "
+                "run. Download the images once and give their paths."
+            )
+        if scheme == "file":
+            return self._path(Path(unquote(urlsplit(text).path)))
+        return RemoteFile(text) if is_remote(text) else self._path(Path(text).expanduser())
+
+    def _path(self, path: Path) -> Path:
+        """A path that does not depend on the current folder."""
+        return Path(os.path.abspath((self.folder or Path()) / path))
+
+
+def is_empty(value: Any) -> bool:
+    """True if a column holds no image."""
+    return any(value is empty or (type(value) is type(empty) and value == empty) for empty in EMPTY)
+
+
+def _of_data_uri(text: str, what: str) -> bytes:
+    """The bytes in a data: URI. Raises: ValueError if it holds none."""
+    found = re.match(r"data:image/[\w.+-]+;base64,", text[:100], re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{what} must look like data:image/png;base64,..., got {text!r:.80}.")
+    try:
+        return base64.b64decode(text[found.end() :], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{what} is a data: URI whose base64 is broken ({error}).") from error

@@ -1,0 +1,133 @@
+"""What is wrong with the data of a run, as far as they can be seen before weights are loaded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_lightning.data.mixture import as_entries
+from grpo_lightning.data.source import PromptSource, known_prompts, source_names
+from grpo_lightning.policy.processing import refuse_images
+from grpo_lightning.policy.tokenize import check_length, num_positions
+from grpo_lightning.types import Prompt
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from grpo_lightning.module import GRPOLightningModule
+
+
+def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that every data set has what the rewards need, where it can be seen yet.
+
+    Each for itself: training data without answers are not mended by validation data that have them.
+
+    Raises:
+        ValueError: If a column is missing, or a prompt names a reward that there is not.
+    """
+    data_sets = known_data(trainer)
+    for prompts in data_sets:
+        module.reward_set.validate_prompts(prompts)
+    module.reward_set.validate_prompts(prompt for prompts in data_sets for prompt in prompts)
+
+
+def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
+    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none.
+
+    Of data that are read as they are used, the first prompts.
+    """
+    return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
+
+
+def training_sets(trainer: L.Trainer) -> list[Any]:
+    """The data sets that are trained on, as far as they can be seen."""
+    return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
+
+
+def evaluation_sets(trainer: L.Trainer) -> list[Any]:
+    """The data sets that are validated, tested or predicted on, as far as they can be seen."""
+    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    return _data_sets(trainer, ["val_prompts", "test_prompts"], loops)
+
+
+def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
+    """Data sets of the data module, by name, and those of prompt sources."""
+    data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
+    loaders = [loop._data_source.instance for loop in loops]
+    data += [loader.prompts for loader in loaders if isinstance(loader, PromptSource)]
+    return [prompts for prompts in data if prompts]
+
+
+def known_sources(trainer: L.Trainer) -> list[str]:
+    """The names of the data's sources, as far as they can be seen; the same list on every rank."""
+    return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})
+
+
+def training_sources(trainer: L.Trainer) -> list[str]:
+    """The names of the sources that are trained on, as far as they can be seen; the same list on every rank."""
+    loader = trainer.train_dataloader
+    return source_names(loader.prompts) if isinstance(loader, PromptSource) else []
+
+
+def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that tokenizer and model can take the prompts, where the data can be seen yet.
+
+    Only prompts that may be too long are tokenized: a text has no more tokens than bytes.
+
+    Raises:
+        ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or has
+            images that the model cannot see.
+    """
+    prompts = [prompt for data in known_data(trainer) for prompt in data]
+    if not prompts:
+        return
+    encoder = module.loader.load_encoder()
+    for prompt in prompts if not encoder.sees_images else ():
+        refuse_images(prompt)
+    for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
+        if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
+            encoder.num_tokens(sample)
+    limit = num_positions(encoder.config)
+    if limit is None:
+        return
+    _, validation = module.validation.draw(module.sampling, is_greedy=False)
+    for data_sets, sampling in ((training_sets(trainer), module.sampling), (evaluation_sets(trainer), validation)):
+        longest = sampling.max_completion_length
+        for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
+            if prompt.images or num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
+                check_length(prompt, encoder.num_tokens(prompt), limit, longest)
+
+
+TEMPLATE_TOKENS = 256
+"""More than chat templates add to a prompt. A longer one is found when the prompt is drawn."""
+
+
+def num_bytes(prompt: Prompt) -> int:
+    """Bytes of a prompt's text, an upper bound of its tokens."""
+    if isinstance(prompt.content, str):
+        return len(prompt.content.encode())
+    return sum(len(str(message.get("content")).encode()) for message in prompt.content)
+
+
+def check_boxes(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that boxes of the data are turned into pixels once.
+
+    Raises:
+        ValueError: If a data set and a reward both say that the right boxes are from 0 to 1000: after the data are read
+            they are in pixels, and the reward would turn them again.
+    """
+    datamodule = getattr(trainer, "datamodule", None)
+    given = [getattr(datamodule, name, None) for name in ("datasets", "val_datasets", "test_datasets")]
+    entries = [entry for mixture in given if mixture is not None for entry in as_entries(mixture)]
+    turned = [entry.label for entry in entries if entry.boxes == "norm1000"]
+    turning = [
+        reward.name
+        for reward in module.reward_set.rewards
+        if getattr(reward.reward, "gold_coordinates", None) == "norm1000"
+    ]
+    if turned and turning:
+        raise ValueError(
+            f"The boxes of {turned[0]!r} are turned from 0..1000 into pixels when they are read (boxes: norm1000), and "
+            f"the reward {turning[0]!r} would turn them again (gold_coordinates: norm1000): remove one of the two."
+        )

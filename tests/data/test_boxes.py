@@ -1,0 +1,92 @@
+"""A box of the data is inside of its image, or somebody is told."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_lightning.data.boxes import checked_solution, looks_like_box
+
+SIZE = (640, 480)
+
+
+@pytest.mark.parametrize("boxes", ["auto", "original"])
+@pytest.mark.parametrize(
+    "solution",
+    [
+        [0, 0, 640, 480],
+        [10.5, 20, 10.75, 21],
+        [-1, 0, 641, 481],  # counted to the last pixel, or rounded
+        "[1, 2, 3, 4]",
+        "<answer> [1, 2, 3, 4] </answer>",
+    ],
+)
+def test_boxes_that_are_right(solution, boxes):
+    assert checked_solution(solution, [SIZE], boxes) is solution
+
+
+@pytest.mark.parametrize("boxes", ["auto", "original"])
+@pytest.mark.parametrize(
+    ("solution", "reason"),
+    [
+        ([0, 0, 642, 480], r"\[0, 0, 642, 480\] is not inside of its image, which is 640 x 480"),
+        ([0, 0, 640, 482], "not inside"),
+        ([-2, 0, 10, 10], "not inside"),
+        ([0, -2, 10, 10], "not inside"),
+        ([30, 10, 20, 20], "inverted or empty"),
+        ([10, 30, 20, 20], "inverted or empty"),
+        ([10, 10, 10, 20], "inverted or empty"),
+        ([10, 10, 20, 10], "inverted or empty"),
+        ([10, 10, 20, "20"], "must be four finite numbers, got '20'"),
+        (["10", "10", "20", "20"], "must be four finite numbers, got '10'"),
+        ([10, 10, 20, None], "must be four finite numbers, got None"),
+        ([10, 10, 20, True], "must be four finite numbers, got True"),
+        ([10, 10, 20, math.inf], "must be four finite numbers, got inf"),
+        ([math.nan, 10, 20, 20], "must be four finite numbers, got nan"),
+        ("<answer> [0, 0, 900, 10] </answer>", "not inside"),
+    ],
+)
+def test_boxes_that_are_wrong(solution, reason, boxes):
+    with pytest.raises(ValueError, match=reason):
+        checked_solution(solution, [SIZE], boxes)
+
+
+NO_BOXES = [None, "B", "a cat", 4, [1, 2, 3], ["a", "b", "c", "d"], '[{"bbox_2d": [1, 2, 3, 4]}]', "[" * 10_000]
+
+
+@pytest.mark.parametrize("solution", NO_BOXES)
+def test_other_answers_are_no_boxes_unless_said(solution):
+    assert checked_solution(solution, [SIZE], "auto") is solution
+    assert checked_solution(solution, [SIZE], "none") is solution
+    for boxes in ("original", "norm1000"):
+        with pytest.raises(ValueError, match=r"must be a box of four numbers|must be four finite numbers"):
+            checked_solution(solution, [SIZE], boxes)
+
+
+def test_which_rows_are_looked_at():
+    outside = [0, 0, 900, 900]
+    assert checked_solution(outside, [SIZE, SIZE], "auto") is outside
+    assert checked_solution(outside, [], "original") is outside
+    assert checked_solution(outside, [SIZE], "none") is outside
+    with pytest.raises(ValueError, match="the row has 2 images: nothing says in which"):
+        checked_solution([0, 0, 1, 1], [SIZE, SIZE], "original")
+
+
+@given(st.lists(st.integers(0, 1000), min_size=4, max_size=4, unique=True), st.integers(1, 5000), st.integers(1, 5000))
+def test_a_thousand_is_the_whole_image(numbers, width, height):
+    x1, x2 = sorted(numbers[:2])
+    y1, y2 = sorted(numbers[2:])
+    found = checked_solution([x1, y1, x2, y2], [(width, height)], "norm1000")
+    assert found == pytest.approx([x1 * width / 1000, y1 * height / 1000, x2 * width / 1000, y2 * height / 1000])
+
+
+def test_a_box_of_a_thousand_may_be_outside_of_the_pixels():
+    assert checked_solution("[500, 500, 1000, 900]", [SIZE], "norm1000") == [320, 240, 640, 432]
+    with pytest.raises(ValueError, match="which is 1000 x 1000"):
+        checked_solution([500, 500, 1002, 900], [SIZE], "norm1000")
+
+
+@given(st.recursive(st.none() | st.floats() | st.text(max_size=3), lambda s: st.lists(s, max_size=5), max_leaves=8))
+def test_any_value_is_a_box_or_none(value):
+    assert isinstance(looks_like_box(value), bool)

@@ -1,0 +1,326 @@
+"""Data with images, as VLM-R1, TRL, ms-swift and the hub have it, from the file to the prompt; and what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.lengths import LengthLimit
+from grpo_lightning.data.mixture import load_mixture, read_mixture_yaml, stream_mixture
+from grpo_lightning.data.preflight import Preflight
+from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.rewards import ByMethod, RewardSet
+from grpo_lightning.types import Completion, Group, Prompt
+from tests import tiny_vlms
+from tests.tiny_vlms import picture
+from tests.vision_prompts import encoder_of
+
+PICTURE = {"type": "image"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of images (84 x 56), and the current folder beside it."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "coco/train2014").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    for n in range(4):
+        shade(n).save(tmp_path / f"coco/train2014/{n}.jpg")
+    return tmp_path
+
+
+def shade(n: int) -> Image.Image:
+    """An image of one colour."""
+    return Image.new("RGB", (84, 56), (60 * n, 200 - 60 * n, 100))
+
+
+def rec(n: int, **changes: Any) -> dict[str, Any]:
+    """A row of VLM-R1's REC data."""
+    return {
+        "image": f"train2014/{n}.jpg",
+        "problem": f"Please provide the bounding box of object {n}.",
+        "solution": [10, 10, 60.5, 50],
+        "normal_caption": f"object {n}",
+        "normalized_solution": [0.1, 0.1, 0.7, 0.9],
+    } | changes
+
+
+def write(name: str, rows: list[Any]) -> str:
+    Path(name).write_text("\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows))
+    return name
+
+
+def load(*entries: DatasetEntry, **options: Any) -> list[Prompt]:
+    return load_mixture(entries, seed=0, **options)
+
+
+def is_picture(prompt: Prompt, *numbers: int) -> bool:
+    """True if the prompt has these images, as JPEG has them."""
+    seen = [np.asarray(image.read()).astype(int) for image in prompt.images]
+    wanted = [np.asarray(shade(n)).astype(int) for n in numbers]
+    return len(seen) == len(wanted) and all(abs(a - b).max() < 10 for a, b in zip(seen, wanted, strict=True))
+
+
+def question(*parts: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": "user",
+            "content": [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts],
+        }
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- what loads
+
+
+@pytest.mark.parametrize("name", ["rec.json", "rec.jsonl"])
+@pytest.mark.parametrize("image_root", ["../coco", "/coco"])
+def test_rec_data(folder: Path, name: str, image_root: str):
+    root = str(folder / "coco") if image_root == "/coco" else image_root
+    prompts = load(DatasetEntry(write(name, [rec(0), rec(1)]), image_root=root, accu_reward_method="default"))
+    assert prompts[1].content == question(PICTURE, "Please provide the bounding box of object 1.")
+    assert is_picture(prompts[1], 1)
+    assert not is_picture(prompts[1], 0)
+    want = rec(1, image=prompts[1].images[0], accu_reward_method="default")
+    assert prompts[1].columns == want
+
+
+def test_the_rec_mixture_of_vlm_r1(folder: Path):
+    shutil.copytree(folder / "coco", folder / "work/data/coco")
+    write("data/rec.json", [rec(n) for n in range(4)])
+    write(
+        "data/gui.jsonl", [{"image": [f"{n}.jpg", "0.jpg"], "problem": "Differences?", "solution": "B"} for n in (1, 2)]
+    )
+    mixture = {
+        "datasets": [
+            {"json_path": "rec.json", "image_root": "coco", "sampling_strategy": "random:50%"},
+            {"json_path": "gui.jsonl", "image_root": "coco/train2014", "accu_reward_method": "all_match"},
+        ]
+    }
+    Path("data/mix.yaml").write_text(yaml.safe_dump(mixture))
+    template = PromptTemplate(system_prompt="r1", question_template="rec")
+    prompts = load_mixture("data/mix.yaml", seed=0, template=template)
+    assert [p.source for p in prompts] == ["rec"] * 2 + ["gui"] * 2
+    system, asked = prompts[3].content
+    assert system == {"role": "system", "content": [{"type": "text", "text": template.system_prompt}]}
+    assert [part["type"] for part in asked["content"]] == ["image", "image", "text"]
+    assert asked["content"][2]["text"] == template.question("Differences?")
+    assert is_picture(prompts[3], 2, 0)
+    assert [entry.image_root for entry in read_mixture_yaml("data/mix.yaml")] == ["data/coco", "data/coco/train2014"]
+
+
+def test_conversations(folder: Path):
+    def row(text: str, image: Any, answer: Any = "two") -> dict[str, Any]:
+        turns = [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]
+        return {"id": 1, "image": image, "conversations": turns, "accu_reward_method": "mcq"}
+
+    names = ["train2014/0.jpg", "train2014/1.jpg"]
+    rows = [
+        row("<image>How many?", names[0]),
+        row("<image>\n<image>\nWhat differs?", names),
+        row("In <image>, where is what <image> shows?", names, [1, 2, 3, 4]),
+        row("How many?", names),
+    ]
+    prompts = load(DatasetEntry(write("c.jsonl", rows), image_root="../coco", accu_reward_method="default"))
+    assert [p.content for p in prompts] == [
+        question(PICTURE, "How many?"),
+        question(PICTURE, "\n", PICTURE, "\nWhat differs?"),
+        question("In ", PICTURE, ", where is what ", PICTURE, " shows?"),
+        question(PICTURE, PICTURE, "How many?"),
+    ]
+    assert [p.columns["solution"] for p in prompts[:3]] == [
+        f"<answer> {a} </answer>" for a in ("two", "two", "[1, 2, 3, 4]")
+    ]
+    assert {p.columns["accu_reward_method"] for p in prompts} == {"mcq"}
+    assert is_picture(prompts[2], 0, 1)
+
+
+def test_rows_with_and_without_images(folder: Path):
+    rows = [rec(0), {"problem": "1 + 1?", "solution": "2"}, {"problem": "2 + 2?", "image": "", "solution": "4"}]
+    prompts = load(DatasetEntry(write("m.jsonl", rows), image_root="../coco"), template=PromptTemplate("Be brief."))
+    assert [bool(p.images) for p in prompts] == [True, False, False]
+    assert prompts[1].content == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    assert prompts[0].content[0]["content"] == [{"type": "text", "text": "Be brief."}], "with an image too"
+
+
+def test_trl_ms_swift_and_openai_rows(folder: Path):
+    file = folder / "coco/train2014/2.jpg"
+    uri = "data:image/jpeg;base64," + base64.b64encode(file.read_bytes()).decode()
+    parts = [PICTURE, {"type": "text", "text": "What?"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": parts}], "images": [str(file)]},
+        {"messages": [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat"}]}
+        | {"images": [{"path": str(file), "bytes": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}, parts[1]]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": f"file://{file}"}, parts[1]]}]},
+    ]
+    for prompt in load(DatasetEntry(write("t.jsonl", rows))):
+        assert prompt.content == question(PICTURE, "What?")
+        assert is_picture(prompt, 2)
+
+
+def test_relative_paths_begin_beside_the_file(folder: Path):
+    write("../coco/rec.jsonl", [rec(3)])
+    assert is_picture(load(DatasetEntry("../coco/rec.jsonl"))[0], 3)
+
+
+def test_a_folder_of_images_as_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    datasets.disable_progress_bars()
+    lines = [{"file_name": f"{n}.jpg", "problem": f"What is {n}?"} for n in range(4)]
+    (folder / "coco/train2014/metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    entry = DatasetEntry(dataset=str(folder / "coco/train2014"), sampling_strategy="end:1")
+    (prompt,) = load(entry)
+    assert prompt.content == question(PICTURE, "What is 3?")
+    assert is_picture(prompt, 3)
+    stream = stream_mixture([DatasetEntry(dataset=entry.dataset, streaming=True)], seed=0).order(None).take(3, 1)[0]
+    assert is_picture(stream[0], 3)
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_the_same_prompts_for_any_number_of_processes(num_proc: int):
+    entry = DatasetEntry(write("r.jsonl", [rec(n) for n in range(4)] * 3), "random:5", image_root="../coco")
+    limit = LengthLimit(encoder_of(tiny_vlms.build("qwen2_5_vl")), 100)
+    prompts = load(entry, num_proc=num_proc, limit=limit, preflight=Preflight(num_workers=num_proc))
+    assert prompts == load(entry, limit=limit)
+    assert all(prompt.images for prompt in prompts)
+
+
+def test_rewards_by_the_method_of_their_rows():
+    rows = [rec(0, solution="B", accu_reward_method="all_match"), rec(1, solution="B")]
+    prompts = load(DatasetEntry(write("r.jsonl", rows), image_root="../coco", accu_reward_method="mcq"))
+    groups = [Group(prompt, [1], [Completion([5], [0.0], "stop", "(B)")]) for prompt in prompts]
+    assert RewardSet([ByMethod(default="all_match")]).score(groups).total[:, 0].tolist() == [0, 1]
+
+
+def test_records_stay_small(folder: Path):
+    (prompt,) = load(DatasetEntry(write("r.jsonl", [rec(1)]), image_root="../coco"))
+    dumped = json.loads(json.dumps(prompt.columns, default=str))
+    assert dumped["image"] == str(folder / "coco/train2014/1.jpg")
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrong
+
+
+def bad_rows(folder: Path) -> list[dict[str, Any]]:
+    """Good rows, and one of every kind of bad ones that can be left out."""
+    cut = folder / "coco/train2014/cut.jpg"
+    picture(0).save(cut)
+    cut.write_bytes(cut.read_bytes()[:-200])
+    return [
+        rec(0),
+        rec(1, image="train2014/gone.jpg"),
+        rec(1, image="train2014/cut.jpg"),
+        rec(2, solution=[10, 10, 90, 50]),
+        rec(2, solution=[60, 10, 10, 50]),
+        rec(2, solution=[10, 10, "60", 50]),
+        rec(3),
+    ]
+
+
+REASONS = [
+    ("2", "train2014/gone.jpg: no such file."),
+    ("3", "train2014/cut.jpg: it cannot be decoded: image file is truncated"),
+    ("4", "the box [10, 10, 90, 50] is not inside of its image, which is 84 x 56."),
+    ("5", "the box [60, 10, 10, 50] is inverted or empty"),
+    ("6", "the box [10, 10, '60', 50] must be four finite numbers, got '60'"),
+]
+
+
+@pytest.mark.parametrize("name", ["rec.json", "rec.jsonl"])
+def test_bad_rows_are_named_by_file_row_and_reason(folder: Path, name: str):
+    entry = DatasetEntry(write(name, bad_rows(folder)), image_root="../coco")
+    with pytest.raises(ValueError, match=r"^5 rows have images that cannot be read or boxes that are wrong") as caught:
+        load(entry)
+    lines = str(caught.value).splitlines()[1:-1]
+    for line, (row, reason) in zip(lines, REASONS, strict=True):
+        place = f"{name}:{row}" if name.endswith("l") else f"{name}, element {row}"
+        assert line.startswith(f"- {place}: ")
+        assert reason in line
+
+
+def test_bad_rows_are_left_out_and_counted(folder: Path, caplog: pytest.LogCaptureFixture):
+    entry = DatasetEntry(write("rec.jsonl", bad_rows(folder)), image_root="../coco")
+    text = DatasetEntry(write("text.jsonl", [{"problem": "1 + 1?"}]))
+    with caplog.at_level(logging.WARNING):
+        prompts = load(entry, text, preflight=Preflight("drop"))
+    assert [(p.index, p.source) for p in prompts] == [(0, "rec"), (6, "rec"), (7, "text")]
+    assert "5 rows are left out for their images or boxes (5 of 'rec')" in caplog.text
+    caplog.clear()
+    stream = stream_mixture([entry, text], seed=0, preflight=Preflight("drop"), num_workers=2)
+    assert [p.index for p in stream.order(None).take(0, 10)[0]] == [0, 6, 7]
+    for row, reason in REASONS:
+        assert f"rec.jsonl:{row}: " in caplog.text
+        assert reason in caplog.text
+    with pytest.raises(ValueError, match=r"are left out: .* or their images are bad"):
+        load(DatasetEntry("rec.jsonl", "first:1", image_root="."), preflight=Preflight("drop"))
+
+
+def test_a_stream_names_its_bad_row(folder: Path):
+    entry = DatasetEntry(write("rec.jsonl", bad_rows(folder)), image_root="../coco")
+    order = stream_mixture([entry], seed=0).order(None)
+    assert len(order.take(0, 1)[0]) == 1
+    with pytest.raises(ValueError, match=r"^rec\.jsonl:2: image .*gone\.jpg: no such file"):
+        order.take(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (rec(0, image=3), "column 'image' must be an image .* got 3"),
+        (rec(0, image={"file": "a"}), "column 'image' must look like"),
+        (rec(0, problem=["What?"]), "column 'problem' must be text"),
+        (rec(0, image="https://x.org/a.jpg"), "column 'image' is on the web"),
+        (rec(0, problem="<image> and <image>?"), "2 places .* the row has 1 in its column"),
+        (rec(0, video="a.mp4"), "the row has column 'video'"),
+    ],
+)
+def test_rows_of_a_wrong_form_are_named(row: dict[str, Any], reason: str):
+    entry = DatasetEntry(write("rec.jsonl", [rec(1), row]), image_root="../coco")
+    with pytest.raises(ValueError, match=rf"^rec\.jsonl:2: .*{reason}"):
+        load(entry)
+
+
+def test_boxes_by_what_the_entry_says():
+    rows = [rec(0, solution=[100, 100, 900, 1000]), rec(1, solution="[0, 0, 500, 500]")]
+    write("r.jsonl", rows)
+    prompts = load(DatasetEntry("r.jsonl", image_root="../coco", boxes="norm1000"))
+    assert [p.columns["solution"] for p in prompts] == [pytest.approx([8.4, 5.6, 75.6, 56]), [0, 0, 42, 28]]
+    prompts = load(DatasetEntry("r.jsonl", image_root="../coco", boxes="none"))
+    assert [p.columns["solution"] for p in prompts] == [row["solution"] for row in rows]
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: the box .* 84 x 56\. If it is no box in pixels, say so: boxes"):
+        load(DatasetEntry("r.jsonl", image_root="../coco"))
+    write("r.jsonl", [rec(0, solution="a cat")])
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: the solution must be a box of four numbers"):
+        load(DatasetEntry("r.jsonl", image_root="../coco", boxes="original"))
+
+
+def test_a_missing_image_root_is_named():
+    entry = DatasetEntry(write("r.jsonl", [rec(0)]), image_root="no/where")
+    for read in (load_mixture, stream_mixture):
+        with pytest.raises(
+            FileNotFoundError, match=r"image_root 'no/where' of 'r\.jsonl': no folder .*current folder is"
+        ):
+            read([entry], seed=0)
+
+
+def test_no_image_is_too_long_before_it_is_looked_at():
+    """Lengths are counted from sizes: of an image that is gone, its name is the error."""
+    limit = LengthLimit(encoder_of(tiny_vlms.build("qwen2_5_vl")), 8)
+    write("r.jsonl", [rec(0), rec(1, image="gone.jpg")])
+    with pytest.raises(ValueError, match=r"gone\.jpg: no such file"):
+        load(DatasetEntry("r.jsonl", image_root="../coco"), limit=limit)
+    write("r.jsonl", [rec(0)])
+    with pytest.raises(ValueError, match=r"^r\.jsonl:1: the prompt has \d+ tokens"):
+        load(DatasetEntry("r.jsonl", image_root="../coco"), limit=limit)

@@ -1,0 +1,84 @@
+"""Boxes of answers and data in one frame: the conventions, with and without an image."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_lightning.rewards import IoU
+from grpo_lightning.rewards.box_frame import frame_of
+from grpo_lightning.types import ImageView
+
+# 400 x 200 in the data; the policy sees half of it in each direction.
+RESIZED = ImageView(400, 200, 200, 100, "resized")
+NORM = ImageView(400, 200, 200, 100, "norm1000")
+
+sizes = st.integers(1, 3000)
+parts = st.tuples(*[st.floats(0, 1)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("view", "coordinates", "given_box"),
+    [
+        (RESIZED, "auto", (20, 10, 120, 50)),
+        (NORM, "auto", (100, 100, 600, 500)),
+        (NORM, "resized", (20, 10, 120, 50)),
+        (RESIZED, "norm1000", (100, 100, 600, 500)),
+        (RESIZED, "original", (40, 20, 240, 100)),
+        (NORM, "original", (40, 20, 240, 100)),
+    ],
+)
+@pytest.mark.parametrize(("gold", "right_box"), [("original", (40, 20, 240, 100)), ("norm1000", (100, 100, 600, 500))])
+def test_one_box_in_every_convention(view, coordinates, given_box, gold, right_box):
+    frame = frame_of([view], coordinates, gold)
+    assert frame.given([given_box]).tolist() == frame.right([right_box]).tolist() == [[40, 20, 240, 100]]
+
+
+@given(sizes, sizes, sizes, sizes, parts, st.sampled_from(["resized", "norm1000"]))
+def test_what_the_policy_would_write_comes_back(width, height, seen_width, seen_height, part, coordinates):
+    view = ImageView(width, height, seen_width, seen_height, coordinates)
+    box = part[0] * width, part[1] * height, part[2] * width, part[3] * height
+    written = view.from_original(box)
+    assert frame_of([view], "auto", "original").given([written])[0].tolist() == pytest.approx(box, abs=1e-6)
+
+
+def test_boxes_are_clipped_to_the_image():
+    frame = frame_of([RESIZED], "original", "original")
+    assert frame.given([(-5, 10, 500, 100), (500, 10, 600, 50)]).tolist() == [[0, 10, 400, 100], [400, 10, 400, 50]]
+    assert frame.right([(390, 190, 401, 210)]).tolist() == [[390, 190, 400, 200]]
+    assert frame.given([None]).tolist() == [[0, 0, 0, 0]]
+
+
+def test_a_right_box_outside_its_image_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"\[600.*\] lies outside its image, 400 x 200 pixels: does gold_coordinates say"
+    ):
+        frame_of([RESIZED], "auto", "original").right([(600, 500, 900, 990)])
+
+
+def test_without_an_image_the_conventions_must_agree():
+    assert frame_of([], "original", "original").given([(-5, 0, 5000, 9)]).tolist() == [[-5, 0, 5000, 9]]
+    assert frame_of([], "norm1000", "norm1000").given([(-5, 0, 5000, 9)]).tolist() == [[0, 0, 1000, 9]]
+    for given_in, right_in in [("auto", "original"), ("resized", "original"), ("norm1000", "original")]:
+        with pytest.raises(
+            ValueError, match=f"coordinates '{given_in}' and gold_coordinates '{right_in}' need the size"
+        ):
+            frame_of([], given_in, right_in)
+
+
+def test_several_images_are_an_error():
+    with pytest.raises(ValueError, match="prompts with one image, got one with 2"):
+        frame_of([RESIZED, RESIZED], "original", "original")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"coordinates": "pixels"}, "coordinates must be one of auto, original, resized, norm1000, got 'pixels'"),
+        ({"gold_coordinates": "resized"}, "gold_coordinates must be one of original, norm1000, got 'resized'"),
+    ],
+)
+def test_unknown_conventions_are_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        IoU(**settings)

@@ -1,0 +1,321 @@
+"""The judge, against a server of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import logging
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, WeightedReward, judge
+from grpo_lightning.rewards.judge import score_in
+from grpo_lightning.types import Completion, Group, Prompt
+
+pytest.importorskip("openai")
+
+KEY = "GRPO_TEST_KEY"
+
+
+class Endpoint:
+    """A server of chat completions that replies as told, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.reply: Callable[[str], Any] = lambda question: "Score: 1"
+        """The text to reply to a question; an int is an HTTP status, bytes are a body sent as they are."""
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(endpoint) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - `self` is the handler's
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with endpoint._lock:
+                    endpoint.requests.append(body)
+                    endpoint.keys.append(self.headers["Authorization"])
+                    endpoint.at_once += 1
+                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint.at_once)
+                reply = endpoint.reply(body["messages"][0]["content"])
+                with endpoint._lock:
+                    endpoint.at_once -= 1
+                if isinstance(reply, str):
+                    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
+                    found = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+                    reply = json.dumps(found).encode()
+                with contextlib.suppress(ConnectionError):  # who asked has given up
+                    self.send_response(200 if isinstance(reply, bytes) else reply)
+                    self.send_header("Content-Type", "application/json")
+                    self.end_headers()
+                    self.wfile.write(reply if isinstance(reply, bytes) else b"{}")
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        return Handler
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in (KEY, "OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    made = Endpoint()
+    yield made
+    made.close()
+
+
+def judged(reward: LLMJudge, texts: list[str], solution: Any = "4", log: Any = None) -> list[float | None]:
+    return asyncio.run(
+        reward(prompts=["2 + 2?"] * len(texts), completions=texts, solution=[solution] * len(texts), log_metric=log)
+    )
+
+
+def graded(question: str) -> str:
+    """The answer that a question asks to grade."""
+    return question.rpartition("Answer to grade:\n")[2].partition("\n")[0]
+
+
+def test_the_score_of_every_completion(endpoint: Endpoint):
+    endpoint.reply = lambda question: f"Score: {graded(question)}"
+    texts = ["<answer>1</answer>", "<answer>0</answer>", "<think>2</think><answer>0.25</answer>", r"\boxed{0.5}"]
+    assert judged(LLMJudge("m", endpoint.url), texts) == [1, 0, 0.25, 0.5]
+    assert len(endpoint.requests) == 4
+    assert {request["model"] for request in endpoint.requests} == {"m"}
+    assert {request["temperature"] for request in endpoint.requests} == {0}
+
+
+def test_what_the_model_is_asked(endpoint: Endpoint):
+    reward = LLMJudge("m", endpoint.url, prompt="{question} | {right} | {given} | {other}", answer_column="gold")
+    parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    # What a completion says is text, also if it names a place.
+    chat = [{"role": "assistant", "content": "<think>3</think><answer>{right} {question}</answer>"}]
+    asyncio.run(reward(prompts=[prompt], completions=[chat], gold=["<answer>4</answer>"]))
+    assert endpoint.requests[0]["messages"] == [
+        {"role": "user", "content": "How many? | 4 | {right} {question} | {other}"}
+    ]
+
+
+def test_rows_without_an_answer_are_not_asked(endpoint: Endpoint):
+    reward = LLMJudge("m", endpoint.url)
+    assert judged(reward, ["a", "b"], None) == [None, None]
+    found = asyncio.run(reward(prompts=["", ""], completions=["a", "b"], solution=["", "4"]))
+    assert found == [None, 1]
+    assert len(endpoint.requests) == 1
+
+
+def test_calls_run_together_up_to_the_limit(endpoint: Endpoint):
+    def slowly(question: str) -> str:
+        time.sleep(0.05)
+        return "1"
+
+    endpoint.reply = slowly
+    assert judged(LLMJudge("m", endpoint.url, concurrency=3), ["a"] * 12) == [1] * 12
+    assert 2 <= endpoint.most_at_once <= 3
+
+
+def test_a_failed_call_is_not_scorable_and_said(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
+    endpoint.reply = lambda question: 500 if "bad" in question else "It does. Score: 1"
+    logged = []
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        found = judged(
+            LLMJudge("m", endpoint.url, max_retries=0), ["a", "bad 4", "4"], log=lambda *metric: logged.append(metric)
+        )
+    assert found == [1, None, 1]  # "bad 4" is no 0, and "4", which is the same text, is no 1 by itself
+    assert "1 of 3 calls failed, and their completions are not scorable. The first: InternalServerError" in caplog.text
+    assert logged == [("llm_judge/failed", pytest.approx(1 / 3))]
+
+
+def test_a_reply_without_a_score_is_not_scorable_and_said(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
+    replies = {"a": "Score: 1", "b": "I like it", "c": "Score: 10", "d": "", "e": b'{"choices": []}', "f": b'"hi"'}
+    endpoint.reply = lambda question: replies[graded(question)]
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        assert judged(LLMJudge("m", endpoint.url), list(replies)) == [1, None, None, None, None, None]
+    assert "5 of 6 replies have no score from 0 to 1" in caplog.text
+    assert "'I like it'" in caplog.text
+
+
+def test_a_body_that_is_no_json_is_a_failed_call(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
+    endpoint.reply = lambda question: b"<html>" if "bad" in question else "1"
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        assert judged(LLMJudge("m", endpoint.url), ["a", "bad"]) == [1, None]
+    assert "1 of 2 calls failed" in caplog.text
+
+
+def test_it_tries_again(endpoint: Endpoint):
+    endpoint.reply = lambda question: 503 if len(endpoint.requests) < 2 else "1"
+    assert judged(LLMJudge("m", endpoint.url, max_retries=1), ["a"]) == [1]
+    assert len(endpoint.requests) == 2
+
+
+def test_a_slow_reply_is_given_up(endpoint: Endpoint, caplog: pytest.LogCaptureFixture):
+    release = threading.Event()
+
+    def hang(question: str) -> str:
+        if "bad" in question:
+            release.wait(20)
+        return "1"
+
+    endpoint.reply = hang
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        found = judged(LLMJudge("m", endpoint.url, timeout_seconds=0.5, max_retries=0), ["a", "bad"])
+    release.set()
+    assert found == [1, None]
+    assert time.monotonic() - start < 10
+    assert "APITimeoutError" in caplog.text
+
+
+def test_a_reply_that_never_ends_is_given_up(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The client's limit is for silence only: here a byte comes every 50 ms."""
+    from openai.resources.chat.completions import AsyncCompletions
+
+    async def drip(self: Any, **_: Any) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(AsyncCompletions, "create", drip)
+    monkeypatch.setattr(judge, "LONGEST_PAUSE_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match="did not reply to any of 1 calls; the first: TimeoutError"):
+        judged(LLMJudge("m", endpoint.url, timeout_seconds=0.1, max_retries=0), ["a"])
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_no_reply_at_all_is_an_error(endpoint: Endpoint, status: int):
+    endpoint.reply = lambda question: status
+    with pytest.raises(RuntimeError, match=rf"judge 'm' at {endpoint.url} did not reply to any of 2 calls; .*{status}"):
+        judged(LLMJudge("m", endpoint.url, max_retries=0), ["a", "b"])
+    endpoint.close()
+    with pytest.raises(RuntimeError, match="did not reply to any of 2 calls; the first: APIConnectionError"):
+        judged(LLMJudge("m", endpoint.url, max_retries=0), ["a", "b"])
+
+
+def group(texts: list[str], **columns: Any) -> Group:
+    return Group(Prompt("2 + 2?", columns=columns), [1], [Completion([1], [0.0], "stop", text) for text in texts])
+
+
+def test_in_a_run_the_failure_policy_decides(endpoint: Endpoint):
+    endpoint.reply = lambda question: 500 if "bad" in question else "1"
+    reward = LLMJudge("m", endpoint.url, max_retries=0)
+    scores = RewardSet([reward]).score([group(["a", "bad"], solution="4")])
+    assert scores.by_reward["llm_judge"][0, 0] == 1
+    assert scores.by_reward["llm_judge"][0, 1].isnan()
+    assert scores.failures["llm_judge/not_scorable"] == 1
+    assert scores.metrics == {"llm_judge/failed": 0.5}
+    with pytest.raises(RuntimeError, match="'llm_judge' raised RuntimeError: The judge 'm'"):
+        RewardSet([reward]).score([group(["bad", "bad"], solution="4")])
+    none = RewardSet([WeightedReward(reward, on_error="none")]).score([group(["bad", "bad"], solution="4")])
+    assert none.total.isnan().all()
+    assert none.failures["llm_judge/exception"] == 2
+
+
+def test_it_is_a_method_of_rows(endpoint: Endpoint):
+    pytest.importorskip("math_verify")
+    endpoint.reply = lambda question: "0.5"
+    rows = [
+        group(["B"], solution="B", accu_reward_method="mcq"),
+        group(["B"], solution="B", accu_reward_method="llm"),
+    ]
+    scores = RewardSet([ByMethod({"llm": LLMJudge("m", endpoint.url)})]).score(rows)
+    assert scores.total.tolist() == [[1], [0.5]]
+
+
+def test_the_key_comes_from_the_environment_when_it_is_needed(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    reward = LLMJudge("m", endpoint.url, api_key_env=KEY)
+    judged(reward, ["a"])
+    monkeypatch.setenv(KEY, "secret-1")
+    judged(reward, ["a"])
+    assert endpoint.keys == ["Bearer none", "Bearer secret-1"]
+    assert b"secret-1" not in pickle.dumps(reward)
+
+
+def test_a_missing_key_is_found_before_the_run(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    rewards = RewardSet([LLMJudge("m", api_key_env=KEY)])
+    with pytest.raises(ValueError, match=f"'llm_judge': The environment variable {KEY} with the key .* is not set"):
+        rewards.check(64)
+    monkeypatch.setenv(KEY, "secret-1")
+    rewards.check(64)
+    RewardSet([LLMJudge("m", endpoint.url)]).check(64)
+
+
+def test_it_is_picklable_after_use(endpoint: Endpoint):
+    reward = LLMJudge("m", endpoint.url)
+    assert judged(reward, ["a"]) == judged(pickle.loads(pickle.dumps(reward)), ["a"]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 1", 1),
+        ("score: 0.5.", 0.5),
+        ("**Score:** 1", 1),
+        ("**Score: 0**", 0),
+        ("Score: 1\nIt says the same.", 1),
+        ("Score: 0? No. Score: 1", 1),
+        ("<think>Score: 0</think> 1.0", 1),
+        ("<think>it is 7 or 8</think>\n1.0", 1),
+        ("1", 1),
+        (" 0.0\n", 0),
+        ("'1.0'", 1),
+        (".5", 0.5),
+        ("Score: 1.5", None),
+        ("Score: 10", None),
+        ("Score: -1", None),
+        ("Score: one", None),
+        ("Score: 1/2", None),
+        ("Score:", None),
+        ("2", None),
+        ("the answer 1 is right", None),
+        ("yes", None),
+        ("nan", None),
+        ("1e0", None),
+        ("", None),
+    ],
+)
+def test_scores_by_hand(reply: str, score: float | None):
+    assert score_in(reply) == score
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": ""}, "model must be the name of a model, got ''"),
+        ({"base_url": "localhost:8000"}, "base_url must be an http(s) address, got 'localhost:8000'"),
+        ({"prompt": "Is it right?"}, "prompt must be a text with {given} where the answer goes"),
+        ({"temperature": -1.0}, "temperature must be None or at least 0, got -1.0"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),
+        ({"max_retries": -1}, "max_retries must be at least 0, got -1"),
+        ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLMJudge(**{"model": "m"} | arguments)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"LLMJudge needs openai: pip install 'grpo-lightning\[judge\]'"):
+        LLMJudge("m")
