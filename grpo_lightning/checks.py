@@ -173,8 +173,8 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
     data_checks.check_rewards(module, trainer)
-    data_checks.check_prompts(module, trainer)
     data_checks.check_boxes(module, trainer)
+    data_checks.check_prompts(module, trainer)
 
 
 def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:

@@ -19,7 +19,7 @@ def completion(length):
 def evaluation(rewards, lengths, *, sources=None, **by_reward):
     """[N][G] rewards and lengths; the total counts as a reward too."""
     groups = [
-        Group(Prompt("p", {"answer": n}, index=n, source=source), [5], [completion(length) for length in row])
+        Group(Prompt("p", columns={"answer": n}, index=n, source=source), [5], [completion(length) for length in row])
         for n, (row, source) in enumerate(zip(lengths, sources or [""] * len(lengths), strict=True))
     ]
     columns = {name: torch.tensor(values) for name, values in by_reward.items()}

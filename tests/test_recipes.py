@@ -3,6 +3,7 @@
 On one process; `tests/distributed/` runs strategies on several.
 """
 
+import copy
 import csv
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
@@ -23,11 +25,13 @@ from grpo_lightning.planning.shape import ModelShape
 from grpo_lightning.planning.state_parts import state_parts
 from grpo_lightning.planning.states import division_of
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
+from tests import tiny_vlms
 from tests.planning.real_shapes import PUBLISHED
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-WHOLE = sorted(RECIPES.glob("*.yaml"))
+VISION = sorted((RECIPES / "vlm").glob("*.yaml"))
+WHOLE = sorted(RECIPES.glob("*.yaml")) + VISION
 OBJECTIVES = sorted((RECIPES / "objectives").glob("*.yaml"))
 STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 
@@ -45,12 +49,48 @@ ONE_PROCESS = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_
 def tiny(tmp_path, monkeypatch):
     """A tiny model and data in an empty current folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     tiny_model("qwen2").save_pretrained("policy")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
     tokenizer.save_pretrained("policy")
     rows = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"\\boxed{{{i + 1}}}"} for i in range(12)]
+    write_rows(rows)
+
+
+def write_rows(rows: list[dict[str, Any]]) -> None:
+    """The data that recipes are run with."""
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+FAMILIES = {"Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl", "OpenGVLab/InternVL3-2B-hf": "internvl"}
+"""Of the policies of the recipes that see images."""
+
+SOLUTIONS = {
+    "gui_multi_image": "the left button",
+    "ovd_od_length": [{"bbox_2d": [0, 0, 40, 40], "label": "cat"}],
+    "counting": "<answer> 3 </answer>",
+}
+"""Of a row; the other recipes ask for a box."""
+
+IMAGES = {"gui_multi_image": [(1280, 800)] * 2, "counting": [(480, 320)]}
+"""Width and height of a row's images in the data of a recipe; of the others (640, 480), as in COCO."""
+
+
+def tiny_vision(recipe: Path) -> None:
+    """A tiny model of the recipe's family and data as it has them, instead of the fixture's."""
+    (family,) = [FAMILIES[name] for name in FAMILIES if name in recipe.read_text()]
+    model, processor = tiny_vlms.build(family)
+    model.save_pretrained("policy")
+    processor.save_pretrained("policy")
+    rows = []
+    for number in range(6):
+        names = [f"{number}-{part}.png" for part in range(len(IMAGES.get(recipe.stem, [0])))]
+        for name in names:
+            tiny_vlms.picture(number).save(name)
+        solution = SOLUTIONS.get(recipe.stem, [0, 0, 40, 40])
+        rows.append({"image": names if len(names) > 1 else names[0], "problem": "where?", "solution": solution})
+    write_rows(rows)
 
 
 def flags(recipe: Path) -> list[str]:
@@ -59,16 +99,24 @@ def flags(recipe: Path) -> list[str]:
     for long, short in (SHORTER | WITHOUT_CUDA).items():
         content = content.replace(long, short)
     Path("recipe.yaml").write_text(content)
-    has_settings = isinstance(yaml.safe_load(content)["model"]["policy"], dict)
+    if recipe in VISION:
+        tiny_vision(recipe)
+    config = yaml.safe_load(content)
+    has_settings = isinstance(config["model"]["policy"], dict)
+    # How boxes are given and rows are scored is the recipe's matter.
+    kept = {"boxes", "accu_reward_method"}
+    entry = {name: value for name, value in config["data"]["datasets"][0].items() if name in kept}
+    held_out = json.dumps([{**entry, "json_path": "rows.jsonl", "sampling_strategy": "first:4"}])
     return [
         "--config=recipe.yaml",
         f"--model.policy{'.init_args.name' if has_settings else ''}=policy",
         "--data.prepare=null",
-        "--data.max_prompt_length=200",
+        "--data.max_prompt_length=400",
         "--trainer.accumulate_grad_batches=2",
         "--trainer.val_check_interval=2",
-        '--data.datasets=[{"json_path": "rows.jsonl"}]',
-        '--data.val_datasets=[{"json_path": "rows.jsonl", "sampling_strategy": "first:4"}]',
+        f"--data.datasets={json.dumps([{**entry, 'json_path': 'rows.jsonl'}])}",
+        "--data.val_datasets=null" if "val_split" in config["data"] else f"--data.val_datasets={held_out}",
+        *(["--data.val_split=2"] if "val_split" in config["data"] else []),
         "--data.batch_size=4",
         "--model.sampling.max_completion_length=6",
         "--data.val_batch_size=4",
@@ -100,7 +148,8 @@ def test_recipe_header_says_what_to_expect(recipe):
     for word in ("Shows:", "Expect:", "Hardware:", "Command:"):
         assert any(word in line for line in header), word
     (command,) = [line for line in header if "Command:" in line]
-    assert f"--config recipes/{recipe.name}" in command or command.endswith(f"--config {recipe.stem}")
+    name = recipe.relative_to(RECIPES)
+    assert f"--config recipes/{name}" in command or command.endswith(f"--config {name.with_suffix('')}")
 
 
 @pytest.mark.parametrize("fragment", OBJECTIVES, ids=lambda path: path.stem)
@@ -187,13 +236,41 @@ def hardware(recipe: Path) -> str:
     return header.partition("Hardware: ")[2].partition(" Command:")[0]
 
 
+def published_vision(recipe: Path, config: Any) -> list[str]:
+    """The published model's config and image processor, a tiny tokenizer, and a row with images of the data's size."""
+    own, processor = tiny_vlms.BUILDERS[config.model_type]()
+    config = copy.deepcopy(config)
+    for name in ("image_token_id", "video_token_id"):
+        setattr(config, name, getattr(own, name, None))
+    images = processor.image_processor
+    if config.model_type == "internvl":
+        processor.image_seq_length = 256
+        images.size = type(images.size)(height=448, width=448)
+    else:
+        images.size = type(images.size)(shortest_edge=56 * 56, longest_edge=28 * 28 * 16384)
+    config.save_pretrained("policy")
+    processor.save_pretrained("policy")
+    row = {"problem": "where?", "solution": SOLUTIONS.get(recipe.stem, [0, 0, 40, 40]), "image": []}
+    for number, size in enumerate(IMAGES.get(recipe.stem, [(640, 480)])):
+        Image.new("RGB", size).save(f"{number}.png")
+        row["image"].append(f"{number}.png")
+    write_rows([row])
+    return ["--data.val_split=null"]
+
+
 def planned(recipe: Path, prompt_tokens: int, device_gib: int, capsys, *more: str) -> str:
     """What `plan` prints for a recipe, with the published model's config and as many prompts as its data have."""
     content = yaml.safe_load(recipe.read_text())
-    PUBLISHED[content["model"]["policy"]["init_args"]["name"]].save_pretrained("policy")
-    row = {"question": "1+1", "answer": "2", "solution": "\\boxed{2}"}
-    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * ROWS[content["data"]["datasets"][0]["dataset"]])
-    data = ['--data.datasets=[{"json_path": "rows.jsonl"}]', "--data.val_datasets=null", "--data.prepare=null"]
+    config, entry = PUBLISHED[content["model"]["policy"]["init_args"]["name"]], content["data"]["datasets"][0]
+    kept = {"json_path": "rows.jsonl"}
+    if recipe in VISION:
+        more = (*more, *published_vision(recipe, config))
+        kept |= {name: entry[name] for name in ("accu_reward_method",) if name in entry}
+    else:
+        config.save_pretrained("policy")
+        row = {"question": "1+1", "answer": "2", "solution": "\\boxed{2}"}
+        Path("rows.jsonl").write_text((json.dumps(row) + "\n") * ROWS[entry["dataset"]])
+    data = [f"--data.datasets={json.dumps([kept])}", "--data.val_datasets=null", "--data.prepare=null"]
     sizes = [f"--prompt_tokens={prompt_tokens}", f"--device_gib={device_gib}"]
     args = ["plan", "--config", str(recipe), "--model.policy.init_args.name=policy", *data, *sizes, *more]
     if recipe.stem == "zero3_70b":
@@ -217,17 +294,25 @@ def test_every_number_of_a_header_is_what_plan_says(recipe, tiny, capsys):
     """`plan` rounds to a tenth, the header to whole GiB."""
     written, data = hardware(recipe), yaml.safe_load(recipe.read_text())["data"]
     (tokens,) = numbers(r"prompts of (\d+) tokens", written)
-    assert tokens <= data["max_prompt_length"]
+    assert tokens <= data.get("max_prompt_length", tokens)
     (device,) = numbers(r"of (\d+) GB", written)
     (peak,) = numbers(r"about (\d+) GiB", written)
     told = planned(recipe, int(tokens), int(device), capsys)
     assert numbers(r"It fits: ([\d.]+) of", told) == [pytest.approx(peak, abs=0.6)]
     checked = [r"one GPU|\d+ GPUs|\d+ nodes of \d+", r"of \d+ GB", r"about \d+ GiB", r"prompts of \d+ tokens"]
-    if "at least" in written:
+    if "at least" in written and "a step at least" not in written:
         time = r"at least ([\d.]+) (hours|days|h)"
         (longest, unit), (length, short) = numbers(time, written), numbers(r"The run,.*? at least ([\d.]+) (\w+)", told)
         assert (longest, unit[0]) == (pytest.approx(length, rel=0.03), short[0])
         checked += [time, r"the \d+ (steps|epochs)"]
+    if "a step at least" in written:
+        (step,) = numbers(r"a step at least (\d+) s", written)
+        drawn, scored = numbers(r"A rollout and its updates: at least ([\d.]+) s .*?, ([\d.]+) s to score", told)
+        assert step == pytest.approx(drawn + scored, abs=1.5)
+        (of_images,) = numbers(r"tokens, (\d+) of them", written)
+        many, what = numbers(r"x ([\d]+) (patches|tokens of a frozen tower)", told.replace(",", ""))
+        assert of_images == (many / 4 if what == "patches" else many)
+        checked += [r"a step at least \d+ s", r"\d+ of them"]
     if "the CPU" in written:
         (host,) = numbers(r"(\d+) GiB of the CPU's", written)
         assert numbers(r"On the CPU, for every device of a node: ([\d.]+) GiB", told) == [pytest.approx(host, abs=0.6)]

@@ -3,9 +3,7 @@
 import html
 import json
 import logging
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,26 +13,33 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo_lightning.callbacks import CompletionLog
-from grpo_lightning.callbacks.completion_tables import CompletionTables, cells, choose, load_image, markdown
+from grpo_lightning.callbacks.completion_tables import CompletionTables, cells, choose, markdown
+from grpo_lightning.images import ImageRef
 from grpo_lightning.types import Prompt
-from tests.module_runs import ScriptedEngine, fit, make_module
-from tests.tiny_models import EOS, tiny_tokenizer
+from tests.grounding_runs import Answers, grounding_module
+from tests.module_runs import fit, make_module
 
 TEXTS = ["<think>|x", "a *b*", "ee", "c"]
-RED, BLUE = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 2), "blue")
+RED, BLUE = Image.new("RGB", (84, 56), "red"), Image.new("RGB", (56, 56), "blue")
 
 
 def num_vowels(completions, log_extra):
-    log_extra("letters", [list(text[:2]) for text in completions])
-    return [None if text == "c" else float(sum(c in "aeiou" for c in text)) for text in completions]
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    log_extra("letters", [list(text[:2]) for text in texts])
+    return [None if text == "c" else float(sum(c in "aeiou" for c in text)) for text in texts]
 
 
-def train(loggers, prompts=("p",), **options):
-    engine = ScriptedEngine([[*tiny_tokenizer()(text)["input_ids"], EOS] for text in TEXTS])
-    module = make_module(rewards=[num_vowels], engine=engine, num_iterations=2)
+def train(loggers, *images, **options):
+    """Two rollouts of four completions, of a policy that sees images if there are some."""
+    make, prompt = make_module, Prompt("p", index=0)
+    if images:
+        parts = [{"type": "image"}] * len(images)
+        prompt = Prompt([{"role": "user", "content": parts}], images=[ImageRef(image) for image in images], index=0)
+        make = grounding_module
+    module = make(rewards=[num_vowels], engine=Answers(*TEXTS), num_iterations=2)
     log = CompletionLog(**options)
     flags = {"max_steps": 4, "max_epochs": -1, "shuffle": False, "callbacks": [log], "log_every_n_steps": 1}
-    fit(module, list(prompts), batch_size=1, logger=loggers, **flags)
+    fit(module, [prompt], batch_size=1, logger=loggers, **flags)
     return [json.loads(line) for line in log.path.read_text().splitlines()]
 
 
@@ -44,8 +49,7 @@ def test_weights_and_biases_has_the_tables(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     caplog.set_level(logging.INFO)
-    prompts = [Prompt("p", {"images": [RED]}, index=0)]
-    lines = train(WandbLogger(save_dir=tmp_path, offline=True), prompts, max_rows=3, dirpath=str(tmp_path))
+    lines = train(WandbLogger(save_dir=tmp_path, offline=True), RED, max_rows=3, dirpath=str(tmp_path))
     wandb.finish()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     tables = sorted((run / "files/media/table/rollout").iterdir(), key=lambda path: int(path.name.split("_")[1]))
@@ -71,9 +75,8 @@ def events_of(folder):
 
 def test_tensorboard_has_text_and_images(tmp_path):
     RED.save(tmp_path / "red.png")
-    prompts = [Prompt("p", {"images": [str(tmp_path / "red.png"), BLUE]}, index=0)]
     logger = TensorBoardLogger(tmp_path, name="log", version=0)
-    lines = train(logger, prompts, num_samples=1)
+    lines = train(logger, tmp_path / "red.png", BLUE, num_samples=1)
     events = events_of(tmp_path / "log/version_0")
     texts = events.Tensors("rollout/completions/text_summary")
     assert [event.step for event in texts] == [0, 2]
@@ -189,22 +192,11 @@ def test_cells_have_one_type_each():
     }
 
 
-@pytest.mark.parametrize(
-    ("images", "said"),
-    [(["nowhere.png"], "nowhere.png"), ([b"bytes"], "must hold PIL images or paths, got bytes"), (3, "got int")],
-)
-def test_an_image_that_cannot_be_shown_is_said_once_and_stops_nothing(images, said, caplog):
+def test_an_image_that_cannot_be_shown_is_said_once_and_stops_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     tables = CompletionTables(1, 1)
+    prompt = Prompt("p", images=[ImageRef(tmp_path / "nowhere.png", where="rows.jsonl:3"), ImageRef(BLUE)])
     for _ in range(2):
-        assert list(tables.images(Prompt("p", {"images": images}))) == []
-    assert caplog.text.count("Some images of prompts are not shown") == 1
-    assert said in caplog.text
-
-
-def test_images_become_rgb(tmp_path):
-    assert np.asarray(load_image(Image.new("RGBA", (3, 2)))).shape == (2, 3, 3)
-    RED.convert("P").save(tmp_path / "red.gif")
-    assert np.asarray(load_image(tmp_path / "red.gif"))[0, 0].tolist() == [255, 0, 0]
-    assert [image.size for image in CompletionTables(1, 1).images(Prompt("p", {"images": BLUE}))] == [BLUE.size]
-    assert not list(CompletionTables(1, 1).images(SimpleNamespace(columns={"images": None})))
+        assert [image.size for image in tables.images(prompt)] == [BLUE.size]
+    assert caplog.text.count("Some images of prompts are not shown: rows.jsonl:3") == 1
+    assert list(tables.images(None)) == []

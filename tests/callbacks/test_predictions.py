@@ -12,7 +12,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.types import Prompt
 from tests.module_runs import make_module, make_trainer
 
-PROMPTS = [Prompt(f"p{i}", {"answer": i}, index=i, source="train") for i in range(3)]
+PROMPTS = [Prompt(f"p{i}", columns={"answer": i}, index=i, source="train") for i in range(3)]
 
 
 def predict(module, **options):

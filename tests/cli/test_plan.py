@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from grpo_lightning.cli import plan, plan_devices, plan_memory, plan_tables
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.plan_devices import Ranks
+from grpo_lightning.cli.plan_lengths import Longest
 from grpo_lightning.cli.plan_memory import Described
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.planning.activations import ScoredBatch
@@ -186,7 +187,7 @@ def test_memory_in_gib_for_a_published_model(recipe, said):
 def known(**changes):
     """What was found out of a configuration, for the lines alone."""
     values = {"train_prompts": [Prompt("p")] * 10, "val_prompts": [Prompt("p")] * 3}
-    return plan.Known(Ranks(1, 1, ""), prompt_tokens=10, why_prompt_tokens="", **(values | changes))
+    return plan.Known(Ranks(1, 1, ""), longest=Longest(10, ""), **(values | changes))
 
 
 @pytest.mark.parametrize(

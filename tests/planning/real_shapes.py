@@ -84,6 +84,60 @@ def llama_70b() -> PretrainedConfig:
     return AutoConfig.for_model("llama", **LLAMA_70B)
 
 
+QWEN2_5_VL_3B_TEXT = QWEN_1_5B | {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 128000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+QWEN2_5_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+"""Qwen/Qwen2.5-VL-3B-Instruct."""
+
+
+def qwen2_5_vl_3b() -> PretrainedConfig:
+    """The config of Qwen2.5-VL-3B."""
+    return AutoConfig.for_model(
+        "qwen2_5_vl", text_config=QWEN2_5_VL_3B_TEXT, vision_config=QWEN2_5_VISION, tie_word_embeddings=True
+    )
+
+
+INTERNVL3_2B_TEXT = QWEN_1_5B | {"model_type": "qwen2", "vocab_size": 151674, "tie_word_embeddings": False}
+INTERN_VIT_300M = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": [448, 448],
+    "patch_size": [14, 14],
+    "attention_bias": True,
+}
+"""OpenGVLab/InternVL3-2B-hf."""
+
+
+def internvl3_2b() -> PretrainedConfig:
+    """The config of InternVL3-2B in transformers' own form."""
+    return AutoConfig.for_model(
+        "internvl",
+        text_config=INTERNVL3_2B_TEXT,
+        vision_config=INTERN_VIT_300M,
+        image_seq_length=256,
+        tie_word_embeddings=False,
+    )
+
+
 PUBLISHED: dict[str, PretrainedConfig] = {
     "meta-llama/Llama-3.2-1B-Instruct": llama_1b(),
     "meta-llama/Llama-3.3-70B-Instruct": llama_70b(),
@@ -91,5 +145,7 @@ PUBLISHED: dict[str, PretrainedConfig] = {
     "Qwen/Qwen2.5-Math-1.5B": qwen_1_5b(),
     "Qwen/Qwen2.5-7B-Instruct": AutoConfig.for_model("qwen2", **QWEN_7B),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": AutoConfig.for_model("qwen2", **QWEN_32B),
+    "Qwen/Qwen2.5-VL-3B-Instruct": qwen2_5_vl_3b(),
+    "OpenGVLab/InternVL3-2B-hf": internvl3_2b(),
 }
 """The policies of the recipes, by their names on the hub."""

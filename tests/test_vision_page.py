@@ -1,0 +1,59 @@
+"""docs/vision.md: its families are those of the package, its recipes are there, and its numbers are those of `plan`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.grounding import MeanIoU, RECAccuracy
+from grpo_lightning.planning.image_parts import Images, feature_bytes, tower_bytes
+from grpo_lightning.planning.precision import precision_of
+from grpo_lightning.planning.shape import meta_model, shape_of
+from grpo_lightning.policy.families import FAMILIES
+from grpo_lightning.policy.tokenizers import SETTINGS
+from tests.pages import read, tables
+from tests.planning.real_shapes import qwen2_5_vl_3b
+
+PAGE = read("vision.md")
+RECIPES = Path(__file__).parents[1] / "recipes" / "vlm"
+
+
+def rows(heading):
+    return [row for row in tables(PAGE) if row.heading == heading]
+
+
+def test_the_families_are_those_of_the_package():
+    found = {row.names()[0]: row for row in rows("Families")}
+    assert found.keys() == FAMILIES.keys()
+    for name, family in FAMILIES.items():
+        row = found[name]
+        assert ("0 to 1000" in row.cells[2]) == (family.coordinates == "norm1000")
+        limits = {setting for setting, resizing in SETTINGS.items() if resizing == family.resizing}
+        assert {limit.removeprefix("policy.") for limit in row.names(3)} == limits
+
+
+def test_every_recipe_is_named():
+    named = set(re.findall(r"`(\w[\w.]+)`", PAGE.partition("are in `recipes/vlm/`:")[2].partition("What else")[0]))
+    assert named == {path.stem for path in RECIPES.glob("*.yaml")}
+
+
+def test_the_metrics_are_named_as_they_log():
+    logged = {row.names()[0]: row.names(1)[0] for row in rows("Evaluation")}
+    assert logged == {"MeanIoU": MeanIoU().name, "RECAccuracy": RECAccuracy().name}
+
+
+def test_the_memory_of_an_image_is_what_plan_counts():
+    shape, precision = shape_of(meta_model(qwen2_5_vl_3b())), precision_of("bf16-mixed", "float32")
+    assert "669 of 3,755 million weights" in PAGE
+    assert (round(shape.num_vision_weights / 1e6), round(shape.num_weights / 1e6)) == (669, 3755)
+    whole, layers, features = (float(re.search(r"([\d.]+) [GM]iB", row.cells[1])[1]) for row in rows("Memory"))
+    assert whole == pytest.approx(tower_bytes(shape.tower, 391, precision) / 2**30, rel=0.02)
+    checkpointed = tower_bytes(shape.tower, 391, precision, checkpointing="layers")
+    assert layers == pytest.approx(checkpointed / 2**30, rel=0.02)
+    kept = feature_bytes(shape, Images(391, 1, is_tower_trained=False), precision)
+    assert features == pytest.approx(kept / 2**20, rel=0.03)
+
+
+def test_the_prompt_in_every_row_is_as_many_tokens_as_said():
+    times = float(re.search(r"a micro-batch would have ([\d.]+) times the tokens", PAGE)[1])
+    assert times == pytest.approx(8 * (391 + 256) / (391 + 8 * 256), rel=0.02)
