@@ -7,14 +7,15 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
+from grpo_lightning.images import ImageRef
 from grpo_lightning.rewards import Scores
 from grpo_lightning.types import Group, SamplingParams
 
@@ -44,6 +45,10 @@ class Validation:
     confidence: float = 0.95
     """Of the intervals `.../low` and `.../high`."""
 
+    metrics: list[Metric] = dataclasses.field(default_factory=list)
+    """Numbers beside the rewards: torchmetrics whose `update` takes an `Evaluation`, `grpo_lightning.grounding.MeanIoU`
+    for example. A number is logged by the name of the metric (`name`, else its class), a mapping by its keys."""
+
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
         fields = [field.name for field in dataclasses.fields(SamplingParams)]
@@ -62,6 +67,11 @@ class Validation:
                 "sampling",
                 isinstance(self.sampling, Mapping) and set(self.sampling) <= set(fields),
                 f"a mapping of what differs from training, of {', '.join(fields)}",
+            ),
+            (
+                "metrics",
+                all(isinstance(metric, Metric) for metric in self.metrics),
+                "a list of torchmetrics.Metric objects",
             ),
         ]
         for name, is_valid, allowed in limits:
@@ -91,18 +101,67 @@ class Evaluation:
     groups: list[Group]
     scores: Scores
 
+    def of_source(self, source: str) -> Evaluation:
+        """The part of one source of the data."""
+        rows = [n for n, group in enumerate(self.groups) if group.prompt.source == source]
+        by_reward = {name: values[rows] for name, values in self.scores.by_reward.items()}
+        scores = dataclasses.replace(self.scores, total=self.scores.total[rows], by_reward=by_reward, extras={})
+        return Evaluation([self.groups[n] for n in rows], scores)
+
+
+class FurtherMetrics(nn.ModuleList):
+    """Empty copies of the metrics of a `Validation`."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        super().__init__(metric.clone() for metric in metrics)
+
+    def each(self) -> Iterator[Metric]:
+        """The metrics."""
+        return cast(Iterator[Metric], iter(self))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for metric in self.each():
+            metric.reset()
+
+    def update(self, evaluation: Evaluation) -> None:
+        """Add an evaluation."""
+        for metric in self.each():
+            metric.update(evaluation)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers by name, over all ranks; what has no value is left out."""
+        found: dict[str, float] = {}
+        for metric in self.each():
+            value = metric.compute()
+            name = getattr(metric, "name", None) or type(metric).__name__
+            own = value if isinstance(value, Mapping) else {name: value}
+            found = joined(found, {str(key): float(number) for key, number in own.items()})
+        return {name: value for name, value in found.items() if value == value}
+
+
+def joined(numbers: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    """Numbers and those of metrics together. Raises: ValueError if a name is taken."""
+    if taken := sorted(numbers.keys() & others.keys()):
+        raise ValueError(
+            f"validation.metrics gives {taken[0]!r}, and so does a reward, or another metric. Leave it out if it is "
+            "the same number, or give the reward another name (WeightedReward.name)."
+        )
+    return numbers | others
+
 
 class EvaluationTable(Metric):
     """Sums up evaluations, of all ranks, completion by completion: batches of different size average right.
 
     `compute` gives the means of `reward`, every reward by name, `length` (tokens) and `truncated` over the scorable
-    completions; `avg@G` and `pass@k` over prompts, each with the interval `/low`, `/high`; and all of it for every
-    source of the data (`source/<name>/...`) if there is more than one. What has no value is left out.
+    completions; `avg@G` and `pass@k` over prompts, each with the interval `/low`, `/high`; the numbers of
+    `validation.metrics`; and all of it for every source of the data (`source/<name>/...`) if there is more than one.
+    What has no value is left out.
 
     Args:
         rewards: Names of the rewards.
         num_generations: G, completions per prompt.
-        validation: What counts as solved.
+        validation: What counts as solved, and further metrics.
         sources: Names of the data's sources, in the same order on every rank.
     """
 
@@ -114,20 +173,34 @@ class EvaluationTable(Metric):
     ) -> None:
         super().__init__()
         # A rank may have no prompts, and still takes part in what the others gather.
-        warnings.filterwarnings("ignore", message="The ``compute`` method of metric EvaluationTable was called before")
+        kinds = {type(metric).__name__ for metric in (self, *validation.metrics)}
+        before = f"The ``compute`` method of metric ({'|'.join(sorted(kinds))}) was called before"
+        warnings.filterwarnings("ignore", message=before)
         self.columns = ["source", "solved", "reward", *rewards, "length", "truncated"]
         self.num_generations, self.validation, self.sources = num_generations, validation, list(sources)
         self.success = validation.success or rewards[0]
+        self.metrics = FurtherMetrics(validation.metrics)
+        self.metrics_of_sources = nn.ModuleList(FurtherMetrics(validation.metrics) for _ in self.sources)
         self.add_state("rows", default=[], dist_reduce_fx="cat")
         self.reset()
+
+    @property
+    def of_sources(self) -> list[FurtherMetrics]:
+        """Of every source, its metrics."""
+        return cast(list[FurtherMetrics], list(self.metrics_of_sources))
 
     def reset(self) -> None:
         """Forget everything; a rank without prompts still has a table, of no rows, to gather."""
         super().reset()
         self.rows.append(torch.zeros(0, self.num_generations, len(self.columns), device=self.device))
+        for metrics in (self.metrics, *self.of_sources):
+            metrics.reset()
 
     def update(self, evaluation: Evaluation) -> None:
         """Add the rows [N, G, columns] of an evaluation."""
+        self.metrics.update(evaluation)
+        for name, metrics in zip(self.sources, self.of_sources, strict=True):
+            metrics.update(evaluation.of_source(name))
         groups, scores = evaluation.groups, evaluation.scores
         if not groups:  # a rank whose share of the batch is empty
             return
@@ -149,13 +222,14 @@ class EvaluationTable(Metric):
     def compute(self) -> dict[str, float]:
         """The numbers by name."""
         rows = dim_zero_cat(self.rows).cpu()  # [N, G, columns]
-        numbers = self.summary(rows)
+        numbers = joined(self.summary(rows), self.metrics.numbers())
         of_sources: dict[str, float] = {}
-        for place in rows[:, 0, 0].unique().tolist():
+        for place in rows[:, 0, 0].unique().tolist():  # of all ranks: each of them asks for the same numbers
             chosen = rows[rows[:, 0, 0] == place]
             if place >= 0 and len(chosen) < len(rows):
                 name = self.sources[int(place)]
-                of_sources |= {f"source/{name}/{key}": value for key, value in self.summary(chosen).items()}
+                own = joined(self.summary(chosen), self.of_sources[int(place)].numbers())
+                of_sources |= {f"source/{name}/{key}": value for key, value in own.items()}
         return numbers | of_sources
 
     def summary(self, rows: Tensor) -> dict[str, float]:
@@ -197,7 +271,7 @@ def means(evaluations: Sequence[Evaluation], validation: Validation | None = Non
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """One record per completion; None where it is not scorable."""
+    """One record per completion; None where it is not scorable. Images are named, not held."""
     scores = evaluation.scores
     for n, group in enumerate(evaluation.groups):
         prompt = group.prompt
@@ -212,8 +286,15 @@ def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
                 "finish_reason": completion.finish_reason,
                 "reward": number(scores.total[n, g]),
                 "rewards": {name: number(values[n, g]) for name, values in scores.by_reward.items()},
-                "columns": dict(prompt.columns),
+                "columns": {name: without_images(value) for name, value in prompt.columns.items()},
             }
+
+
+def without_images(value: Any) -> Any:
+    """The value of a column, images as the texts that name them."""
+    if isinstance(value, ImageRef):
+        return str(value)
+    return [without_images(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def number(value: Tensor) -> float | None:

@@ -1,9 +1,10 @@
 """A checkpoint of a run to a folder that transformers loads.
 
-A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer are the policy's,
-as it was before training. So the policy is loaded first and the checkpoint laid over it. Adapters are merged into that
-copy, or written beside it as peft loads them. The copy is never quantised: adapters trained on 4 or 8 bits are merged
-into the full-precision weights, which differ from those of the run by the quantisation.
+A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer, or the processor
+of a policy that sees images, are the policy's, as it was before training. So the policy is loaded first and the
+checkpoint laid over it. Adapters are merged into that copy, or written beside it as peft loads them. The copy is never
+quantised: adapters trained on 4 or 8 bits are merged into the full-precision weights, which differ from those of the
+run by the quantisation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import TRAINED
 from grpo_lightning.policy.quantization import Quantization
@@ -24,7 +26,17 @@ from grpo_lightning.policy.trained import limit_training
 from grpo_lightning.policy.writing import original_tokenizer, write_policy
 from grpo_lightning.saved import num_trained, opened, policy_weights, run_config
 
-KEPT = ("lora", "freeze_layers", "dtype", "quantization", "trust_remote_code")
+KEPT = (
+    "lora",
+    "freeze_layers",
+    "freeze_vision_modules",
+    "max_pixels",
+    "min_pixels",
+    "max_anyres_num",
+    "dtype",
+    "quantization",
+    "trust_remote_code",
+)
 """Settings of the run's policy that hold for one given by hand as well."""
 
 
@@ -48,6 +60,9 @@ class Export:
     quantization: Quantization = "none"
     """Of the weights that the adapters were trained on; what is written never is."""
 
+    sees_images: bool = False
+    """True of a vision-language model, with its processor."""
+
 
 def export(
     checkpoint: str | Path,
@@ -60,6 +75,8 @@ def export(
     force: bool = False,
 ) -> Export:
     """Write a checkpoint's policy as a folder for `from_pretrained`: weights, config, generation config, tokenizer.
+
+    Of a policy that sees images the processor, too, with the limits of images that the run had.
 
     Args:
         checkpoint: A file of a run, or a folder of one that was saved in shards.
@@ -115,6 +132,7 @@ def export(
         files=sorted(path for path in folder.iterdir() if path.is_file()),
         is_adapter=adapter,
         quantization=loader.quantization,
+        sees_images=sees_images(loader.load_config()),
     )
 
 
@@ -176,16 +194,18 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
     """What the policy was loaded from; never quantised."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from grpo_lightning.policy.naming import naming
 
+    config = loader.load_config()
+    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
     if loader.from_scratch:
-        return AutoModelForCausalLM.from_config(loader.load_config(), **options).eval()
+        return auto_class.from_config(config, **options).eval()
     assert loader.name is not None
     with naming("policy", loader.name):
-        return AutoModelForCausalLM.from_pretrained(loader.name, revision=loader.revision, **options).eval()
+        return auto_class.from_pretrained(loader.name, revision=loader.revision, **options).eval()
 
 
 def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool) -> int:

@@ -3,8 +3,17 @@
 from grpo_lightning.callbacks.before_after import BeforeAfter
 from grpo_lightning.callbacks.completions import CompletionLog
 from grpo_lightning.callbacks.curves import LearningCurves
+from grpo_lightning.callbacks.draw_boxes import DrawBoxes
 from grpo_lightning.callbacks.export import ExportPolicy
 from grpo_lightning.callbacks.predictions import WritePredictions
 from grpo_lightning.callbacks.progress import ProgressBar
 
-__all__ = ["BeforeAfter", "CompletionLog", "ExportPolicy", "LearningCurves", "ProgressBar", "WritePredictions"]
+__all__ = [
+    "BeforeAfter",
+    "CompletionLog",
+    "DrawBoxes",
+    "ExportPolicy",
+    "LearningCurves",
+    "ProgressBar",
+    "WritePredictions",
+]

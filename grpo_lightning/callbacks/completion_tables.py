@@ -6,7 +6,6 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +78,10 @@ class CompletionTables:
 
     def images(self, prompt: Prompt | None) -> Iterator[Any]:
         """The images of a prompt, as PIL has them. One that cannot be shown is said once, and stops no run."""
-        column = None if prompt is None else prompt.columns.get("images")
-        for image in column if isinstance(column, Sequence) and not isinstance(column, str) else [column]:
-            if image is None:
-                continue
+        for image in () if prompt is None else prompt.images:
             try:
-                yield load_image(image)
-            except (OSError, TypeError, ImportError) as error:
+                yield image.read()
+            except ValueError as error:  # a file that is gone, for example
                 self.say(f"Some images of prompts are not shown: {error}")
 
     def say(self, message: str) -> None:
@@ -148,26 +144,6 @@ def as_markdown(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).translate(ESCAPES)
-
-
-def load_image(image: Any) -> Any:
-    """A PIL image in RGB, of one or of the path of one.
-
-    Raises:
-        TypeError: If it is neither.
-        OSError: If the file is not there or no image.
-        ImportError: If pillow is not installed.
-    """
-    if isinstance(image, str | PathLike):
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ImportError("images need pillow: pip install 'grpo-lightning[vision]'.") from error
-        with Image.open(image) as opened:
-            return opened.convert("RGB")
-    if not hasattr(image, "convert"):
-        raise TypeError(f"the column 'images' must hold PIL images or paths, got {type(image).__name__}.")
-    return image.convert("RGB")
 
 
 def add_tensorboard_images(logger: TensorBoardLogger, images: Sequence[tuple[str, Any]], step: int) -> None:

@@ -34,7 +34,7 @@ class CompletionLog(L.Callback):
     number of ranks.
 
     Weights & Biases also gets a table of every rollout, and TensorBoard the best, the worst and a few others, with
-    their images where prompts have an `images` column. Of images there are those of rank 0 only.
+    the images of their prompts. Of images there are those of rank 0 only.
 
     Args:
         every_n_rollouts: Write only every so many rollouts.

@@ -15,6 +15,8 @@ from grpo_lightning.policy.writing import original_tokenizer, whole_weights, wri
 class ExportPolicy(L.Callback):
     """Writes the policy when training ends: weights, config and tokenizer, or with LoRA the adapter alone.
 
+    Of a policy that sees images its processor, too.
+
     Of sharded weights every rank gathers one at a time, and rank 0 writes them, in the precision they are trained in.
     Nothing is written of a run that failed.
 
@@ -53,17 +55,15 @@ class ExportPolicy(L.Callback):
         folder = run_folder(trainer, None) / self.folder / name
         weights = whole_weights(pl_module.policy, pl_module.sharding, keeps=trainer.is_global_zero)
         if trainer.is_global_zero:
-            write_loaded(pl_module.policy, pl_module.tokenizer, pl_module.loader, folder, weights)
+            write_loaded(pl_module.policy, pl_module.loader, folder, weights)
         trainer.strategy.barrier()
 
 
-def write_loaded(policy: Any, tokenizer: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
-    """Write a policy with the config and the tokenizer that it was loaded with: a run changes its own."""
+def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
+    """Write a policy with the config and the tokenizer or processor that it was loaded with: a run changes its own."""
     config = None
-    if isinstance(loader.tokenizer or loader.name, str | Path):
-        tokenizer = original_tokenizer(loader)
     if loader.name is not None:
         config = loader.load_config()
         config.dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # as fully_shard calls the class
-    write_policy(policy, tokenizer, folder, config=config, weights=weights)
+    write_policy(policy, original_tokenizer(loader), folder, config=config, weights=weights)

@@ -22,19 +22,20 @@ def run(args: list[str]) -> None:
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
-    print(f"Config, tokenizer{taken} are those of {written.policy}.")
+    tokenizer, model = ("processor", "ImageTextToText") if written.sees_images else ("tokenizer", "CausalLM")
+    print(f"Config, {tokenizer}{taken} are those of {written.policy}.")
     if written.quantization != "none":
         what = "the adapter goes with" if written.is_adapter else "the adapter is merged into"
         print(f"The run kept frozen weights in {written.quantization}; {what} the full-precision ones.")
     print("To load it:")
-    print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
+    print(f"  from transformers import AutoModelFor{model}, Auto{tokenizer.title()}")
     if written.is_adapter:
         print("  from peft import PeftModel")
-        print(f'  base = AutoModelForCausalLM.from_pretrained("{written.policy}", dtype="auto")')
+        print(f'  base = AutoModelFor{model}.from_pretrained("{written.policy}", dtype="auto")')
         print(f'  model = PeftModel.from_pretrained(base, "{folder}")')
     else:
-        print(f'  model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")')
-    print(f'  tokenizer = AutoTokenizer.from_pretrained("{folder}")')
+        print(f'  model = AutoModelFor{model}.from_pretrained("{folder}", dtype="auto")')
+    print(f'  {tokenizer} = Auto{tokenizer.title()}.from_pretrained("{folder}")')
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -62,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         prog="grpo-lightning export",
         allow_abbrev=False,
         description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
-        "config and tokenizer.",
+        "config and tokenizer, or the processor of a policy that sees images.",
     )
     parser.add_argument("checkpoint", help="a .ckpt file, the folder of a sharded one, or of a run: its newest")
     parser.add_argument("folder", help="where the model goes")

@@ -9,6 +9,7 @@ import torch
 
 from grpo_lightning.cli.plan_strategy import strategy_division
 from grpo_lightning.planning.activations import ScoredBatch
+from grpo_lightning.planning.image_parts import Images
 from grpo_lightning.planning.parts import GIB, peak
 from grpo_lightning.planning.precision import precision_of
 from grpo_lightning.planning.settings import MemorySettings, Offloaded
@@ -17,6 +18,7 @@ from grpo_lightning.planning.state_parts import state_parts
 from grpo_lightning.planning.states import optimizer_bytes_per_weight
 from grpo_lightning.planning.trained import trained_weights
 from grpo_lightning.policy.choice import dense_reason
+from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout.lockstep import LARGEST_SHARE
 
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
     from torch import nn
 
+    from grpo_lightning.cli.plan_lengths import Longest
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.batches import BatchPlan
+    from grpo_lightning.policy.loading import PolicyLoader
 
 ADAMW_BYTES = 8.0
 
@@ -48,7 +52,7 @@ def describe(
     config: Namespace,
     module: GRPOLightningModule,
     batches: BatchPlan,
-    prompt_tokens: int,
+    longest: Longest,
     device_gib: float | None = None,
 ) -> Described:
     """Everything the memory of a run follows from.
@@ -57,7 +61,7 @@ def describe(
         config: The run's.
         module: Of it.
         batches: Of a cycle.
-        prompt_tokens: Of the longest prompt.
+        longest: Of the prompts.
         device_gib: Memory of a device; None is this machine's, or an assumed one.
 
     Raises:
@@ -71,6 +75,8 @@ def describe(
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
     path = scoring_path(loader.scoring, model)
     trained, shape = trained_weights(model, shape, loader)
+    images = images_of(model, loader, longest, batches)
+    remarks += tower_remark(shape, loader)
     precision = precision_of(config.trainer.precision, loader.dtype)
     division = strategy_division(config.trainer.strategy, batches.world_size)
     if trained.shares_frozen and division.gathers_layers:
@@ -82,12 +88,12 @@ def describe(
     rows, prompts = sampling_size(module, batches)
     if not rows:
         remarks.append(f"{type(module.engine).__name__} samples with memory of its own: not counted")
-    worst = batches.shapes(prompt_tokens, completion_tokens)[0]
+    worst = batches.shapes(longest.tokens, completion_tokens)[0]
     settings = MemorySettings(
         batch=ScoredBatch(
             num_prompts=worst.num_prompts,
             num_completions=worst.num_completions,
-            prompt_length=prompt_tokens,
+            prompt_length=longest.tokens,
             completion_length=completion_tokens,
             path=path,
             chunk_size=loader.chunk_size,
@@ -104,10 +110,27 @@ def describe(
         has_reference=module.objective.needs_reference,
         accumulates=batches.accumulate_grad_batches > 1,
         offloaded=frozenset[Offloaded](module.offload),
+        images=images,
     )
     on_cpu = str(config.trainer.accelerator) == "cpu"
     is_gathered, remark = gathers_for_sampling(module, shape, settings, None if on_cpu else device_memory(device_gib))
     return Described(shape, dataclasses.replace(settings, gathers_for_sampling=is_gathered), remarks + remark)
+
+
+def images_of(model: Any, loader: PolicyLoader, longest: Longest, batches: BatchPlan) -> Images | None:
+    """The images of the prompts; None where there are none. Adapters leave the vision tower frozen."""
+    if not longest.image_tokens:
+        return None
+    return Images(longest.image_tokens, batches.batch_size, loader.lora is None and is_tower_trained(model))
+
+
+def tower_remark(shape: ModelShape, loader: PolicyLoader) -> list[str]:
+    """What of the weights encodes images, and whether it is trained."""
+    if shape.tower is None:
+        return []
+    how = "frozen, as policy.lora trains the language model alone" if loader.lora else "trained"
+    how = "frozen (policy.freeze_vision_modules)" if loader.freeze_vision_modules else how
+    return [f"{shape.num_vision_weights:,} of the weights are the vision tower's and its projector's: {how}"]
 
 
 def scoring_path(requested: str, model: nn.Module) -> Any:

@@ -39,13 +39,13 @@ def print_plan(
         [*length_lines(config, batches, length, known), *validation_lines(config, batches, length, known)],
     )
     try:
-        described = describe(config, module, batches, known.prompt_tokens, known.device_gib)
+        described = describe(config, module, batches, known.longest, known.device_gib)
     except FileNotFoundError as error:
         if data.prepare is None:
             raise
         print_lines(console, "Memory", [f"Not known: {error} data.prepare may build it: add --prepare to do so now."])
         return None
-    print_lines(console, "Tokens", token_lines(described, known.why_prompt_tokens))
+    print_lines(console, "Tokens", token_lines(described, known.longest.why))
     print_memory(console, described, known.device_gib)
     nodes = known.ranks.num_nodes
     times = step_times(described.shape, described.settings, batches, num_nodes=nodes)

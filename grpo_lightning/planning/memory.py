@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_lightning.planning.activations import activation_bytes, cache_bytes, logits_bytes, recomputed_bytes
+from grpo_lightning.planning.image_parts import image_parts
 from grpo_lightning.planning.parts import Moment, Part
 from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.planning.shape import ModelShape
@@ -12,7 +13,15 @@ from grpo_lightning.planning.trained import TrainedWeights
 
 def memory_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
     """Every part, largest moments included; parts of no bytes are left out."""
-    parts = [*state_parts(shape, settings), *sampling_parts(shape, settings), *update_parts(shape, settings)]
+    batch = settings.batch
+    images = image_parts(
+        shape,
+        settings.images,
+        settings.widths,
+        prompts=batch.num_completions if batch.path == "dense" else batch.num_prompts,
+        checkpointing=settings.checkpointing,
+    )
+    parts = [*state_parts(shape, settings), *images, *sampling_parts(shape, settings), *update_parts(shape, settings)]
     return [part for part in parts if part.num_bytes]
 
 
@@ -26,6 +35,10 @@ def sampling_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
     scores = 4 * rows * shape.vocab_size * 4
     prefill = settings.sampling_prompts * batch.prompt_length * 4 * widths.compute
     prefill *= shape.intermediate_size + shape.hidden_size
+    if shape.tower is not None and settings.images is not None:  # which encodes the images before the prompts run
+        patches = settings.sampling_prompts * settings.images.tokens * shape.tower.patches_per_token
+        width = shape.tower.intermediate_size + shape.tower.hidden_size
+        prefill = max(prefill, patches * 4 * widths.compute * width)
     return [
         Part(
             "key-value cache",
@@ -74,6 +87,8 @@ def autocast_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
         return []
     trained = settings.trained or TrainedWeights.all_of(shape)
     frozen = max(0, shape.num_matrix_weights - trained.own_matrices - trained.quantized)
+    if shape.tower is not None and settings.images is not None and not settings.images.is_tower_trained:
+        frozen = max(0, frozen - shape.tower.num_matrix_weights)  # it runs while completions are drawn, and not again
     chunks = 1 if settings.checkpointing == "chunks" else len(settings.batch.chunks)
     forwards = 1 if settings.checkpointing == "layers" else chunks + (settings.batch.prompts is not None)
     width, always = settings.widths.compute, frozenset[Moment]({"sampling", "update"})

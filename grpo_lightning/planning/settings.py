@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from grpo_lightning.planning.activations import ScoredBatch
+from grpo_lightning.planning.image_parts import Images
 from grpo_lightning.planning.precision import Precision
 from grpo_lightning.planning.states import Division
 from grpo_lightning.planning.trained import TrainedWeights
@@ -43,6 +44,9 @@ class MemorySettings:
 
     offloaded: frozenset[Offloaded] = frozenset()
     """What is on the CPU while completions are drawn."""
+
+    images: Images | None = None
+    """Of the prompts; None where there are none."""
 
     @property
     def holds_gradients(self) -> bool:

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_lightning.planning.tower import Tower, tower_of
+from grpo_lightning.policy.families import sees_images
+
+NUMBERED = re.compile(r"(^|\.)\d+\.")
+"""In the names of what belongs to one of several layers."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the memory of a decoder depends on."""
+    """What the memory of a decoder depends on, and of the tower that encodes images for it."""
 
     num_layers: int
     hidden_size: int
@@ -57,14 +63,22 @@ class ModelShape:
     has_fused_norms: bool = False
     """LayerNorms in one kernel, which keep their input alone; RMS norms are written out and keep their result too."""
 
+    tower: Tower | None = None
+    """What encodes images, whose weights are among the model's; None of a model that takes text only."""
+
+    @property
+    def num_vision_weights(self) -> int:
+        """Parameters of the vision tower and its projector."""
+        return 0 if self.tower is None else self.tower.num_weights
+
     @property
     def num_layer_weights(self) -> int:
-        """Parameters of one layer, all layers being alike."""
-        return (self.num_weights - self.num_end_weights) // self.num_layers
+        """Parameters of one decoder layer, all layers being alike."""
+        return (self.num_weights - self.num_vision_weights - self.num_end_weights) // self.num_layers
 
 
 def shape_of(model: nn.Module) -> ModelShape:
-    """The shape of a causal language model from transformers, on any device.
+    """The shape of a language model from transformers, with a vision tower or without, on any device.
 
     Raises:
         ValueError: If its config does not name its sizes as transformers does.
@@ -72,6 +86,9 @@ def shape_of(model: nn.Module) -> ModelShape:
     from transformers import DynamicCache
 
     config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    tower = tower_of(model) if sees_images(model.config) else None
+    # A tower has numbered layers of its own: what the decoder's are like is asked of the decoder alone.
+    decoder: nn.Module = model if tower is None else model.get_decoder()  # type: ignore[operator]
     try:
         num_heads = int(config.num_attention_heads)
         hidden_size = int(config.hidden_size)
@@ -83,7 +100,7 @@ def shape_of(model: nn.Module) -> ModelShape:
     attention = [layer for layer in layers if hasattr(layer, "keys")]
     num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
     head_dim = int(getattr(config, "head_dim", None) or hidden_size // num_heads)
-    channels = norm_channels(model, head_dim, {"q": num_heads, "k": num_kv_heads})
+    channels = norm_channels(decoder, head_dim, {"q": num_heads, "k": num_kv_heads})
     return ModelShape(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -94,15 +111,24 @@ def shape_of(model: nn.Module) -> ModelShape:
         head_dim=head_dim,
         windows=tuple(getattr(layer, "sliding_window", None) for layer in attention),
         num_linear_layers=len(layers) - len(attention),
-        has_gated_mlp=any("gate" in name for name, _ in model.named_parameters()),
+        has_gated_mlp=any("gate" in name for name, _ in decoder.named_parameters()),
         experts_per_token=int(getattr(config, "num_experts_per_tok", None) or 0),
         extra_norm_channels=max(0, channels // num_layers - 2 * hidden_size),
         num_weights=sum(parameter.numel() for parameter in model.parameters()),
         num_matrix_weights=count_matrix_weights(model),
-        num_end_weights=sum(p.numel() for name, p in model.named_parameters() if not re.search(r"\.\d+\.", name)),
-        activation_numbers=activation_numbers(model),
-        has_fused_norms=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
+        num_end_weights=count_end_weights(model, decoder),
+        activation_numbers=activation_numbers(decoder),
+        has_fused_norms=any(isinstance(module, nn.LayerNorm) for module in decoder.modules()),
+        tower=tower,
     )
+
+
+def count_end_weights(model: nn.Module, decoder: nn.Module) -> int:
+    """Parameters outside the decoder's layers, a tied head counted once: embeddings, last norm and head."""
+    ends = {id(weight): weight for name, weight in decoder.named_parameters() if not NUMBERED.search(name)}
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    ends |= {id(weight): weight for weight in (() if head is None else head.parameters())}
+    return sum(weight.numel() for weight in ends.values())
 
 
 def count_matrix_weights(model: nn.Module, without: Collection[int] = ()) -> int:
@@ -149,7 +175,7 @@ def norm_channels(model: nn.Module, head_dim: int, heads: dict[str, int]) -> int
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         is_norm = type(module).__name__.endswith("Norm") and isinstance(weight, torch.Tensor) and weight.ndim == 1
-        if is_norm and re.search(r"\.\d+\.", name):
+        if is_norm and NUMBERED.search(name):
             size = weight.numel()  # type: ignore[union-attr]
             # The norm of queries or keys is one head's, used on all.
             total += size * (heads.get(name.rpartition(".")[2][0], 1) if size == head_dim else 1)
@@ -168,9 +194,8 @@ def intermediate_size(config: Any) -> int:
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """The architecture of a config with parameters that have shapes and no memory."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-            config, trust_remote_code=trust_remote_code
-        )
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]

@@ -71,7 +71,8 @@ def step_times(
         token      max(layers x launch, (weights + half of the cache) / memory) + gathered bytes / slowest link
         rollout    waves x T tokens, and a gather of everything where weights are gathered once
         scoring    2 operations per weight and token of a forward, 4 of a backward (2 where weights are frozen), and a
-                   forward more where activations are recomputed; a gather of everything for each of them
+                   forward more where activations are recomputed; a gather of everything for each of them. Of a vision
+                   tower that is trained as many per patch; a frozen one has done its work when completions are drawn
 
     Args:
         shape: The model.
@@ -113,7 +114,13 @@ def scoring_seconds(
     speed = speeds.products_per_second / (1 if settings.widths.compute == 2 else 8)
     calls = batches.micro_batches * (len(batch.chunks) + (batch.prompts is not None))
     gathers = calls * (batches.num_iterations * (2 + is_recomputed) + others)
-    return 2 * shape.num_matrix_weights * tokens * forwards / speed + gathers * gather
+    text, vision = shape.num_matrix_weights, 0.0
+    if shape.tower is not None:
+        text -= shape.tower.num_matrix_weights
+        if settings.images is not None and settings.images.is_tower_trained:
+            patches = prompts * settings.images.tokens * shape.tower.patches_per_token
+            vision = 2 * shape.tower.num_matrix_weights * patches * forwards
+    return (2 * text * tokens * forwards + vision) / speed + gathers * gather
 
 
 def sampling_refusal(times: StepTimes, shape: ModelShape, settings: MemorySettings, num_nodes: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Which weights are trained, and how wide the others are kept: LoRA, frozen layers, 4 and 8 bits."""
+"""Which weights are trained, and how wide the others are kept: LoRA, frozen layers and vision, 4 and 8 bits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from grpo_lightning.planning.shape import ModelShape, count_matrix_weights
+from grpo_lightning.policy.families import freeze_vision
 from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.lora import LoRA, adapter_config, adapter_layers, targets
 
@@ -72,7 +73,8 @@ def trained_weights(model: Any, shape: ModelShape, loader: PolicyLoader) -> tupl
     """(what a policy trains, its shape with the adapters), by the rules the run goes by.
 
     Args:
-        model: On the meta device; its first layers are frozen, and a saved adapter is put beside its layers, in place.
+        model: On the meta device; its first layers and its vision tower are frozen, and a saved adapter is put beside
+            its layers, in place.
         shape: Its shape.
         loader: The policy's settings.
 
@@ -95,9 +97,12 @@ def trained_weights(model: Any, shape: ModelShape, loader: PolicyLoader) -> tupl
             has_starting_adapter=lora.adapter is not None,
         )
         return trained, dataclasses.replace(shape, adapted_channels=reads // shape.num_layers)
-    if not loader.freeze_layers:
+    if not loader.freeze_layers and not loader.freeze_vision_modules:
         return TrainedWeights.all_of(shape), shape
-    freeze_first_layers(model, loader.freeze_layers)
+    if loader.freeze_vision_modules:
+        freeze_vision(model)
+    if loader.freeze_layers:
+        freeze_first_layers(model, loader.freeze_layers)
     frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     own = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in frozen)
     matrices = count_matrix_weights(model, without=frozen)

@@ -182,6 +182,7 @@ def test_boxes_are_where_they_belong():
         "answer": (20, 10, 50, 80),
     }
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, 200), (100, 0))
+    assert list(axes.images[0].get_extent()) == [0, 200, 100, 0]
     assert (axes.get_title(), axes.get_xlabel()) == ("the $left mug", "IoU 0.67 (before 0.00)")
 
 

@@ -10,7 +10,9 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.types import Prompt
+from tests.grounding_runs import Answers, grounding_module
 from tests.module_runs import make_module, make_trainer
+from tests.tiny_vlms import picture
 
 PROMPTS = [Prompt(f"p{i}", columns={"answer": i}, index=i, source="train") for i in range(3)]
 
@@ -32,6 +34,17 @@ def test_one_line_per_completion(tmp_path, capsys):
         assert (line["prompt"], line["source"]) == (f"p{line['prompt_index']}", "train")
         assert line["rewards"] == {"vowel_share": line["reward"]}
     assert f"Predictions: {path} (6 completions)" in capsys.readouterr().out
+
+
+def test_rows_with_images_are_written_with_their_paths(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    row = {"problem": "where?", "image": [str(tmp_path / "a.png")], "solution": [0, 0, 40, 40]}
+    trainer = make_trainer(callbacks=[WritePredictions(str(tmp_path))])
+    trainer.predict(grounding_module(Answers("[0, 0, 20, 40]")), PromptSource([row], 1))
+    (line,) = map(json.loads, (tmp_path / "predictions.jsonl").read_text("utf-8").splitlines())
+    assert (line["completion"], line["reward"]) == ("[0, 0, 20, 40]", 0.5)
+    assert line["prompt"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "where?"}]
+    assert line["columns"] == row
 
 
 def test_a_second_prediction_replaces_the_first(tmp_path):

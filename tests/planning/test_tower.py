@@ -6,12 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.planning.activations import Pass, layer_bytes
+from grpo_lightning.planning.activations import Pass, ScoredBatch, layer_bytes
+from grpo_lightning.planning.batches import BatchPlan
 from grpo_lightning.planning.image_parts import Images, feature_bytes, image_parts, tower_bytes, tower_shape
+from grpo_lightning.planning.memory import memory_parts
 from grpo_lightning.planning.precision import Precision, precision_of
+from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.planning.shape import meta_model, shape_of
+from grpo_lightning.planning.times import Speeds, step_times
 from grpo_lightning.planning.tower import Tower, most_tokens, number
-from grpo_lightning.planning.trained import trained_weights
+from grpo_lightning.planning.trained import TrainedWeights, trained_weights
 from grpo_lightning.policy.families import FAMILIES, vision_parts
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
@@ -206,3 +210,32 @@ def test_adapters_of_qwen2_5_vl_3b_by_hand():
     trained, _ = trained_weights(model, shape_of(model), loader)
     assert trained.adapters == 36 * 64 * (2 * 4096 + 2 * 2304 + 3 * 13056) == 119_734_272
     assert trained.own == 0
+
+
+# --------------------------------------------------------------------------------------------------- in the whole plan
+
+
+def settings_of(shape, *, trained):
+    """A run of two prompts with an image of 12 tokens, in bf16-mixed, nothing else trained."""
+    own = TrainedWeights(0, 0, adapters=1) if not trained else TrainedWeights.all_of(shape)
+    batch = ScoredBatch(2, 8, 30, 6)
+    images = Images(12, 2, is_tower_trained=trained)
+    return MemorySettings(batch, 8, 2, Precision(4, 2, is_mixed=True), 8, trained=own, images=images)
+
+
+def test_a_frozen_tower_is_not_copied_for_the_update():
+    """Autocast copies the frozen matrices of the decoder in each of two forwards; the tower has run before."""
+    shape = shape_of(tiny_vlms.build("qwen2_5_vl").model)
+    copies = {part.name: part.num_bytes for part in memory_parts(shape, settings_of(shape, trained=False))}
+    assert copies["16-bit frozen"] == 2 * 2 * (shape.num_matrix_weights - shape.tower.num_matrix_weights)
+
+
+def test_tokens_run_through_the_decoder_and_patches_through_the_tower():
+    shape, batches = shape_of(tiny_vlms.build("qwen2_5_vl").model), BatchPlan(2, 4)
+    tower = shape.tower.num_matrix_weights
+    decoder, tokens, patches = shape.num_matrix_weights - tower, 2 * 30 + 8 * 6, 2 * 12 * 4
+    speeds = Speeds(products_per_second=1.0)
+    trained = step_times(shape, settings_of(shape, trained=True), batches, speeds=speeds).scoring
+    assert trained == pytest.approx(2 * (decoder * tokens + tower * patches) * (1 + 2 + 1))  # and a reference
+    frozen = step_times(shape, settings_of(shape, trained=False), batches, speeds=speeds).scoring
+    assert frozen == pytest.approx(2 * decoder * tokens * (1 + 1 + 1))
