@@ -42,11 +42,17 @@ class ImageView:
     """Pixels, of what the image was resized to for the policy."""
 
     seen_height: int
-    coordinates: Coordinates
+    coordinates: Coordinates | None
+    """None if nobody knows."""
 
     @property
     def scale(self) -> tuple[float, float]:
-        """What one unit of the policy's x and y is in pixels of the data."""
+        """What one unit of the policy's x and y is in pixels of the data. Raises: ValueError if nobody knows."""
+        if self.coordinates is None:
+            raise ValueError(
+                "The package has no facts about this policy's family, so how it names places in an image is not known: "
+                "set `coordinates` of the reward to original, resized or norm1000."
+            )
         if self.coordinates == "norm1000":
             return self.width / 1000, self.height / 1000
         return self.width / self.seen_width, self.height / self.seen_height

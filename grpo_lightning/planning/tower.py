@@ -111,7 +111,8 @@ def number(config: Any, *names: str) -> int:
 def most_tokens(config: Any, processor: Any) -> int | None:
     """Tokens of the largest image that the processor makes; None if it sets no limit that is known.
 
-    By pixels: longest_edge / (patch x merge)^2, half of it where an image is two frames. By tiles: (tiles + thumbnail) x tokens of one. Else: of one image.
+    By pixels: longest_edge / (patch x merge)^2, half of it where an image is two frames.
+    By tiles: (tiles + thumbnail) x tokens of one. Else: of one image.
 
     Args:
         config: The model's.

@@ -134,8 +134,9 @@ NO_CHANCE = -1e4
 
 def token_scores(logits: Tensor, ids: Tensor, temperature: float, never: Sequence[int] = ()) -> Tensor:
     """[..., 2] log-prob, and entropy without a gradient, of tokens [...] under logits [..., V] without some tokens."""
-    if never:
-        logits = logits.index_fill(-1, torch.tensor(never, device=logits.device), NO_CHANCE)
+    # Some families have a token for images that the head does not know.
+    if known := [token for token in never if token < logits.shape[-1]]:
+        logits = logits.index_fill(-1, torch.tensor(known, device=logits.device), NO_CHANCE)
     logprobs = token_logprobs(logits, ids, temperature=temperature)
     # Last: a recompute stops at the last tensor that the backward pass asks for.
     with torch.no_grad():

@@ -25,7 +25,7 @@ from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.quantization import Quantization, quantization_options
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.trained import check_loading, check_trained_settings, limit_training
+from grpo_lightning.policy.trained import check_in_step, check_loading, check_trained_settings, limit_training
 from grpo_lightning.seeding import derived_seed, run_seed
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ class PolicyLoader:
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
         model = limit_training(model, self, sharding)
+        check_in_step(model, sharding)
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
     def choose_scorer(self, model: nn.Module, encoder: Encoder) -> Scorer:

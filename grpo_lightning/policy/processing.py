@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from torch import Tensor
 
+from grpo_lightning.images import ImageError
 from grpo_lightning.policy.families import family_of
 from grpo_lightning.policy.tokenize import check_length, name_of, num_positions, tokenize
 from grpo_lightning.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
@@ -78,7 +79,12 @@ class Encoder:
             refuse_images(prompt, where)
             return EncodedPrompt(tokenize(prompt, self.tokenizer, where))
         if not prompt.images:
-            return EncodedPrompt(tokenize(self.unspelled(prompt), self.tokenizer, where), PromptVision())
+            return EncodedPrompt(self.without_images(prompt, where), PromptVision())
+        if prompt.token_ids is not None:
+            raise ValueError(
+                f"{where or name_of(prompt)} has images and token_ids: what its images become cannot be cut. Leave the "
+                "token_ids out."
+            )
         images = [image.read() for image in prompt.images]
         outputs = self.processed(self.rendered(prompt, where), images, where or name_of(prompt))
         return self.with_images(outputs, images)
@@ -110,7 +116,12 @@ class Encoder:
         if not prompt.images or not self.sees_images:
             return len(self(prompt, where).token_ids)
         text = self.tokenizer(self.rendered(prompt, where), add_special_tokens=False)["input_ids"]
-        return len(text) + sum(self.num_more_tokens(*image.size()) for image in prompt.images)
+        try:
+            return len(text) + sum(self.num_more_tokens(*image.size()) for image in prompt.images)
+        except ImageError:
+            raise  # which names the row
+        except ValueError as error:
+            raise ValueError(f"{where or name_of(prompt)}: {error}") from error
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - as long as the run
     def num_more_tokens(self, width: int, height: int) -> int:
@@ -136,6 +147,16 @@ class Encoder:
             [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **settings
         )
         return text
+
+    def without_images(self, prompt: Prompt, where: str) -> list[int]:
+        """The tokens of text alone. Raises: ValueError if a part of the messages stands for an image all the same."""
+        ids = tokenize(self.unspelled(prompt), self.tokenizer, where)
+        if stray := sorted(set(ids) & set(self.media_token_ids)):
+            raise ValueError(
+                f"{where or name_of(prompt)} has no image, and its messages become "
+                f"{self.tokenizer.convert_ids_to_tokens(stray[0])!r}: give it its images, or remove the part."
+            )
+        return ids
 
     def rendered(self, prompt: Prompt, where: str) -> str:
         """A prompt with images as text, a placeholder for each."""
@@ -185,10 +206,11 @@ class Encoder:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()
             patch = self.config.vision_config.patch_size
             seen = columns * patch, rows * patch
-        return ImageView(*image.size, *seen, self.family.coordinates if self.family else "resized")
+        return ImageView(*image.size, *seen, self.family.coordinates if self.family else None)
 
     def unspelled(self, prompt: Prompt) -> Prompt:
         """The prompt, its texts broken where they spell a token that stands for an image: text stays text."""
+        prompt = dataclasses.replace(prompt, content=with_texts_joined(prompt.content))
         spelled = [token for token in self.media_tokens if token in str(prompt.content)]
         if not spelled:
             return prompt
@@ -205,12 +227,39 @@ def in_texts(change: Any, content: Any) -> Any:
     """Every text of a prompt's content, changed."""
     if isinstance(content, str):
         return change(content)
+    return [in_message(change, message) for message in content]
+
+
+def in_message(change: Any, message: Message) -> Message:
+    """A message, its texts changed."""
+    content = message.get("content")
+    if content is None:  # a call of a tool
+        return message
+    changed = change(content) if isinstance(content, str) else [in_part(change, part) for part in content]
+    return {**message, "content": changed}
+
+
+def with_texts_joined(content: Any) -> Any:
+    """Parts of text that stand side by side made one, as templates do: no token is spelled over two of them."""
+    if isinstance(content, str):
+        return content
     return [
-        {**message, "content": change(message["content"])}
-        if isinstance(message.get("content"), str)
-        else {**message, "content": [in_part(change, part) for part in message.get("content") or ()]}
+        message
+        if isinstance(message.get("content"), str | None)
+        else {**message, "content": joined_parts(message["content"])}
         for message in content
     ]
+
+
+def joined_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The parts of a message, neighbouring texts made one."""
+    joined: list[Mapping[str, Any]] = []
+    for part in parts:
+        if joined and part.get("type") == joined[-1].get("type") == "text":
+            joined[-1] = {**joined[-1], "text": joined[-1]["text"] + part["text"]}
+        else:
+            joined.append(part)
+    return joined
 
 
 def in_part(change: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:

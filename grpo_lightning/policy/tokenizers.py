@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ def load_tokenizer(loader: PolicyLoader, processor: Any = None) -> PreTrainedTok
         with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(tokenizer)):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), **origin(loader))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    if tokenizer.chat_template is None and getattr(processor, "chat_template", None):
+    if getattr(processor, "chat_template", None):  # it goes first, as in the processor's own methods
         tokenizer.chat_template = processor.chat_template
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -64,6 +65,8 @@ def load_processor(loader: PolicyLoader, config: PretrainedConfig) -> Any:
             f"The policy (model type {config.model_type}) takes images, and {type(processor).__name__} has no image "
             "processor: give its processor as the tokenizer, or a folder that has one (preprocessor_config.json)."
         )
+    processor = copy.copy(processor)  # the user's stays as it is
+    processor.image_processor = copy.deepcopy(processor.image_processor)
     limit_images(processor, loader, config)
     return processor
 

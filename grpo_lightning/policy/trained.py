@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.policy.families import freeze_vision, known_family
+from grpo_lightning import ranks
+from grpo_lightning.policy.families import freeze_vision, known_family, unknown_reason
 from grpo_lightning.policy.freezing import check_num_layers, freeze_first_layers
+from grpo_lightning.policy.inputs import base_model
 from grpo_lightning.policy.lora import add_adapters
 from grpo_lightning.policy.quantization import check_quantization
 from grpo_lightning.policy.sharding import Sharding
@@ -81,6 +83,21 @@ def check_loading(loader: PolicyLoader, sharding: Sharding) -> None:
         known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
         check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def check_in_step(model: Any, sharding: Sharding) -> None:
+    """Check that ranks can keep step where one has no image.
+
+    Raises:
+        ValueError: If the family is not known, and its vision tower would need every rank.
+    """
+    reason = unknown_reason(base_model(model).config)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not hasattr(model, "peft_config")
+    if reason is not None and ranks.world_size() > 1 and (sharding.is_sharded or is_trained):
+        raise ValueError(
+            f"On several ranks a rank without images could not keep step: {reason}. Train on one device, take "
+            "policy.lora with ddp or zero2, or add a record to policy/families.py."
+        )
 
 
 def limit_training(model: Any, loader: PolicyLoader, sharding: Sharding) -> Any:

@@ -75,7 +75,19 @@ def moved(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def merged(prompts: Sequence[PromptVision]) -> dict[str, Tensor]:
     """The tensors of all images of some prompts, in their order."""
-    return {name: torch.cat([prompt.images[name] for prompt in prompts]) for name in prompts[0].images}
+    return {name: torch.cat(same_size([prompt.images[name] for prompt in prompts])) for name in prompts[0].images}
+
+
+def same_size(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors [images, ...] with zeros behind, as processors fill up images of a batch that differ in tiles or size."""
+    sizes = zip(*(tensor.shape[1:] for tensor in tensors), strict=True)
+    most = [max(size) for size in sizes]
+
+    def padding(tensor: Tensor) -> list[int]:
+        pairs = zip(reversed(tensor.shape[1:]), reversed(most), strict=True)
+        return [number for have, want in pairs for number in (0, want - have)]
+
+    return [nn.functional.pad(tensor, padding(tensor)) if most else tensor for tensor in tensors]
 
 
 def keep(prompts: Sequence[PromptVision], features: ImageFeatures) -> None:

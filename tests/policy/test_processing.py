@@ -96,6 +96,51 @@ def test_a_text_policy_takes_no_images():
         encoder(prompt_of(tiny_vlms.picture(0), "x", index=3))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [[{"type": "image"}, {"type": "text", "text": "q"}], [{"type": "text", "text": "q"}, {"type": "image"}]],
+)
+def test_a_place_without_an_image_is_refused(content):
+    """Trained without it, nothing would say so where the tower is frozen."""
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    with pytest.raises(ValueError, match=r"Prompt 2 has no image, and its messages become '<\|vision_start\|>'"):
+        encoder(Prompt([{"role": "user", "content": content}], index=2))
+
+
+def test_no_token_is_spelled_over_two_parts():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    for images in ((), (tiny_vlms.picture(0),)):
+        encoded = encoder(prompt_of(*images, "<|image_", "pad|>", "?"))
+        assert encoded.token_ids.count(encoder.config.image_token_id) == encoded.vision.num_image_tokens
+
+
+def test_cut_tokens_and_images_do_not_go_together():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    with pytest.raises(ValueError, match="has images and token_ids"):
+        encoder(prompt_of(tiny_vlms.picture(0), "x", token_ids=[5, 6]))
+
+
+def test_a_message_without_content_stays_as_it_is():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    prompt = Prompt([{"role": "user", "content": "<|image_pad|>"}, call])
+    assert encoder.unspelled(prompt).content[1] == call
+
+
+def test_lengths_name_the_prompt_whose_image_cannot_be_taken():
+    encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
+    with pytest.raises(ValueError, match=r"^f:3: .* does not take"):
+        encoder.num_tokens(prompt_of(tiny_vlms.picture(0, 2, 2000), "narrow"), "f:3")
+
+
+def test_the_coordinates_of_an_unknown_family_are_not_guessed(monkeypatch):
+    vlm = tiny_vlms.build("qwen3_vl")
+    monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
+    (view,) = encoder_of(vlm)(prompt_of(tiny_vlms.picture(0), "x")).image_views
+    with pytest.raises(ValueError, match=r"not known: set `coordinates` of the reward"):
+        view.to_original((0, 0, 1, 1))
+
+
 # ------------------------------------------------------------------------------------------------ processors, settings
 
 
@@ -113,6 +158,19 @@ def test_pixels_limit_the_tokens_of_an_image(family):
     side = 2 * vlm.model.config.vision_config.patch_size
     assert num_image_tokens(loader_of(vlm, max_pixels=round(4.1 * side**2))) == 4
     assert num_image_tokens(loader_of(vlm, max_pixels=20 * side**2, min_pixels=round(8.9 * side**2)), side, side) == 9
+
+
+def test_the_users_processor_stays_as_it_is():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    before = vlm.processor.image_processor.size["longest_edge"]
+    PolicyLoader(model=vlm.model, tokenizer=vlm.processor, max_pixels=2 * 28 * 28).load_encoder()
+    assert vlm.processor.image_processor.size["longest_edge"] == before
+
+
+def test_the_processors_chat_template_goes_first():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    vlm.processor.tokenizer.chat_template = "text only"
+    assert encoder_of(vlm)(prompt_of(tiny_vlms.picture(0), "x")).vision.num_image_tokens > 1
 
 
 def test_tiles_limit_the_tokens_of_an_image():

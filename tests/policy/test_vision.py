@@ -13,7 +13,9 @@ from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
 from grpo_lightning.policy.loading import checkpoint_layers
 from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.scoring import Scorer
-from grpo_lightning.policy.vision import keep, needs_blank, place, seeing
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.trained import check_in_step
+from grpo_lightning.policy.vision import keep, merged, needs_blank, place, seeing
 from grpo_lightning.types import ImageFeatures, PromptVision, VisionInputs
 from tests import tiny_vlms
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
@@ -225,6 +227,22 @@ def test_a_family_without_a_record_is_scored_densely(monkeypatch):
     loss, got = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert worst_difference(got, want) < 1e-5
+
+
+def test_images_that_differ_in_tiles_are_filled_up():
+    prompts = [PromptVision({"pixel_values": torch.ones(1, tiles, 2)}) for tiles in (1, 3)]
+    assert merged(prompts)["pixel_values"].tolist() == [[[1, 1], [0, 0], [0, 0]], [[1, 1]] * 3]
+
+
+def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    check_in_step(vlm.model, Sharding())
+    monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
+    check_in_step(vlm.model, Sharding())
+    monkeypatch.setattr("grpo_lightning.ranks.world_size", lambda: 2)
+    with pytest.raises(ValueError, match="a rank without images could not keep step: the package has no facts"):
+        check_in_step(vlm.model, Sharding())
+    check_in_step(add_adapters(vlm.model, LoRA(rank=2)), Sharding())
 
 
 @pytest.mark.parametrize("family", EXTENDED)
