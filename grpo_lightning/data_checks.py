@@ -121,13 +121,15 @@ def check_boxes(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     given = [getattr(datamodule, name, None) for name in ("datasets", "val_datasets", "test_datasets")]
     entries = [entry for mixture in given if mixture is not None for entry in as_entries(mixture)]
     turned = [entry.label for entry in entries if entry.boxes == "norm1000"]
+    rewards = [reward.reward for reward in module.reward_set.rewards]
+    by_method = [method.reward for reward in rewards for method in getattr(reward, "methods", {}).values()]
     turning = [
-        reward.name
-        for reward in module.reward_set.rewards
-        if getattr(reward.reward, "gold_coordinates", None) == "norm1000"
+        type(reader).__name__
+        for reader in (*rewards, *by_method, *module.validation.metrics)
+        if getattr(reader, "gold_coordinates", None) == "norm1000"
     ]
     if turned and turning:
         raise ValueError(
             f"The boxes of {turned[0]!r} are turned from 0..1000 into pixels when they are read (boxes: norm1000), and "
-            f"the reward {turning[0]!r} would turn them again (gold_coordinates: norm1000): remove one of the two."
+            f"{turning[0]} would turn them again (gold_coordinates: norm1000): remove one of the two."
         )

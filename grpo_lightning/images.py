@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""What puts an image upright, by the tag's value (EXIF 2.3, 4.6.4)."""
+
 LYING = (5, 6, 7, 8)
 """Its values for images whose width and height change places when they are put upright."""
 
@@ -23,7 +34,7 @@ class ImageError(ValueError):
     """An image that cannot be read. The message names its row, the image and the reason."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(unsafe_hash=True, repr=False)  # Lightning takes no frozen ones in a batch
 class ImageRef:
     """An image that is not read yet. Picklable where its source is."""
 
@@ -185,10 +196,14 @@ def _upright_size(image: Image) -> tuple[int, int]:
 
 
 def _upright(image: Image) -> Image:
-    """The image as the camera was held."""
-    from PIL import ImageOps
+    """The image as the camera was held.
 
-    return image if _orientation(image) == 1 else ImageOps.exif_transpose(image)
+    Turned here: Pillow's own `exif_transpose` writes all tags anew, and fails at one of the wrong type.
+    """
+    from PIL.Image import Transpose
+
+    turn = TURNS.get(_orientation(image))
+    return image if turn is None else image.transpose(Transpose[turn])
 
 
 def _orientation(image: Image) -> int:
@@ -196,7 +211,8 @@ def _orientation(image: Image) -> int:
     # Pillow turns a TIFF when it loads it. For a PNG that says nothing before its pixels, it would decode them to look.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
-    return int(image.getexif().get(ORIENTATION, 1))
+    found = image.getexif().get(ORIENTATION, 1)
+    return found if isinstance(found, int) else 1  # as text, it is no orientation
 
 
 def _rgb(image: Image) -> Image:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -231,3 +234,30 @@ def test_shared_images_are_read_by_who_shares_them(path: Path):
 def test_a_missing_package_is_named(path: Path):
     with mock.patch.dict("sys.modules", {"PIL": None}), pytest.raises(ImportError, match=r"grpo-lightning\[vision\]"):
         ImageRef(path).read()
+
+
+def exif(*entries):
+    """The bytes of an EXIF block: (tag, type, count, four bytes) each."""
+    rows = b"".join(struct.pack("<HHI4s", *entry) for entry in entries)
+    return b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(entries)) + rows + b"\0\0\0\0"
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_wrong_tag_beside_the_orientation_does_no_harm(tmp_path, orientation):
+    """Cameras write such; turning by writing all tags anew fails on it, in the middle of a run."""
+    upright = 0x0112, 3, 1, struct.pack("<HH", orientation, 0)
+    plain = PIL.Image.fromarray(np.random.RandomState(0).randint(0, 255, (10, 20, 3), dtype=np.uint8))
+    for name, entries in (("good", [upright]), ("odd", [(0x0100, 2, 4, b"wid\0"), upright])):
+        plain.save(tmp_path / f"{name}.jpg", exif=exif(*entries))
+    with PIL.Image.open(tmp_path / "good.jpg") as image:
+        want = PIL.ImageOps.exif_transpose(image)
+    for name in ("good", "odd"):
+        found = ImageRef(tmp_path / f"{name}.jpg")
+        assert found.size() == want.size
+        assert found.read().tobytes() == want.tobytes()
+
+
+def test_an_orientation_that_is_text_is_none(tmp_path):
+    PIL.Image.new("RGB", (20, 10)).save(tmp_path / "text.jpg", exif=exif((0x0112, 2, 2, b"6\0\0\0")))
+    found = ImageRef(tmp_path / "text.jpg")
+    assert found.size() == found.read().size == (20, 10)

@@ -14,10 +14,11 @@ from grpo_lightning.checks import check_trainer
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.evaluation import Validation
+from grpo_lightning.grounding import MeanIoU
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards import ExactMatch, IoU
+from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.types import SamplingParams
 from tests import tiny_vlms
@@ -189,8 +190,15 @@ def test_boxes_are_turned_into_pixels_once(tmp_path):
     tiny_vlms.picture(0).save(tmp_path / "a.png")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"image": "a.png", "problem": "where?", "solution": [10, 10, 500, 500]}\n')
-    for boxes, gold, is_twice in (("norm1000", "norm1000", True), ("norm1000", "original", False)):
-        module = make_module(rewards=[IoU(gold_coordinates=gold)])
+    turning = IoU(gold_coordinates="norm1000")
+    cases = [
+        ("norm1000", {"rewards": [turning]}, True),
+        ("norm1000", {"rewards": [ByMethod({"rec": turning})]}, True),
+        ("norm1000", {"rewards": [IoU()], "validation": {"metrics": [MeanIoU(gold_coordinates="norm1000")]}}, True),
+        ("norm1000", {"rewards": [IoU()]}, False),
+    ]
+    for boxes, settings, is_twice in cases:
+        module = make_module(**settings)
         data = PromptDataModule([{"json_path": str(rows), "boxes": boxes}])
         with pytest.raises(ValueError, match="would turn them again" if is_twice else "the policy takes text only"):
             make_trainer(max_steps=1).fit(module, datamodule=data)

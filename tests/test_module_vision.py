@@ -6,6 +6,7 @@ import PIL.Image
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from grpo_lightning.images import ImageRef
 from grpo_lightning.module import GRPOLightningModule
@@ -225,3 +226,9 @@ def test_validation_sees_images(image_files):
     prompts = vision_prompts(image_files, "no image here")
     found = make_trainer().validate(module, make_source(module, prompts, batch_size=2, shuffle=False), verbose=False)
     assert {"val/reward", "val/greedy/reward"} <= found[0].keys()
+
+
+def test_a_plain_loader_of_prompts_with_images_works(image_files):
+    module = vision_module(tiny_vlms.build("qwen2_5_vl"))
+    loader = DataLoader(vision_prompts(image_files), batch_size=2, collate_fn=list)
+    make_trainer(max_steps=1).fit(module, loader)

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+LARGEST = 1e9
+"""Pixels, of any number in a box."""
+
 Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
 """In what the boxes of `solution` are.
 
@@ -76,6 +79,7 @@ def looks_like_box(value: Any) -> bool:
 
 def _parsed(solution: Any) -> Any:
     """The solution, of text that is JSON what it says."""
+    solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if not isinstance(solution, str):
         return solution
     try:
@@ -86,7 +90,8 @@ def _parsed(solution: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     """True for a finite number; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= LARGEST  # false of NaN too; an integer may be too large for a float
 
 
 def _is_number_text(value: Any) -> bool:

@@ -102,7 +102,7 @@ class ImageFinder:
             )
         if scheme == "file":
             return self._path(Path(unquote(urlsplit(text).path)))
-        return RemoteFile(text) if is_remote(text) else self._path(Path(text).expanduser())
+        return RemoteFile(text) if is_remote(text) else self._path(expanded(Path(text)))
 
     def _path(self, path: Path) -> Path:
         """A path that does not depend on the current folder."""
@@ -123,3 +123,11 @@ def _of_data_uri(text: str, what: str) -> bytes:
         return base64.b64decode(text[found.end() :], validate=True)
     except binascii.Error as error:
         raise ValueError(f"{what} is a data: URI whose base64 is broken ({error}).") from error
+
+
+def expanded(path: Path) -> Path:
+    """The path with `~` for the home folder, where there is a home of that name."""
+    try:
+        return path.expanduser()
+    except RuntimeError:  # a file whose name begins so, a lock for example
+        return path

@@ -173,7 +173,8 @@ def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Mappi
     try:
         checked = checked_solution(solution, sizes, kind)
     except ValueError as error:
-        advice = " If it is no box in pixels, say so: boxes of the data set." if kind == "auto" else ""
+        what = "If it is no box in pixels, set boxes: none (or norm1000) in the entry of this data set."
+        advice = f" {what}" if kind == "auto" else ""
         raise ValueError(f"{measured.where}: {error}.{advice}") from None
     if checked is solution:
         return measured

@@ -169,6 +169,8 @@ def _as_detection(item: Any) -> Detection:
     if not isinstance(item, Mapping):
         return Detection(_as_box(item), None)
     label = item.get("label")
+    if isinstance(label, float) and label.is_integer():  # numbers of JSON texts are all floats
+        label = int(label)
     return Detection(_as_box(item.get("bbox_2d")), plain(str(label)) if isinstance(label, str | int | float) else None)
 
 

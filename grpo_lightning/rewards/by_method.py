@@ -151,7 +151,10 @@ class ByMethod(Reward):
         for column in method.required_columns:
             if column not in available:
                 raise ValueError(f"The method {name!r} needs the data column {column!r}, which the data do not have.")
-        arguments = {key: value if key in SHARED else [value[row] for row in rows] for key, value in available.items()}
+        arguments = {
+            key: value if key in SHARED or value is None else [value[row] for row in rows]
+            for key, value in available.items()
+        }
         arguments["completions"] = [completion_in_form(c, method.completions_as) for c in arguments["completions"]]
         arguments["log_extra"] = lambda column, values: (
             logged.setdefault(column, {}).setdefault(name, []).extend(values)

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.rewards.answers import given_answer, right_answer
@@ -173,8 +173,7 @@ class LLMJudge(Reward):
             found = await asyncio.wait_for(call, limit)
         except (OpenAIError, asyncio.TimeoutError, ValueError) as error:  # the last: a body that is no JSON
             return error
-        choices = getattr(found, "choices", None)  # an endpoint may send anything
-        return (choices[0].message.content or "") if choices else f"{found!r:.80}"
+        return said(found)
 
     def _report(self, replies: Sequence[str | Exception], scores: Sequence[float | None], log_metric: Any) -> None:
         """Say what failed. Raises: RuntimeError if all calls did."""
@@ -232,3 +231,14 @@ def score_in(reply: str) -> float | None:
 def _described(error: Exception) -> str:
     """An error with its kind: that of a time-out has no text."""
     return f"{type(error).__name__}: {error}"
+
+
+def said(found: Any) -> str:
+    """The text of a reply; of one without text, what it is. An endpoint may send anything."""
+    try:
+        text = found.choices[0].message.content
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return f"{found!r:.80}"
+    if isinstance(text, list):  # parts, as some servers send them
+        text = "".join(str(part.get("text", "")) for part in text if isinstance(part, Mapping))
+    return text if isinstance(text, str) else "" if text is None else f"{text!r:.80}"

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,3 +91,13 @@ def test_a_box_of_a_thousand_may_be_outside_of_the_pixels():
 @given(st.recursive(st.none() | st.floats() | st.text(max_size=3), lambda s: st.lists(s, max_size=5), max_leaves=8))
 def test_any_value_is_a_box_or_none(value):
     assert isinstance(looks_like_box(value), bool)
+
+
+@pytest.mark.parametrize("solution", [np.array([10, 10, 50, 50]), [10, 10, 50, 50]])
+def test_boxes_of_numpy_are_boxes(solution):
+    assert list(checked_solution(solution, [(100, 100)], "original")) == [10, 10, 50, 50]
+
+
+def test_an_endless_integer_is_no_number():
+    with pytest.raises(ValueError, match="four finite numbers"):
+        checked_solution([0, 0, 1, 10**400], [(100, 100)], "original")

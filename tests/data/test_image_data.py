@@ -299,7 +299,9 @@ def test_boxes_by_what_the_entry_says():
     assert [p.columns["solution"] for p in prompts] == [pytest.approx([8.4, 5.6, 75.6, 56]), [0, 0, 42, 28]]
     prompts = load(DatasetEntry("r.jsonl", image_root="../coco", boxes="none"))
     assert [p.columns["solution"] for p in prompts] == [row["solution"] for row in rows]
-    with pytest.raises(ValueError, match=r"r\.jsonl:1: the box .* 84 x 56\. If it is no box in pixels, say so: boxes"):
+    with pytest.raises(
+        ValueError, match=r"r\.jsonl:1: the box .* 84 x 56\. If it is no box in pixels, set boxes: none"
+    ):
         load(DatasetEntry("r.jsonl", image_root="../coco"))
     write("r.jsonl", [rec(0, solution="a cat")])
     with pytest.raises(ValueError, match=r"r\.jsonl:1: the solution must be a box of four numbers"):

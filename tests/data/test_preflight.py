@@ -185,7 +185,7 @@ def test_boxes_are_checked_with_their_images(folder):
         Preflight().all(data, {"s": "auto"})
     lines = str(caught.value).splitlines()[1:-1]
     assert "f:2: the box [0, 0, 100, 56] is not inside of its image, which is 84 x 56." in lines[0]
-    assert "boxes of the data set" in lines[0]
+    assert "set boxes: none" in lines[0]
     assert "f:3: image" in lines[1]
     assert "f:4: the box [1, 2, 3, '4'] must be four finite numbers, got '4'" in lines[2]
     assert kept(Preflight("drop").all(data, {"s": "auto"})) == [1, 5]

@@ -217,3 +217,13 @@ def test_they_are_picklable(kind: Any):
     again = pickle.loads(pickle.dumps(reward))
     arguments = {"completions": [json.dumps([CAT, FAR])], "gold": [[CAT]]}
     assert again(**arguments) == reward(**arguments)
+
+
+def test_labels_that_are_numbers_match():
+    right = [{"bbox_2d": [1, 2, 30, 40], "label": 7}]
+    for label in (7, "7", 7.0):
+        answer = json.dumps([{"bbox_2d": [1, 2, 30, 40], "label": label}])
+        completion = f"<answer>```json\n{answer}\n```</answer>"
+        for solution in (right, json.dumps(right)):
+            found = DetectionMAP(coordinates="original")(completions=[completion], solution=[solution])
+            assert found == [1.0]

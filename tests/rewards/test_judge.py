@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, WeightedReward, judge
-from grpo_lightning.rewards.judge import score_in
+from grpo_lightning.rewards.judge import said, score_in
 from grpo_lightning.types import Completion, Group, Prompt
 
 pytest.importorskip("openai")
@@ -319,3 +320,17 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"LLMJudge needs openai: pip install 'grpo-lightning\[judge\]'"):
         LLMJudge("m")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("7", "7"), (None, ""), ([{"type": "text", "text": "7"}], "7"), (7, "7"), ([3], "")],
+)
+def test_replies_of_every_shape_have_a_text(content, text):
+    found = SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=content))])
+    assert said(found) == text
+
+
+@pytest.mark.parametrize("choices", [[], None, "abc", [SimpleNamespace()], [SimpleNamespace(message=None)], {"a": 1}])
+def test_replies_without_a_message_are_shown(choices):
+    assert "choices" in said(SimpleNamespace(choices=choices))
