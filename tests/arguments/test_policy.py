@@ -154,7 +154,16 @@ def test_what_is_trained():
     assert all("lora_" in name for name in adapters)
 
 
+@pytest.fixture
+def hub_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hub has one config, whatever the name."""
+    config = tiny_model(**SMALL).config
+    monkeypatch.setattr(transformers.PretrainedConfig, "get_config_dict", lambda *_, **__: (config.to_dict(), {}))
+    return config
+
+
 @case(PolicyLoader, "quantization")
+@pytest.mark.usefixtures("hub_config")
 def test_quantization(monkeypatch):
     asked: list[str] = []
     for kind in ("none", "4bit", "8bit"):
@@ -248,22 +257,32 @@ def test_head_chunk_size(monkeypatch):
 @case(PolicyLoader, "revision", "trust_remote_code")
 def test_what_the_hub_is_asked_for(monkeypatch):
     asked: list[tuple[str, dict[str, Any]]] = []
+    model = tiny_model(**SMALL)
+    answers = {
+        "AutoModelForCausalLM.from_pretrained": model,
+        "AutoTokenizer.from_pretrained": tiny_tokenizer(),
+        "AutoConfig.from_pretrained": model.config,
+        "PretrainedConfig.get_config_dict": (model.config.to_dict(), {}),
+    }
 
-    def answer_of(kind: str) -> Any:
-        def from_pretrained(name: str, **options: Any) -> Any:
-            asked.append((kind, options))
-            return {"AutoModelForCausalLM": tiny_model(**SMALL), "AutoTokenizer": tiny_tokenizer()}.get(kind)
+    def answer_of(place: str) -> Any:
+        def answer(name: str, **options: Any) -> Any:
+            asked.append((place, options))
+            return answers[place]
 
-        return from_pretrained
+        return answer
 
-    for kind in ("AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"):
-        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", answer_of(kind))
+    for place in answers:
+        owner, method = place.split(".")
+        monkeypatch.setattr(getattr(transformers, owner), method, answer_of(place))
     for revision, trust in (("main", False), ("v2", False), ("main", True)):
         loader = PolicyLoader("somebody/model", revision=revision, trust_remote_code=trust)
         asked.clear()
         loader.load_model(), loader.load_tokenizer(), loader.load_config()
-        assert [kind for kind, _ in asked] == ["AutoModelForCausalLM", "AutoTokenizer", "AutoConfig"]
-        assert [(o["revision"], o["trust_remote_code"]) for _, o in asked] == [(revision, trust)] * 3
+        assert {place for place, _ in asked} == set(answers)
+        assert {options["revision"] for _, options in asked} == {revision}
+        trusted = [options["trust_remote_code"] for place, options in asked if "get_config_dict" not in place]
+        assert set(trusted) == {trust}  # a config's content is read without running anything
 
 
 # -------------------------------------------------------------------------------------------------------------- images

@@ -165,7 +165,7 @@ def test_a_long_text_costs_linear_time(name: str):
 
 def test_the_measure_sees_a_parser_that_looks_again_and_again():
     def quadratic(text: str) -> object:
-        return [position for position in range(0, len(text), 5) if text.find("\0", position) >= 0]
+        return [position for position in range(len(text)) if text.find("\0", position) >= 0]
 
     assert ratio(quadratic, " ") > MOST
 
