@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint format bench prove-learning prove-resume prove-ranks prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding test test-slow lint format bench prove-learning prove-grounding prove-resume prove-ranks prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ $(READY): pyproject.toml
 
 quickstart: $(READY) ## Train a tiny model with GRPO on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart.yaml --seed_everything=$(SEED)
+
+quickstart-grounding: $(READY) ## Teach a tiny vision-language model to point, on a CPU (SEED=0)
+	$(BIN)/grpo-lightning fit --config recipes/quickstart_grounding.yaml --seed_everything=$(SEED)
 
 test: $(READY) ## Unit, property and mechanics tests on a CPU
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
@@ -52,6 +55,9 @@ bench: $(READY) ## Time a training step against TRL's
 
 prove-learning: $(READY) ## Show that the quickstart learns: three seeds and their controls
 	$(BIN)/python benchmarks/prove_learning.py
+
+prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the images: three seeds and two controls
+	$(BIN)/python benchmarks/prove_grounding.py
 
 prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bit for bit
 	$(BIN)/python benchmarks/prove_resume.py

@@ -172,8 +172,9 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
     if is_training:
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
-    data_checks.check_rewards(module, trainer)
     data_checks.check_boxes(module, trainer)
+    data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
+    data_checks.check_rewards(module, trainer)
     data_checks.check_prompts(module, trainer)
 
 

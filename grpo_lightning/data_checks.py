@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.data.mixture import as_entries
+from grpo_lightning.data.preflight import check_given
 from grpo_lightning.data.source import PromptSource, known_prompts, source_names
-from grpo_lightning.policy.processing import refuse_images
 from grpo_lightning.policy.tokenize import check_length, num_positions
 from grpo_lightning.types import Prompt
 
@@ -24,12 +24,25 @@ def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     Each for itself: training data without answers are not mended by validation data that have them.
 
     Raises:
-        ValueError: If a column is missing, or a prompt names a reward that there is not.
+        ValueError: If a column is missing, a prompt names a reward that there is not, or a reward cannot judge a row
+            that it applies to.
     """
     data_sets = known_data(trainer)
     for prompts in data_sets:
         module.reward_set.validate_prompts(prompts)
-    module.reward_set.validate_prompts(prompt for prompts in data_sets for prompt in prompts)
+    module.reward_set.validate_prompts(itertools.chain.from_iterable(data_sets))
+    module.reward_set.check_rows(itertools.chain.from_iterable(data_sets))
+
+
+def check_images(trainer: L.Trainer) -> None:
+    """Read the images of prompt sources that the trainer was given; a data module has done so with its own.
+
+    Raises:
+        ValueError: If some cannot be read, naming all of them.
+    """
+    sources = prompt_sources(_loops(trainer))
+    prompts = [prompt for source in sources for prompt in known_prompts(source.prompts)]
+    check_given(prompts, max((source.images.num_workers for source in sources), default=0))
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
@@ -47,16 +60,26 @@ def training_sets(trainer: L.Trainer) -> list[Any]:
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
     """The data sets that are validated, tested or predicted on, as far as they can be seen."""
-    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    return _data_sets(trainer, ["val_prompts", "test_prompts"], loops)
+    return _data_sets(trainer, ["val_prompts", "test_prompts"], _loops(trainer)[1:])
 
 
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
     """Data sets of the data module, by name, and those of prompt sources."""
     data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
-    loaders = [loop._data_source.instance for loop in loops]
-    data += [loader.prompts for loader in loaders if isinstance(loader, PromptSource)]
+    data += [source.prompts for source in prompt_sources(loops)]
     return [prompts for prompts in data if prompts]
+
+
+def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
+    """The prompt sources that some loops of the trainer were given, each once: `fit` validates in two loops."""
+    loaders = {id(loop._data_source.instance): loop._data_source.instance for loop in loops}
+    return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
+
+
+def _loops(trainer: L.Trainer) -> list[Any]:
+    """What reads data: the loop that trains, then those that evaluate."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    return [trainer.fit_loop, validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
@@ -77,14 +100,14 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
 
     Raises:
         ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or has
-            images that the model cannot see.
+            what the model cannot take: a video, or images where it takes text only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
         return
     encoder = module.loader.load_encoder()
-    for prompt in prompts if not encoder.sees_images else ():
-        refuse_images(prompt)
+    for prompt in prompts:
+        encoder.check(prompt)
     for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
         if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
             encoder.num_tokens(sample)

@@ -138,6 +138,8 @@ class ImageRef:
                 return
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 yield image
+        except ImageError:  # of a source that says for itself what is wrong
+            raise
         except Exception as error:  # what Pillow's decoders raise for broken files has no common base
             place = f"{self.where}: " if self.where else ""
             raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error

@@ -96,6 +96,14 @@ class Prompt:
     images: Sequence[ImageRef] = ()
     """The images, in the order of the parts `{"type": "image"}` of the messages; read when they are needed."""
 
+    where: str = field(default="", compare=False)
+    """File and line of its row, for messages; empty if nobody said."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in messages: by file and line, else by its source and index."""
+        return self.where or f"{self.source}#{self.index}".lstrip("#")
+
 
 class ImageFeatures(NamedTuple):
     """What the vision tower made of images."""

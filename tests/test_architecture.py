@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "grpo_lightning"
 # What may import what: only lower levels, and the same folder. A new file or folder of the package gets its level here.
 LEVELS = {
     "images": 0,
+    "listing": 0,
     "messages": 0,
     "ranks": 0,
     "seeding": 0,
@@ -52,7 +53,7 @@ LEVELS = {
 }
 # A callback reads the module that it is called with, and what it logged.
 SIDEWAYS = {("callbacks", "module"), ("callbacks", "logged")}
-FOLDERS = {"callbacks", "cli", "data", "functional", "planning", "policy", "rewards", "rollout"}
+FOLDERS = {"callbacks", "cli", "data", "demo", "functional", "planning", "policy", "rewards", "rollout"}
 LIGHTNING_LEVEL = 5
 LIGHTNING_BELOW = {"data/datamodule.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -221,6 +221,15 @@ def test_a_text_policy_refuses_images(image_files):
         make_trainer(max_steps=1).fit(module, source)
 
 
+def test_a_video_is_refused_before_weights_are_loaded(image_files):
+    module = vision_module(tiny_vlms.build("qwen2_5_vl"))
+    module.loader.load = None
+    prompts = vision_prompts(image_files)
+    prompts[-1].content[0]["content"].append({"type": "video", "video": "a.mp4"})
+    with pytest.raises(ValueError, match="has a message part of type 'video', and policies are given parts of type"):
+        make_trainer(max_steps=1).fit(module, make_source(module, prompts))
+
+
 def test_validation_sees_images(image_files):
     module = vision_module(tiny_vlms.build("glm4v"))
     prompts = vision_prompts(image_files, "no image here")

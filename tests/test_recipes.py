@@ -30,8 +30,9 @@ from tests.planning.real_shapes import PUBLISHED
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-VISION = sorted((RECIPES / "vlm").glob("*.yaml"))
-WHOLE = sorted(RECIPES.glob("*.yaml")) + VISION
+QUICKSTARTS = [RECIPES / "quickstart.yaml", RECIPES / "quickstart_grounding.yaml"]
+VISION = [QUICKSTARTS[1], *sorted((RECIPES / "vlm").glob("*.yaml"))]
+WHOLE = sorted({*RECIPES.glob("*.yaml"), *VISION})
 OBJECTIVES = sorted((RECIPES / "objectives").glob("*.yaml"))
 STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 
@@ -63,7 +64,11 @@ def write_rows(rows: list[dict[str, Any]]) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-FAMILIES = {"Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl", "OpenGVLab/InternVL3-2B-hf": "internvl"}
+FAMILIES = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl",
+    "OpenGVLab/InternVL3-2B-hf": "internvl",
+    "runs/quickstart_grounding/task/model": "qwen2_5_vl",
+}
 """Of the policies of the recipes that see images."""
 
 SOLUTIONS = {
@@ -289,7 +294,7 @@ def numbers(pattern: str, text: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [path for path in WHOLE if path.stem != "quickstart"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [path for path in WHOLE if path not in QUICKSTARTS], ids=lambda path: path.stem)
 def test_every_number_of_a_header_is_what_plan_says(recipe, tiny, capsys):
     """`plan` rounds to a tenth, the header to whole GiB."""
     written, data = hardware(recipe), yaml.safe_load(recipe.read_text())["data"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_lightning.types import Completion, MicroBatch, SamplingParams
+from grpo_lightning.types import Completion, MicroBatch, Prompt, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,10 @@ def test_micro_batch_moves_every_tensor_and_keeps_none():
     assert moved.pop("groups") == ()
     assert {tensor.device.type for tensor in moved.values()} == {"meta"}
     assert batch.prompt_ids.device.type == "cpu"
+
+
+def test_a_prompt_is_called_by_its_row_or_its_number():
+    assert Prompt("p", index=3).label == "3"
+    assert Prompt("p", index=3, source="math").label == "math#3"
+    assert Prompt("p", index=3, source="math", where="a.jsonl:4").label == "a.jsonl:4"
+    assert Prompt("p", where="a.jsonl:4") == Prompt("p"), "the same question in two places"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "glm4v", "gemma3"]
+FAMILIES = [
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl", "glm4v", "glm4v_moe", "gemma3"),
+]
 """By `config.model_type`: those that the extended path serves exactly."""
 
 PAD, EOS = "<pad>", "<eos>"
@@ -43,6 +46,7 @@ QWEN_VISION = {
     "spatial_merge_size": 2,
     "initializer_range": 0.1,
 }
+EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 VIT = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -84,9 +88,15 @@ class TinyVLM(NamedTuple):
     processor: Any
 
 
-def build(family: str, *, seed: int = 0) -> TinyVLM:
-    """A model with random weights, float32 and in eval mode, and its processor; text is a token per byte."""
-    config, processor = BUILDERS[family]()
+def build(family: str, *, seed: int = 0, **text: Any) -> TinyVLM:
+    """A model with random weights, float32 and in eval mode, and its processor; text is a token per byte.
+
+    Args:
+        family: By `config.model_type`.
+        seed: Of the weights.
+        text: What differs in the config of the language model, for families whose builder takes it.
+    """
+    config, processor = BUILDERS[family](**text)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = tf.AutoModelForImageTextToText.from_config(config).float().eval()
@@ -160,15 +170,15 @@ def qwen2_vl() -> tuple[Any, Any]:
     return tf.Qwen2VLConfig(text_config=text, vision_config=vision, **tied(t, QWEN)), processor
 
 
-def qwen2_5_vl() -> tuple[Any, Any]:
+def qwen2_5_vl(**more: Any) -> tuple[Any, Any]:
     t = qwen_tokenizer()
     processor = tf.Qwen2_5_VLProcessor(qwen_images(14), t, tf.Qwen2VLVideoProcessor(), chat_template=QWEN_TEMPLATE)
     vision = QWEN_VISION | {"fullatt_block_indexes": [1], "window_size": 56}
     text = TEXT | {"vocab_size": len(t), "rope_parameters": rope([2, 3, 3])}
-    return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tied(t, QWEN)), processor
+    return tf.Qwen2_5_VLConfig(text_config=text | more, vision_config=vision, **tied(t, QWEN)), processor
 
 
-def qwen3_vl() -> tuple[Any, Any]:
+def qwen3_vl(kind: Any = tf.Qwen3VLConfig, **more: Any) -> tuple[Any, Any]:
     t = qwen_tokenizer()
     processor = tf.Qwen3VLProcessor(qwen_images(16), t, tf.Qwen3VLVideoProcessor(), chat_template=QWEN_TEMPLATE)
     vision = QWEN_VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
@@ -177,7 +187,11 @@ def qwen3_vl() -> tuple[Any, Any]:
         "head_dim": 16,
         "rope_parameters": rope([4, 2, 2], mrope_interleaved=True),
     }
-    return tf.Qwen3VLConfig(text_config=text, vision_config=vision, **tied(t, QWEN)), processor
+    return kind(text_config=text | more, vision_config=vision, **tied(t, QWEN)), processor
+
+
+def qwen3_vl_moe() -> tuple[Any, Any]:
+    return qwen3_vl(tf.Qwen3VLMoeConfig, **EXPERTS, num_experts=4)
 
 
 def qwen3_5() -> tuple[Any, Any]:
@@ -197,14 +211,19 @@ def qwen3_5() -> tuple[Any, Any]:
     return tf.Qwen3_5Config(text_config=text, vision_config=vision, **tied(t, QWEN)), processor
 
 
-def glm4v() -> tuple[Any, Any]:
+def glm4v(kind: Any = tf.Glm4vConfig, **more: Any) -> tuple[Any, Any]:
     t = tokenizer(GLM)
     images = tf.Glm4vImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 24})
     look = template("<|begin_of_image|><|image|><|end_of_image|>")
     processor = tf.Glm4vProcessor(images, t, tf.Glm4vVideoProcessor(), chat_template=look)
     text = TEXT | {"vocab_size": len(t), "rope_parameters": rope([1, 1, 2], partial_rotary_factor=0.5)}
     vision = QWEN_VISION | {"image_size": 56}
-    return tf.Glm4vConfig(text_config=text, vision_config=vision, **tied(t, GLM)), processor
+    return kind(text_config=text | more, vision_config=vision, **tied(t, GLM)), processor
+
+
+def glm4v_moe() -> tuple[Any, Any]:
+    """The first layer without experts, as the real ones."""
+    return glm4v(tf.Glm4vMoeConfig, **EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
 
 
 def internvl() -> tuple[Any, Any]:
@@ -250,13 +269,15 @@ def tied(tokens: Any, names: dict[str, str]) -> dict[str, Any]:
     return {**ids_of(tokens, names), "tie_word_embeddings": False}
 
 
-BUILDERS = {
+BUILDERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_5": qwen3_5,
     "internvl": internvl,
     "glm4v": glm4v,
+    "glm4v_moe": glm4v_moe,
     "gemma3": gemma3,
 }
 

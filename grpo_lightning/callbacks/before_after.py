@@ -35,7 +35,8 @@ class BeforeAfter(L.Callback):
     - `seed`; `metric`, the name of the headline;
     - `<metric>_before`, `<metric>_after`: of sampled completions; `greedy_before`, `greedy_after`: the same metric of
       greedy ones; null where it has no value;
-    - `num_prompts` it was measured on; `steps` of the optimizer; `seconds` since the process started;
+    - `num_prompts` it was measured on, and their `images`; `steps` of the optimizer; `seconds` since the process
+      started;
     - `before`, `after`: every number of the table, by kind of completions (`sampled`, `greedy`) and name.
 
     Args:
@@ -53,6 +54,7 @@ class BeforeAfter(L.Callback):
         self.before: Numbers | None = None
         self.samples: dict[str, list[tuple[str, str]]] = {}
         self.num_prompts = 0
+        self.num_images = 0
         self.bar: Tqdm | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -78,6 +80,7 @@ class BeforeAfter(L.Callback):
             **{f"{self.metric}_{name}": numbers["sampled"].get(self.metric) for name, numbers in when.items()},
             **{f"greedy_{name}": numbers.get("greedy", {}).get(self.metric) for name, numbers in when.items()},
             "num_prompts": self.num_prompts,
+            "images": self.num_images,
             "steps": trainer.global_step,
             "seconds": round(time.time() - psutil.Process().create_time(), 1),
             **when,
@@ -100,8 +103,9 @@ class BeforeAfter(L.Callback):
         batches = [as_prompt_batch(batch) for batch in loader]
         if not batches:
             raise ValueError("BeforeAfter needs validation prompts: set data.val_datasets, or remove the callback.")
-        num_prompts = torch.tensor(sum(map(len, batches)), device=pl_module.device)
-        self.num_prompts = int(trainer.strategy.reduce(num_prompts, reduce_op="sum"))
+        num_images = sum(len(prompt.images) for batch in batches for prompt in batch.prompts)
+        sizes = torch.tensor([sum(map(len, batches)), num_images], device=pl_module.device)
+        self.num_prompts, self.num_images = map(int, trainer.strategy.reduce(sizes, reduce_op="sum"))
         sources = sorted({prompt.source for prompt in known_prompts(getattr(loader, "prompts", ()))})
         tables = evaluation_tables(pl_module.reward_set.names, pl_module.validation, sources, pl_module.device)
         with self.progress(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as bar:

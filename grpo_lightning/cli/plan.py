@@ -156,6 +156,7 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
         why_no_prompts = "the data are streamed"
     for prompts in (train, val):  # what `fit` refuses is not planned
         module.reward_set.validate_prompts(prompts or [])
+        module.reward_set.check_rows(prompts or [])
     _, validation = module.validation.draw(module.sampling, is_greedy=False)
     for prompts, sampling in ((train, module.sampling), (val, validation)):
         check_lengths(module, prompts or [], sampling)

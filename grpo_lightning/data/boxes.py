@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 LARGEST = 1e9
@@ -44,6 +44,8 @@ def checked_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Box
     found = _parsed(solution)
     if boxes == "auto" and (len(sizes) != 1 or not looks_like_box(found)):
         return solution
+    if _is_listing(found):
+        raise ValueError(_no_single_box(found, boxes))
     if len(sizes) != 1:
         raise ValueError(f"the row has {len(sizes)} images: nothing says in which of them the box is")
     width, height = sizes[0] if boxes != "norm1000" else (NORM, NORM)
@@ -52,6 +54,23 @@ def checked_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Box
         return solution
     x, y = sizes[0][0] / NORM, sizes[0][1] / NORM
     return [found[0] * x, found[1] * y, found[2] * x, found[3] * y]
+
+
+def _is_listing(value: Any) -> bool:
+    """True for objects with boxes (`bbox_2d` and `label`), parsed or as text."""
+    if isinstance(value, str):
+        return "bbox_2d" in value
+    items = value if isinstance(value, list | tuple) else [value]
+    return len(items) > 0 and all(isinstance(item, Mapping) for item in items)
+
+
+def _no_single_box(value: Any, boxes: Boxes) -> str:
+    """What is said of a list of objects where one box is expected."""
+    unit = " and gold_coordinates: norm1000 in the reward that reads them" if boxes == "norm1000" else ""
+    return (
+        f"boxes: {boxes} is for rows with one box, [x1, y1, x2, y2], and this solution lists objects ({value!r:.80}): "
+        f"set boxes: none in the entry of this data set{unit}; the reward looks at every box of a list before the run"
+    )
 
 
 def check_box(value: Any, width: int, height: int) -> None:

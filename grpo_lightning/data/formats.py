@@ -81,6 +81,7 @@ def to_prompt(
         index=index,
         source=source,
         chat_template_kwargs=dict(template.chat_template_kwargs),
+        where=where,
     )
 
 

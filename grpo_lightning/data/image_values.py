@@ -13,13 +13,29 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from grpo_lightning.data.cells import RemoteFile, is_remote
-from grpo_lightning.images import ImageRef
+from grpo_lightning.images import ImageError, ImageRef
 
 IMAGE_COLUMNS = ("image", "images")
 """The columns that hold a prompt's images: VLM-R1's, and that of TRL and ms-swift."""
 
 EMPTY: tuple[Any, ...] = (None, "", [], ())
 """What a column without an image holds; a CSV file has no other way to say it than an empty cell."""
+
+
+@dataclass(frozen=True)
+class NoImage:
+    """The source of a reference to what is no image. It is named with the other bad images when images are read."""
+
+    problem: str
+    """With file and line."""
+
+    def __call__(self) -> Any:
+        """Raises: ImageError: always."""
+        raise ImageError(self.problem)
+
+    def __str__(self) -> str:
+        """In the place of a name."""
+        return "that is none"
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class ImageFinder:
         """A row's columns with references for images, and these images in their order.
 
         Raises:
-            ValueError: If both image columns hold some, or a value is no image.
+            ValueError: If both image columns hold some.
         """
         found = [name for name in IMAGE_COLUMNS if not is_empty(columns.get(name))]
         if len(found) > 1:
@@ -57,21 +73,29 @@ class ImageFinder:
             value: A path, a data: or file: URL, bytes, `{"bytes": ..., "path": ...}`, a PIL image or a reference.
             what: The value's place in the row, for error messages.
 
-        Raises:
-            ValueError: If it is none of these, or a URL of the web.
+        Returns:
+            What raises ImageError when it is read, if the value is none of these or a URL of the web: then all bad
+            images of the data are named at once, whatever is wrong with each.
         """
         if isinstance(value, ImageRef):
             return value if value.where else replace(value, where=self.where)
+        try:
+            return ImageRef(self._source(value, what), self.where)
+        except ValueError as error:
+            return ImageRef(NoImage(str(error)), self.where)
+
+    def _source(self, value: Any, what: str) -> Any:
+        """The source of a reference. Raises: ValueError if the value is no image."""
         if isinstance(value, Mapping):
             value = self._of_mapping(value, what)
         if isinstance(value, str):
-            return ImageRef(self._of_text(value, what), self.where)
+            return self._of_text(value, what)
         if isinstance(value, os.PathLike):
-            return ImageRef(self._path(Path(value)), self.where)
+            return self._path(Path(value))
         if isinstance(value, bytes | bytearray):
-            return ImageRef(bytes(value), self.where)
+            return bytes(value)
         if type(value).__module__.startswith("PIL."):
-            return ImageRef(value, self.where)
+            return value
         raise ValueError(
             f'{self.where}: {what} must be an image (a path, bytes, {{"bytes": ..., "path": ...}} or a PIL image), or '
             f"a list of them, got {value!r:.80}."
@@ -112,6 +136,12 @@ class ImageFinder:
 def is_empty(value: Any) -> bool:
     """True if a column holds no image."""
     return any(value is empty or (type(value) is type(empty) and value == empty) for empty in EMPTY)
+
+
+def has_empty_column(columns: Mapping[str, Any]) -> bool:
+    """True if a row has a column for images, and none in it."""
+    found = [columns[name] for name in IMAGE_COLUMNS if name in columns]
+    return bool(found) and all(map(is_empty, found))
 
 
 def _of_data_uri(text: str, what: str) -> bytes:

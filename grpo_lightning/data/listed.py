@@ -16,6 +16,7 @@ class LazyPrompts(Sequence[Prompt]):
     def __init__(self, rows: Any, convert: Callable[[Any, int], Prompt]) -> None:
         self.rows = rows
         self.convert = convert
+        self._heads: dict[int, list[Prompt]] = {}
 
     def __len__(self) -> int:
         """Prompts."""
@@ -33,8 +34,10 @@ class LazyPrompts(Sequence[Prompt]):
         return self.convert(self.rows[number], number)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first prompts: what can be known of the data without reading all of it."""
-        return self[:size]
+        """The first prompts: what can be known of the data without reading all of it. Read once."""
+        if size not in self._heads:
+            self._heads[size] = self[:size]
+        return list(self._heads[size])
 
 
 class ListedOrder:

@@ -28,6 +28,7 @@ from grpo_lightning.data.boxes import Boxes
 from grpo_lightning.data.entry import DatasetEntry, check_keys
 from grpo_lightning.data.files import existing, read_file
 from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
+from grpo_lightning.data.image_counts import ImageCounts
 from grpo_lightning.data.lengths import LengthLimit, Measured
 from grpo_lightning.data.preflight import Preflight
 from grpo_lightning.data.rows import Row, RowReader
@@ -84,6 +85,11 @@ def load_mixture(
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
+    counts = ImageCounts()
+    for m in measured:
+        counts.add(m)
+    for source in counts.mixed:
+        counts.warn_empty(source)
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:

@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from grpo_lightning.data.boxes import Boxes, checked_solution
+from grpo_lightning.data.image_counts import by_source
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.workers import in_threads
 from grpo_lightning.images import ImageError, ImageRef
-from grpo_lightning.ranks import gather_objects, rank, world_size
+from grpo_lightning.listing import listed
+from grpo_lightning.ranks import gather_objects, is_any, rank, world_size
+from grpo_lightning.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +24,7 @@ BadImages: TypeAlias = Literal["error", "drop"]
 Found: TypeAlias = tuple[int, int] | ImageError
 """What is found of an image: its width and height, or why it cannot be read."""
 
-MAX_NAMED = 20
-"""Bad rows that a message names; of the others it says how many they are."""
+ADVICE = "Mend them, correct the data set's image_root or boxes, or leave the rows out: data.bad_images 'drop'."
 
 MANY = 1000
 """Images from which on a progress bar is shown."""
@@ -38,6 +40,9 @@ class Preflight:
 
     num_workers: int = 0
     """Threads that read images; 0 reads them one after the other."""
+
+    advice: str = ADVICE
+    """What to do about bad ones."""
 
     def one(self, measured: Measured, boxes: Boxes) -> Measured:
         """A prompt of a stream, without its prompt if that is left out.
@@ -92,17 +97,32 @@ class Preflight:
 
     def _report(self, bad: Sequence[Measured], problems: Sequence[str]) -> None:
         """Say what was found. Raises: ValueError with `bad_images` "error"."""
-        sources = Counter(m.prompt.source for m in bad if m.prompt)
-        counts = ", ".join(f"{count} of {name!r}" for name, count in sources.items())
-        listed = "\n".join(f"- {problem}" for problem in problems[:MAX_NAMED])
-        if len(problems) > MAX_NAMED:
-            listed += f"\n- and {len(problems) - MAX_NAMED} more."
+        counts = by_source(Counter(m.prompt.source for m in bad if m.prompt))
         if self.bad_images == "error":
             raise ValueError(
-                f"{len(bad)} rows have images that cannot be read or boxes that are wrong ({counts}):\n{listed}\n"
-                "Mend them, correct the data set's image_root or boxes, or leave the rows out: data.bad_images 'drop'."
+                f"{len(bad)} rows have images that cannot be read or boxes that are wrong{counts}:\n"
+                f"{listed(problems)}\n{self.advice}"
             )
-        log.warning("%d rows are left out for their images or boxes (%s):\n%s", len(bad), counts, listed)
+        log.warning("%d rows are left out for their images or boxes%s:\n%s", len(bad), counts, listed(problems))
+
+
+def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
+    """Read the images of prompts that no mixture was made of. Their boxes are for the rewards to check.
+
+    Prompts whose images were all looked at are not looked at again.
+
+    Args:
+        prompts: The same on every rank.
+        num_workers: Threads.
+
+    Raises:
+        ValueError: If images cannot be read, naming all of them.
+    """
+    images = [image for prompt in prompts for image in prompt.images]
+    if images and is_any(any(image.known_size is None for image in images)):
+        preflight = Preflight("error", num_workers, advice="Mend them, or leave their rows out.")
+        measured = [Measured(prompt, where=prompt.label) for prompt in prompts]
+        preflight.all(measured, {prompt.source: "none" for prompt in prompts})
 
 
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
@@ -161,7 +181,7 @@ def _said(error: ImageError, num_rows: int) -> str:
 
 def left_out(measured: Measured) -> Measured:
     """Without the prompt."""
-    return replace(measured, prompt=None)
+    return replace(measured, prompt=None, bad_image_of=measured.prompt.source if measured.prompt else None)
 
 
 def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Mapping[str, Boxes]) -> Measured:

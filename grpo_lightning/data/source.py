@@ -36,7 +36,9 @@ class PromptSource:
     Every epoch is one pass: the last cycle may have fewer prompts, none is dropped. A stream has no length: the run
     needs `trainer.max_steps`, and an epoch ends where the stream does.
 
-    An image that several prompts of a cycle have is read once for all of them.
+    An image that several prompts of a cycle have is read once for all of them. Before a run, all images of a list are
+    read, of other data sets those of the first prompts; bad ones are named before any weights load. No row is left out:
+    that is for the data module.
 
     Args:
         prompts: The data set: prompts, texts or rows with a prompt column, in a list or a `datasets.Dataset`; or a

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from grpo_lightning.data.image_counts import ImageCounts
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.workers import in_threads
 from grpo_lightning.types import Prompt
@@ -48,6 +49,9 @@ class PromptStream:
         self.num_workers = num_workers
         self.limit = limit
         self.sources = tuple(sources)
+        self.said_empty: dict[str, int] = {}
+        """Rows by source that were said to be asked without an image."""
+
         self._heads: dict[int, list[Prompt]] = {}
 
     def order(self, seed: int | None) -> StreamOrder:
@@ -117,12 +121,15 @@ class StreamOrder:
         self.said = LengthCount()
         """The counts that the log has."""
 
+        self.images = ImageCounts()
+        self.said_left_out = 0
+
     def take(self, start: int, size: int) -> tuple[list[Prompt], int]:
         """Up to `size` prompts from position `start` on, fewer at the end, and the position after them."""
         if self.reading is None or start < self.start:
             self.reading = self.stream.read(self.seed, start)
             self.window.clear()
-            self.lengths = LengthCount()  # rows that are read again must not count twice
+            self.lengths, self.images = LengthCount(), ImageCounts()  # rows that are read again must not count twice
         self.start = start
         while self.window and self.window[0][0] < start:
             self.window.popleft()
@@ -142,10 +149,14 @@ class StreamOrder:
             position, measured = next(self.reading)
         except StopIteration:
             self._report("the stream")
+            self._report_images()
             return False
         except BaseException:
             self.reading = None  # a reader that has raised is over, which must not pass for the end of the data
             raise
+        self.images.add(measured)
+        for source in self.images.mixed.keys() - self.stream.said_empty.keys():
+            self._say_empty(source, so_far=True)
         if self.stream.limit is not None:
             if measured.prompt is None and self.stream.limit.overlong_prompts == "error":
                 self.stream.limit.check([measured], of="the stream")
@@ -162,6 +173,21 @@ class StreamOrder:
         if self.stream.limit is not None and self.lengths.num_too_long and self.lengths != self.said:
             self.stream.limit.warn(self.lengths, of=of)
             self.said = self.lengths
+
+    def _report_images(self) -> None:
+        """At the end of a pass, say how many rows were left out for their images, or asked without one."""
+        left_out = self.images.left_out.total()
+        if left_out and left_out != self.said_left_out:
+            self.images.warn_left_out("the stream")
+            self.said_left_out = left_out
+        for source, count in self.images.mixed.items():
+            if count > self.stream.said_empty[source]:
+                self._say_empty(source)
+
+    def _say_empty(self, source: str, *, so_far: bool = False) -> None:
+        """Say that rows of a source are asked without an image: at the first, and when all are counted."""
+        self.images.warn_empty(source, so_far=so_far)
+        self.stream.said_empty[source] = self.images.empty[source]
 
 
 def stream_of(rows: Iterable[T], convert: Callable[[T, int], Prompt], **options: Any) -> PromptStream:

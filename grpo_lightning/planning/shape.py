@@ -188,8 +188,11 @@ def intermediate_size(config: Any) -> int:
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(dense)
-    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    return int(experts) * int(getattr(config, "moe_intermediate_size", None) or dense) + int(shared)
+    routed = int(getattr(config, "moe_intermediate_size", None) or dense)
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    if shared is None:  # as many as it says, each as wide as the others
+        shared = int(getattr(config, "n_shared_experts", None) or 0) * routed
+    return int(experts) * routed + int(shared)
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grpo_lightning.planning.shape import ModelShape, count_matrix_weights
-from grpo_lightning.policy.families import freeze_vision
+from grpo_lightning.policy.families import freeze_unused, freeze_vision
 from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.lora import LoRA, adapter_config, adapter_layers, targets
 
@@ -97,13 +97,14 @@ def trained_weights(model: Any, shape: ModelShape, loader: PolicyLoader) -> tupl
             has_starting_adapter=lora.adapter is not None,
         )
         return trained, dataclasses.replace(shape, adapted_channels=reads // shape.num_layers)
-    if not loader.freeze_layers and not loader.freeze_vision_modules:
-        return TrainedWeights.all_of(shape), shape
     if loader.freeze_vision_modules:
         freeze_vision(model)
     if loader.freeze_layers:
         freeze_first_layers(model, loader.freeze_layers)
+    freeze_unused(model)
     frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+    if not frozen:
+        return TrainedWeights.all_of(shape), shape
     own = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in frozen)
     matrices = count_matrix_weights(model, without=frozen)
     return TrainedWeights(own, matrices, shares_frozen=True), shape

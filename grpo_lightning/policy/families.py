@@ -44,6 +44,9 @@ class Family:
     pixel_count: int = 1
     """How often the processor counts every pixel of an image against its limits of pixels."""
 
+    unused: tuple[str, ...] = ()
+    """Modules in the vision tower whose results nothing reads, by their own names: no loss gives them a gradient."""
+
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 GLM_TOKENS = (
@@ -55,16 +58,19 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
     "qwen2_5_vl": Family(("visual",), QWEN_TOKENS, "resized", "pixels"),
     "qwen3_vl": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
+    "qwen3_vl_moe": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
     "qwen3_5": Family(("visual",), QWEN_TOKENS, "norm1000", "pixels"),
     "internvl": Family(
         ("vision_tower", "multi_modal_projector"), ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"), "norm1000", "tiles"
     ),
     "glm4v": Family(("visual",), GLM_TOKENS, "norm1000", "pixels", pixel_count=2),  # an image is two frames
+    "glm4v_moe": Family(("visual",), GLM_TOKENS, "norm1000", "pixels", pixel_count=2),
     "gemma3": Family(
         ("vision_tower", "multi_modal_projector"),
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         "norm1000",
         "fixed",
+        unused=("head",),  # SigLIP's pooling, where `vision_use_head` is not off
     ),
 }
 """By `config.model_type`."""
@@ -136,6 +142,22 @@ def freeze_vision(model: nn.Module) -> None:
     family = known_family(base_model(model).config, "policy.freeze_vision_modules")
     for part in vision_parts(model, family):
         part.requires_grad_(False)
+
+
+def freeze_unused(model: nn.Module) -> None:
+    """Freeze the parts of the vision tower that no loss reaches, and say so: DDP would wait for their gradients."""
+    family = family_of(base_model(model).config)
+    if family is None:
+        return
+    found = [
+        (name, module)
+        for part in vision_parts(model, family)
+        for name, module in part.named_modules()
+        if name.rpartition(".")[2] in family.unused and any(weight.requires_grad for weight in module.parameters())
+    ]
+    for name, module in found:
+        module.requires_grad_(False)
+        log.info("The vision tower's %s is frozen: nothing reads what it makes, so no loss can train it.", name)
 
 
 def known_family(config: Any, setting: str) -> Family:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.policy.experts import taken_names, why_without
 from grpo_lightning.seeding import derived_seed, run_seed
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
             adapted = PeftModel.from_pretrained(model, lora.adapter, config=config, is_trainable=True)
         else:
             layers = targets(model, lora.target_modules)
+            if reason := why_without(model, language_layers(model)):
+                log.info("LoRA: %s.", reason)
             config = LoraConfig(
                 r=lora.rank,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -198,17 +201,24 @@ def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
         names: Ends of names to choose by; None takes all.
 
     Raises:
-        ValueError: If one of the ends matches no layer.
+        ValueError: If one of the ends matches no layer, or one that cannot have an adapter.
     """
     layers = language_layers(model)
+    taken = taken_names(model, layers)
     if names is None:
-        return layers
+        return {name: layer for name, layer in layers.items() if name not in taken}
+    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
     for end in names:
-        if not any(f".{name}".endswith(f".{end}") for name in layers):
-            known = sorted({name.rpartition(".")[2] for name in layers})
+        matched = [name for name in layers if f".{name}".endswith(f".{end}")]
+        if not matched:
             raise ValueError(
                 f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "
                 f"{', '.join(known)}."
+            )
+        if refused := [name for name in matched if name in taken]:
+            raise ValueError(
+                f"policy.lora.target_modules: {end!r} matches {refused[0]}, whose name peft takes for that of the "
+                f"experts, which are one tensor. Leave it out; there are: {', '.join(known)}."
             )
     return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
 

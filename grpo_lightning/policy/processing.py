@@ -73,10 +73,11 @@ class Encoder:
             where: What to call it in errors; by default by its source and index.
 
         Raises:
-            ValueError: If it cannot be tokenized, has images that cannot be read, or the policy takes none.
+            ValueError: If it cannot be tokenized, has images that cannot be read, or something that the policy does not
+                take.
         """
+        self.check(prompt, where)
         if not self.sees_images:
-            refuse_images(prompt, where)
             return EncodedPrompt(tokenize(prompt, self.tokenizer, where))
         if not prompt.images:
             return EncodedPrompt(self.without_images(prompt, where), PromptVision())
@@ -88,6 +89,27 @@ class Encoder:
         images = [image.read() for image in prompt.images]
         outputs = self.processed(self.rendered(prompt, where), images, where or name_of(prompt))
         return self.with_images(outputs, images)
+
+    def check(self, prompt: Prompt, where: str = "") -> None:
+        """Raise ValueError if a prompt has a video or sound, or an image that this policy cannot see.
+
+        Chat templates render what they do not know as nothing, or as a token that nothing stands behind.
+        """
+        messages = () if isinstance(prompt.content, str) else prompt.content
+        contents = (message.get("content") for message in messages)
+        kinds = [kind_of(part) for content in contents if not isinstance(content, str) for part in content or ()]
+        if others := [kind for kind in kinds if kind not in ("text", "image")]:
+            raise ValueError(
+                f"{where or name_of(prompt)} has a message part of type {others[0]!r}, and policies are given parts of "
+                "type 'text' and 'image' only (no video, no sound; an image's file goes into Prompt.images). Remove "
+                "the part if the question can be answered without it, or leave the prompt out."
+            )
+        if not self.sees_images and (prompt.images or "image" in kinds):
+            raise ValueError(
+                f"{where or name_of(prompt)} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
+                "takes text only: without them the question has no answer. Take a vision-language policy, or leave the "
+                "row out."
+            )
 
     def fitting(self, prompts: Sequence[Prompt], max_completion_length: int) -> list[EncodedPrompt]:
         """Encode prompts that leave room for their completions. Raises: ValueError naming one that does not."""
@@ -115,6 +137,7 @@ class Encoder:
         """L of a prompt, from the sizes of its images alone. Raises: as encoding does."""
         if not prompt.images or not self.sees_images:
             return len(self(prompt, where).token_ids)
+        self.check(prompt, where)
         text = self.tokenizer(self.rendered(prompt, where), add_special_tokens=False)["input_ids"]
         try:
             return len(text) + sum(self.num_more_tokens(*image.size()) for image in prompt.images)
@@ -267,13 +290,9 @@ def in_part(change: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**part, "text": change(part["text"])} if part.get("type") == "text" else part
 
 
-def refuse_images(prompt: Prompt, where: str = "") -> None:
-    """Raise ValueError if a prompt has images, which this policy cannot see."""
-    if prompt.images:
-        raise ValueError(
-            f"{where or name_of(prompt)} has {len(prompt.images)} image(s), and the policy takes text only: without "
-            "them the question has no answer. Take a vision-language policy, or leave the row out."
-        )
+def kind_of(part: Any) -> str | None:
+    """What a part of a message says it is."""
+    return part.get("type") if isinstance(part, Mapping) else type(part).__name__
 
 
 def blank_image(width: int, height: int) -> Image:

@@ -166,7 +166,8 @@ class Partitioned(PartitionedGradients):
 
         # Transformers holds it weakly, and takes the run for an unsharded one once it is gone.
         self.hf_config = HfDeepSpeedConfig(self.strategy.config)
-        yield
+        with knowing_whole_shapes():
+            yield
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -222,3 +223,42 @@ class Partitioned(PartitionedGradients):
             if ranks.rank() == 0:
                 assert value is not None
                 parameter.data.copy_(value)
+
+
+@contextlib.contextmanager
+def knowing_whole_shapes() -> Iterator[None]:
+    """Inside, transformers turns the tensors of experts as their whole shape says.
+
+    Checkpoints have them either way round, and it compares with the model's weight, which ZeRO-3 leaves empty: those
+    that lie right would be turned, and refused for their size.
+    """
+    from transformers import core_model_loading
+
+    turning: Any = getattr(core_model_loading, "Transpose", None)
+    if turning is None:  # a release that turns nothing
+        yield
+        return
+    convert = turning.convert
+
+    def convert_by_whole_shape(self: Any, *args: Any, **options: Any) -> Any:
+        if options.get("model") is not None:
+            options["model"] = WholeShapes(options["model"])
+        return convert(self, *args, **options)
+
+    turning.convert = convert_by_whole_shape
+    try:
+        yield
+    finally:
+        turning.convert = convert
+
+
+class WholeShapes:
+    """What a conversion of weights asks of a model: a parameter with its whole shape, and no values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def get_parameter(self, name: str) -> Tensor:
+        """On the meta device."""
+        parameter = self.model.get_parameter(name)
+        return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning import ranks
-from grpo_lightning.policy.families import freeze_vision, known_family, unknown_reason
+from grpo_lightning.policy.families import freeze_unused, freeze_vision, known_family, unknown_reason
 from grpo_lightning.policy.freezing import check_num_layers, freeze_first_layers
 from grpo_lightning.policy.inputs import base_model
 from grpo_lightning.policy.lora import add_adapters
@@ -107,6 +107,7 @@ def limit_training(model: Any, loader: PolicyLoader, sharding: Sharding) -> Any:
     if loader.freeze_layers:
         freeze_first_layers(model, loader.freeze_layers)
     if loader.lora is None:
+        freeze_unused(model)
         return model
     with sharding.building():
         return add_adapters(model, loader.lora)

@@ -6,14 +6,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import between_answer_tags, in_box, right_answer
-from grpo_lightning.rewards.base import Content, Reward, completion_text
+from grpo_lightning.rewards.base import Content, completion_text
 from grpo_lightning.rewards.equivalence import UndecidedError, check_installed, equivalence
 
 logger = logging.getLogger(__name__)
 
 
-class Accuracy(Reward):
+class Accuracy(AnswerReward):
     r"""1 if the completion's answer equals the row's answer as mathematics, else 0: `\frac{1}{2}` is 0.5.
 
     The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else a
@@ -39,10 +40,9 @@ class Accuracy(Reward):
             raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
         if max_answer_characters < 1:
             raise ValueError(f"max_answer_characters must be at least 1, got {max_answer_characters}.")
-        self.answer_column = answer_column
+        super().__init__(answer_column)
         self.timeout_seconds = timeout_seconds
         self.max_answer_characters = max_answer_characters
-        self.required_columns = (answer_column,)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
         """Compare. Args: completions: [B]. Returns: [B], None where the row or the completion is not scorable."""

@@ -16,6 +16,9 @@ functions written for TRL run unchanged, as do the ORM classes of ms-swift and, 
 
 With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
 value of each column per group, and lists of completions; it returns a list per group.
+
+A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
+that it is going to judge.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import inspect
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from grpo_lightning.types import Message
@@ -43,6 +46,9 @@ METHOD_COLUMN = "accu_reward_method"
 """The data column that names how a row is scored; `ByMethod` reads it."""
 
 OnError = Literal["raise", "none", "value"]
+
+ImageSize = tuple[int, int] | None
+"""(width, height) in pixels, of the image in the data; None if it is not known yet."""
 
 CompletionsAs = Literal["auto", "text", "messages"]
 
@@ -82,6 +88,19 @@ class Reward(ABC):
 
         Raises:
             ValueError: If they do not fit.
+        """
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:  # noqa: B027
+        """Check a row that it is going to judge, before any weights load. A reward around another asks that one.
+
+        Nothing is opened here: it is called for every row.
+
+        Args:
+            columns: The row's data columns; what is missing is None when it is called.
+            image_sizes: One per image of the row.
+
+        Raises:
+            ValueError: If the reward would raise for this row, whatever the completion.
         """
 
 
@@ -162,6 +181,12 @@ class WeightedReward(Reward):
                 inner.check(max_completion_length)
             except ValueError as error:
                 raise ValueError(f"Reward {self.name!r}: {error}") from error
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Have the reward check a row, if it is a `Reward`. Raises: ValueError as it does."""
+        inner = _innermost(self.reward)
+        if isinstance(inner, Reward):
+            inner.check_row(columns, image_sizes)
 
     def may_read(self, column: str) -> bool:
         """Whether a data column can make a difference: False if it is named nowhere.

@@ -95,7 +95,7 @@ def right_box(answer: Any, column: str) -> Box | None:
     Raises:
         ValueError: If it is not one box, or a box without an inside.
     """
-    if answer is None or answer == "":
+    if answer is None or (isinstance(answer, str) and not answer):
         return None
     if isinstance(answer, str):
         found = boxes_in(answer_of(answer))
@@ -121,7 +121,7 @@ def right_detections(answer: Any, column: str) -> list[Detection] | None:
     Raises:
         ValueError: If it is no such list, or an object has no label or no box with an inside.
     """
-    if answer is None or answer == "":
+    if answer is None or (isinstance(answer, str) and not answer):
         return None
     found = detections(answer) if isinstance(answer, str) else _listed(answer)
     if found is None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.functional.boxes import area, clip
-from grpo_lightning.rewards.base import Content, Reward, completion_text
+from grpo_lightning.functional.boxes import clip
+from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 from grpo_lightning.types import Box, ImageView
 
 GivenCoordinates = Literal["auto", "original", "resized", "norm1000"]
@@ -35,15 +36,9 @@ class BoxFrame(NamedTuple):
 
     def right(self, boxes: Sequence[Box]) -> Tensor:
         """[n, 4] float64: boxes of the data, likewise. Raises: ValueError if one lies outside the image."""
-        placed = self._placed(boxes, self.right_scale)
-        for box, inside in zip(boxes, area(placed).tolist(), strict=True):
-            if not inside > 0:
-                width, height = self.size or (0, 0)
-                raise ValueError(
-                    f"The right box {list(box)} lies outside its image, {width:g} x {height:g} pixels: does "
-                    "gold_coordinates say what the data are in?"
-                )
-        return placed
+        for box in boxes:
+            check_inside(box, self.right_scale, self.size)
+        return self._placed(boxes, self.right_scale)
 
     def _placed(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
         """[n, 4] the boxes in common units, clipped to the image."""
@@ -122,9 +117,23 @@ class BoxReward(Reward):
             log_metric(f"{self.name}/unreadable", sum(unreadable) / len(unreadable))
         return values
 
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Check the right boxes, against their image too where its size is known. Raises: ValueError as a call does."""
+        right = self.right(columns.get(self.answer_column))
+        if right is None:
+            return
+        check_num_images(len(image_sizes), self.coordinates, self.gold_coordinates)
+        scale, size = _right_units(image_sizes[0] if image_sizes else None, self.gold_coordinates)
+        for box in self.boxes_of(right):
+            check_inside(box, scale, size)
+
     @abstractmethod
     def right(self, answer: Any) -> Any:
         """The right boxes of a row; None if it has none. Raises: ValueError if they cannot be read."""
+
+    def boxes_of(self, right: Any) -> Sequence[Box]:
+        """The boxes in what `right` gives; those that are not told here are first looked at when they are compared."""
+        return ()
 
     @abstractmethod
     def given(self, text: str) -> Any:
@@ -148,20 +157,58 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
     Raises:
         ValueError: If there are several images, or none and its size is needed.
     """
-    if len(views) > 1:
+    check_num_images(len(views), given, right)
+    if not views:
+        return BoxFrame((1, 1), *_right_units(None, right))
+    view = views[0]
+    return BoxFrame(_scale(view, given), *_right_units((view.width, view.height), right))
+
+
+def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
+    """Check that it is known where boxes lie. Args and raises: as `frame_of`, with the number of images."""
+    if num_images > 1:
         raise ValueError(
-            f"Boxes are compared in prompts with one image, got one with {len(views)}: which of them is meant is not "
+            f"Boxes are compared in prompts with one image, got one with {num_images}: which of them is meant is not "
             "known. Score these rows by another reward (`rewards` of the data set's entry)."
         )
-    if views:
-        view = views[0]
-        return BoxFrame(_scale(view, given), _scale(view, right), (view.width, view.height))
-    if given != right:
+    if not num_images and given != right:
         raise ValueError(
             f"coordinates {given!r} and gold_coordinates {right!r} need the size of an image, and the prompt has none: "
             "give its row one, set both alike ('original' or 'norm1000'), or score the row by another reward."
         )
-    return BoxFrame((1, 1), (1, 1), (1000, 1000) if right == "norm1000" else None)
+
+
+def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> None:
+    """Check that a box of the data has something in its image.
+
+    Args:
+        box: As the data have it.
+        scale: What one of its units is in pixels.
+        size: Width and height of the image, in pixels; None if it is not known.
+
+    Raises:
+        ValueError: If all of it lies outside.
+    """
+    limits = size or (math.inf, math.inf)
+    least = 0.0 if size else -math.inf
+    across = min(box[2] * scale[0], limits[0]) - max(box[0] * scale[0], least)
+    down = min(box[3] * scale[1], limits[1]) - max(box[1] * scale[1], least)
+    # The area as well: a product of tiny sides may be 0 where neither is.
+    if not (across > 0 and down > 0 and across * down > 0):
+        width, height = size or (0, 0)
+        raise ValueError(
+            f"The right box {list(box)} lies outside its image, {width:g} x {height:g} pixels: does "
+            "gold_coordinates say what the data are in?"
+        )
+
+
+def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tuple[Scale, tuple[float, float] | None]:
+    """What a unit of right boxes is in pixels of an image, and where they are clipped; None is no image, or any."""
+    if right == "original":
+        return (1, 1), size
+    if size is None:
+        return (1, 1), (1000, 1000)
+    return (size[0] / 1000, size[1] / 1000), size
 
 
 def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:

@@ -13,6 +13,7 @@ from grpo_lightning.rewards.base import (
     METHOD_COLUMN,
     SHARED,
     Content,
+    ImageSize,
     Reward,
     RewardLike,
     completion_in_form,
@@ -120,6 +121,20 @@ class ByMethod(Reward):
         """Check every method. Raises: ValueError as the methods do."""
         for method in self.methods.values():
             method.check(max_completion_length)
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Have the row's method check it.
+
+        Raises:
+            ValueError: As the method does, with its name in front; or if the row names an unknown method.
+            ImportError: If it names a method whose package is missing.
+        """
+        name = columns.get(self.method_column)
+        method = self._known(name) if name else self.default
+        try:
+            self.methods[method].check_row(columns, image_sizes)
+        except ValueError as error:
+            raise ValueError(f"its method {method!r}: {error}") from error
 
     def _known(self, name: Any) -> str:
         """The name of a method. Raises: ValueError if there is none of that name; ImportError if it lacks a package."""

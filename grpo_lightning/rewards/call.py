@@ -155,7 +155,7 @@ class RewardCall:
             cause: What the reward raised.
         """
         self.failures[kind] += count
-        where = ", ".join(f"{group.prompt.source}#{group.prompt.index}".lstrip("#") for group in groups[:8])
+        where = ", ".join(group.prompt.label for group in groups[:8])
         more = ", ..." if len(groups) > 8 else ""
         message = f"Reward {self.reward.name!r} {problem} (prompt {where}{more})."
         if self.reward.on_error == "raise":

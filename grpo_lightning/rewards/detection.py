@@ -13,6 +13,7 @@ from grpo_lightning.functional.boxes import iou
 from grpo_lightning.rewards.average_precision import average_precision, check_installed
 from grpo_lightning.rewards.box_answers import Detection, detections, right_detections
 from grpo_lightning.rewards.box_frame import BoxFrame, BoxReward, GivenCoordinates, GoldCoordinates
+from grpo_lightning.types import Box
 
 
 class DetectionReward(BoxReward):
@@ -21,6 +22,10 @@ class DetectionReward(BoxReward):
     def right(self, answer: Any) -> list[Detection] | None:
         """The row's objects. Raises: ValueError if they cannot be read."""
         return right_detections(answer, self.answer_column)
+
+    def boxes_of(self, right: Sequence[Detection]) -> list[Box]:
+        """Those of the objects."""
+        return [item.box for item in right if item.box]
 
     def given(self, text: str) -> list[Detection] | None:
         """The answer's objects."""
@@ -78,7 +83,7 @@ class DetectionMAP(DetectionReward):
         return average_precision(
             frame.given([item.box for item in given]),
             [item.label for item in given],
-            frame.right([item.box for item in right if item.box]),
+            frame.right(self.boxes_of(right)),
             [item.label for item in right],
             self.iou_threshold,
         )
@@ -157,7 +162,7 @@ class WeightedSum(DetectionReward):
         self, given: Sequence[Detection], right: Sequence[Detection], frame: BoxFrame
     ) -> list[tuple[float, bool]]:
         """The IoU of every pair, and whether its labels are the same."""
-        boxes = frame.given([item.box for item in given]), frame.right([item.box for item in right if item.box])
+        boxes = frame.given([item.box for item in given]), frame.right(self.boxes_of(right))
         overlaps = iou(boxes[0][:, None], boxes[1])
         near = torch.nonzero(overlaps >= self.iou_threshold).tolist()
         found = [(overlaps[i, j].item(), given[i].label == right[j].label, i, j) for i, j in near]

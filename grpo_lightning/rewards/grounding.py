@@ -55,6 +55,10 @@ class IoU(BoxReward):
         """The row's box. Raises: ValueError if it is none."""
         return right_box(answer, self.answer_column)
 
+    def boxes_of(self, right: Box) -> Sequence[Box]:
+        """It alone."""
+        return [right]
+
     def given(self, text: str) -> Box | None:
         """The answer's box."""
         return last_box(text)

@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import given_answer, right_answer
-from grpo_lightning.rewards.base import Content, Reward, completion_text
+from grpo_lightning.rewards.base import Content, completion_text
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -41,7 +42,7 @@ _PLACES = re.compile(r"\{(question|right|given)\}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
-class LLMJudge(Reward):
+class LLMJudge(AnswerReward):
     r"""The score that a language model gives the answer, from 0 to 1 (VLM-R1's `llm`).
 
     The model sees the question (the text of the last turn), the right answer and the completion's answer: what its last
@@ -93,16 +94,15 @@ class LLMJudge(Reward):
         for name, is_valid, allowed in limits:
             if not is_valid:
                 raise ValueError(f"{name} must be {allowed}, got {locals()[name]!r:.200}.")
+        super().__init__(answer_column)
         self.model = model
         self.base_url = base_url
         self.api_key_env = api_key_env
-        self.answer_column = answer_column
         self.prompt = prompt
         self.temperature = temperature
         self.timeout_seconds = timeout_seconds
         self.max_retries = max_retries
         self.concurrency = concurrency
-        self.required_columns = (answer_column,)
 
     def check(self, max_completion_length: int) -> None:
         """Check that there is a key. Raises: ValueError if it is missing."""

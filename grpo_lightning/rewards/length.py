@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
-from grpo_lightning.rewards.base import Content, Reward, RewardLike, inner_reward
+from grpo_lightning.rewards.base import Content, ImageSize, Reward, RewardLike, inner_reward
 
 
 class Length(Reward):
@@ -138,6 +138,10 @@ class Cosine(Reward):
     def check(self, max_completion_length: int) -> None:
         """Check `accuracy`. Raises: ValueError as it does."""
         self.accuracy.check(max_completion_length)
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Have `accuracy` check a row. Raises: ValueError as it does."""
+        self.accuracy.check_row(columns, image_sizes)
 
     def __call__(
         self,

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
+from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import given_answer, normalized, right_answer
-from grpo_lightning.rewards.base import Content, Reward, completion_text
+from grpo_lightning.rewards.base import Content, completion_text
 from grpo_lightning.rewards.choices import choice
 from grpo_lightning.rewards.equivalence import UndecidedError
 from grpo_lightning.rewards.similarity import similarity
@@ -25,7 +26,7 @@ _YES_NO = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]{3}")
 
 
-class Method(Reward):
+class Method(AnswerReward):
     """Compares the answer of every completion with the right one.
 
     Args:
@@ -34,8 +35,7 @@ class Method(Reward):
     """
 
     def __init__(self, answer_column: str = "solution") -> None:
-        self.answer_column = answer_column
-        self.required_columns = (answer_column,)
+        super().__init__(answer_column)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
         """Compare. Args: completions: [B]. Returns: [B] in [0, 1], None where the row is not scorable."""

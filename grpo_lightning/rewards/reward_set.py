@@ -14,7 +14,8 @@ from torch import Tensor
 
 from grpo_lightning.rewards.base import RewardLike, WeightedReward
 from grpo_lightning.rewards.call import FAILURES, RewardCall
-from grpo_lightning.rewards.sources import Source, check_sources, sources_of
+from grpo_lightning.rewards.row_checks import check_rows
+from grpo_lightning.rewards.sources import Source, applies, check_sources, sources_of
 from grpo_lightning.types import Group, Prompt
 
 
@@ -110,6 +111,14 @@ class RewardSet:
         """
         self._check(sources_of(prompts))
 
+    def check_rows(self, prompts: Iterable[Prompt]) -> None:
+        """Have every reward check the rows that it is going to judge (`Reward.check_row`).
+
+        Raises:
+            ValueError: If there are rows that a reward cannot judge, naming them, and its `on_error` is "raise".
+        """
+        check_rows(prompts, self.rewards)
+
     def check(self, max_completion_length: int) -> None:
         """Check the rewards' settings against the run's, before any weights load.
 
@@ -162,7 +171,7 @@ class RewardSet:
             [Source(source.name, tuple(columns), source.rewards) for source in batch], self.rewards, self._weights
         )
         rows = {
-            reward.name: [n for n, group in enumerate(groups) if _applies(group.prompt, reward.name)]
+            reward.name: [n for n, group in enumerate(groups) if applies(group.prompt, reward.name)]
             for reward in self.rewards
         }
         calls = [
@@ -212,11 +221,6 @@ class RewardSet:
                     )
                 merged.setdefault(name, []).extend(values)
         return {name: statistics.fmean(values) for name, values in merged.items()}
-
-
-def _applies(prompt: Prompt, reward: str) -> bool:
-    """Whether a reward is called with a prompt."""
-    return prompt.rewards is None or reward in prompt.rewards
 
 
 def weighted_total(values: Tensor, weights: Tensor) -> Tensor:

@@ -34,6 +34,11 @@ class Source:
         return self.rewards is None or reward in self.rewards
 
 
+def applies(prompt: Prompt, reward: str) -> bool:
+    """Whether a reward is called with a prompt."""
+    return prompt.rewards is None or reward in prompt.rewards
+
+
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
     """The sources of some prompts, in the order they come in.
 

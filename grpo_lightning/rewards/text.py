@@ -9,13 +9,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import EXTRACTORS, normalized, right_answer
 from grpo_lightning.rewards.base import Content, Reward, completion_text
 
 _TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
-class ExactMatch(Reward):
+class ExactMatch(AnswerReward):
     r"""1 if the completion's answer is the row's answer, else 0.
 
     Both are normalised first: surrounding whitespace and `$`, a full stop at the end, and the commas of "1,000" go.
@@ -41,10 +42,9 @@ class ExactMatch(Reward):
         """Raises: ValueError if `extract` is none of these."""
         if extract not in EXTRACTORS:
             raise ValueError(f"extract must be one of {', '.join(EXTRACTORS)}, got {extract!r}.")
-        self.answer_column = answer_column
+        super().__init__(answer_column)
         self.extract = extract
         self.is_normalized = is_normalized
-        self.required_columns = (answer_column,)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
         """Compare. Args: completions: [B]. Returns: [B], None where the row has no answer."""

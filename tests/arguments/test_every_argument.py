@@ -7,7 +7,8 @@ import pytest
 
 import grpo_lightning
 import grpo_lightning.callbacks
-import grpo_lightning.demo
+import grpo_lightning.demo.arithmetic
+import grpo_lightning.demo.grounding
 import grpo_lightning.grounding
 import grpo_lightning.optimizers
 import grpo_lightning.rewards
@@ -17,7 +18,8 @@ from tests.arguments.registry import CASES, arguments_of, case, configured, is_v
 PUBLIC = [
     grpo_lightning,
     grpo_lightning.callbacks,
-    grpo_lightning.demo,
+    grpo_lightning.demo.arithmetic,
+    grpo_lightning.demo.grounding,
     grpo_lightning.grounding,
     grpo_lightning.optimizers,
     grpo_lightning.rewards,

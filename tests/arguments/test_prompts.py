@@ -18,7 +18,7 @@ from grpo_lightning.images import ImageError, ImageRef
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.tokenize import tokenize
-from grpo_lightning.rewards import ByMethod, RewardSet
+from grpo_lightning.rewards import ByMethod, ExactMatch, RewardSet
 from grpo_lightning.types import Completion, Group, Prompt
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
@@ -67,6 +67,14 @@ def test_what_rewards_and_logs_have_of_a_prompt():
     assert (record(Prompt("q", {"answer": "no"}, source="math"))["source"], plain["source"]) == ("math", "")
     only = record(Prompt("q", {"answer": "no"}, rewards=["answers"]))
     assert (only["rewards"], only["reward"]) == ({"answers": 0, "length_of": None}, 0)
+
+
+@case(Prompt, "where")
+def test_what_a_prompt_is_called_in_messages():
+    rewards = RewardSet([ExactMatch()])
+    for where, name in (("a.jsonl:3", "- a.jsonl:3: reward"), ("", "- prompt 7: reward")):
+        with pytest.raises(ValueError, match=name):
+            rewards.check_rows([Prompt("q", {"answer": [1]}, index=7, where=where)])
 
 
 @case(Prompt, "content", "chat_template_kwargs", "token_ids")

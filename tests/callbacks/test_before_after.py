@@ -9,9 +9,11 @@ from grpo_lightning.callbacks import BeforeAfter, ProgressBar
 from grpo_lightning.callbacks.before_after import cell, samples
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.evaluation import Evaluation, Validation
 from grpo_lightning.types import Completion, Group, Prompt
-from tests.module_runs import ScriptedEngine, make_module, make_trainer
+from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
+from tests.module_runs import ScriptedEngine, make_module, make_source, make_trainer
 from tests.tiny_models import EOS, tiny_tokenizer
 
 RIGHT = {("before", "sampled"): 1, ("before", "greedy"): 0, ("after", "sampled"): 3, ("after", "greedy"): 4}
@@ -87,6 +89,7 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
         "greedy_before",
         "greedy_after",
         "num_prompts",
+        "images",
         "steps",
         "seconds",
         "before",
@@ -117,6 +120,7 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
         "greedy_before": 0.0,
         "greedy_after": 1.0,
         "num_prompts": 4,
+        "images": 0,
         "steps": 2,
         **numbers,
     }
@@ -221,3 +225,13 @@ def test_a_resumed_run_keeps_what_was_measured_before(entries, tmp_path):
 def test_without_a_folder_it_goes_to_the_root(entries, tmp_path):
     train(BeforeAfter(), entries, default_root_dir=str(tmp_path / "root"))
     assert summary_of(tmp_path / "root")["num_prompts"] == 4
+
+
+def test_the_images_that_it_was_measured_on_are_counted(tmp_path):
+    prompts = [box_prompt((0, 0, 40, 40), index=0), text_prompt(index=1), box_prompt((0, 0, 40, 40), index=2, seed=1)]
+    module = grounding_module(Answers("[0, 0, 40, 40]", "-"), num_generations=2)
+    trainer = make_trainer(max_steps=1, callbacks=[BeforeAfter("iou", dirpath=str(tmp_path))])
+    trainer.fit(module, make_source(module, prompts[:1], batch_size=1), PromptSource(prompts, 2, shuffle=False))
+    summary = summary_of(tmp_path)
+    assert (summary["num_prompts"], summary["images"]) == (3, 2)
+    assert summary["iou_after"] == 1.0

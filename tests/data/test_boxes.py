@@ -53,7 +53,7 @@ def test_boxes_that_are_wrong(solution, reason, boxes):
         checked_solution(solution, [SIZE], boxes)
 
 
-NO_BOXES = [None, "B", "a cat", 4, [1, 2, 3], ["a", "b", "c", "d"], '[{"bbox_2d": [1, 2, 3, 4]}]', "[" * 10_000]
+NO_BOXES = [None, "B", "a cat", 4, [1, 2, 3], ["a", "b", "c", "d"], "[" * 10_000]
 
 
 @pytest.mark.parametrize("solution", NO_BOXES)
@@ -63,6 +63,26 @@ def test_other_answers_are_no_boxes_unless_said(solution):
     for boxes in ("original", "norm1000"):
         with pytest.raises(ValueError, match=r"must be a box of four numbers|must be four finite numbers"):
             checked_solution(solution, [SIZE], boxes)
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        '[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]',
+        [{"bbox_2d": [1, 2, 3, 4], "label": "cat"}],
+        {"bbox_2d": [1, 2, 3, 4]},
+        '```json\n[{"bbox_2d": [1, 2, 3, 4]}]\n```',
+    ],
+)
+def test_lists_of_objects_are_told_what_to_set(solution):
+    assert checked_solution(solution, [SIZE], "auto") is solution
+    with pytest.raises(
+        ValueError, match=r"^boxes: original is for .* lists objects .*: set boxes: none in the entry"
+    ) as c:
+        checked_solution(solution, [SIZE], "original")
+    assert "gold_coordinates" not in str(c.value)
+    with pytest.raises(ValueError, match=r"set boxes: none in .* and gold_coordinates: norm1000 in the reward"):
+        checked_solution(solution, [SIZE], "norm1000")
 
 
 def test_which_rows_are_looked_at():

@@ -7,6 +7,7 @@ import pytest
 
 from grpo_lightning.data.formats import PROMPT_COLUMNS, refuse_media, to_prompt
 from grpo_lightning.data.templates import PromptTemplate
+from grpo_lightning.images import ImageError
 
 USER = {"role": "user", "content": "1 + 1?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -131,7 +132,6 @@ def test_exactly_one_prompt_column(row: dict[str, Any], parts: list[str]):
         ),
         ({"problem": "<image>What?"}, "1 places for images .* the row has no image"),
         ({"prompt": "<image>What?"}, "1 places for images .* the row has no image"),
-        ({"prompt": "What?", "image": 3}, "column 'image' must be an image"),
     ],
 )
 def test_a_wrong_prompt_is_named(row: dict[str, Any], message: str):
@@ -332,14 +332,32 @@ def test_a_row_without_an_image_stays_text(value: Any):
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "message 1, part 1 must look like .*image_url",
         ),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "url": "https://x.org/a.png"}]}]},
-            "message 1, part 1 is on the web .*Download",
-        ),
-        ({"problem": "Hi", "image": ["a.png", 3]}, "column 'image', image 2 must be an image .* got 3"),
-        ({"problem": "Hi", "image": ["a.png", None]}, "column 'image', image 2 must be an image .* got None"),
     ],
 )
 def test_images_that_do_not_go_with_their_text(row: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=rf"^train\.jsonl:7: .*{message}"):
         to_prompt(row, where="train.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "What?", "image": 3}, "column 'image' must be an image .* got 3"),
+        ({"problem": "Hi", "image": [3]}, "column 'image', image 1 must be an image .* got 3"),
+        ({"problem": "Hi", "image": [None]}, "column 'image', image 1 must be an image .* got None"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "url": "https://x.org/a.png"}]}]},
+            "message 1, part 1 is on the web .*Download",
+        ),
+    ],
+)
+def test_what_is_no_image_is_named_where_images_are_read(row: dict[str, Any], message: str):
+    """With all other bad images of the data, and not by itself."""
+    (image,) = to_prompt(row, where="train.jsonl:7").images
+    with pytest.raises(ImageError, match=rf"^train\.jsonl:7: {message}"):
+        image.check()
+
+
+def test_a_prompt_knows_its_row():
+    prompt = to_prompt({"prompt": "Hi"}, where="train.jsonl:7", source="s", index=3)
+    assert (prompt.where, prompt.label) == ("train.jsonl:7", "train.jsonl:7")

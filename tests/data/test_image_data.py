@@ -154,6 +154,44 @@ def test_rows_with_and_without_images(folder: Path):
     assert prompts[0].content[0]["content"] == [{"type": "text", "text": "Be brief."}], "with an image too"
 
 
+EMPTY_ROWS = [rec(0), rec(1, image=None), rec(2, image=""), rec(3, image=[]), {"problem": "1 + 1?"}]
+
+
+def said_empty(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """How many rows were said to have an empty column for images."""
+    found = [record.getMessage().partition(" have an empty column") for record in caplog.records]
+    return [begin for begin, middle, _ in found if middle]
+
+
+def test_rows_with_an_empty_place_for_an_image_are_said(folder: Path, caplog: pytest.LogCaptureFixture):
+    mixed = DatasetEntry(write("mixed.jsonl", EMPTY_ROWS), image_root="../coco")
+    no_images = DatasetEntry(write("text.jsonl", EMPTY_ROWS[1:]), image_root="../coco")
+    all_images = DatasetEntry(write("images.jsonl", EMPTY_ROWS[:1]), image_root="../coco")
+    prompts = load(mixed, no_images, all_images)
+    assert sum(bool(prompt.images) for prompt in prompts) == 2
+    assert said_empty(caplog) == ["3 of 4 rows of 'mixed'"]
+    assert 'mixed\' have an empty column for their image (null, "" or []) and are asked as text: give' in caplog.text
+
+
+def test_a_stream_says_at_the_first_and_at_the_end_that_images_are_missing(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    entries = [
+        DatasetEntry(write("mixed.jsonl", EMPTY_ROWS), image_root="../coco", streaming=True),
+        DatasetEntry(write("text.jsonl", EMPTY_ROWS[1:])),
+    ]
+    stream = stream_mixture(entries, seed=0)
+    order = stream.order(None)
+    order.take(0, 1)
+    assert not said_empty(caplog)
+    order.take(0, 2)
+    assert said_empty(caplog) == ["1 of 2 rows of 'mixed' so far"]
+    for _ in range(2):
+        order.take(0, 99)
+        stream.order(1).take(0, 99)
+    assert said_empty(caplog) == ["1 of 2 rows of 'mixed' so far", "3 of 4 rows of 'mixed'"]
+
+
 def test_trl_ms_swift_and_openai_rows(folder: Path):
     file = folder / "coco/train2014/2.jpg"
     uri = "data:image/jpeg;base64," + base64.b64encode(file.read_bytes()).decode()
@@ -225,6 +263,9 @@ def bad_rows(folder: Path) -> list[dict[str, Any]]:
         rec(2, solution=[10, 10, 90, 50]),
         rec(2, solution=[60, 10, 10, 50]),
         rec(2, solution=[10, 10, "60", 50]),
+        rec(2, image=3),
+        rec(2, image={"file": "a"}),
+        rec(2, image="https://x.org/a.jpg"),
         rec(3),
     ]
 
@@ -235,13 +276,16 @@ REASONS = [
     ("4", "the box [10, 10, 90, 50] is not inside of its image, which is 84 x 56."),
     ("5", "the box [60, 10, 10, 50] is inverted or empty"),
     ("6", "the box [10, 10, '60', 50] must be four finite numbers, got '60'"),
+    ("7", "column 'image' must be an image (a path, bytes,"),
+    ("8", "column 'image' must look like"),
+    ("9", "column 'image' is on the web"),
 ]
 
 
 @pytest.mark.parametrize("name", ["rec.json", "rec.jsonl"])
 def test_bad_rows_are_named_by_file_row_and_reason(folder: Path, name: str):
     entry = DatasetEntry(write(name, bad_rows(folder)), image_root="../coco")
-    with pytest.raises(ValueError, match=r"^5 rows have images that cannot be read or boxes that are wrong") as caught:
+    with pytest.raises(ValueError, match=r"^8 rows have images that cannot be read or boxes that are wrong") as caught:
         load(entry)
     lines = str(caught.value).splitlines()[1:-1]
     for line, (row, reason) in zip(lines, REASONS, strict=True):
@@ -255,11 +299,17 @@ def test_bad_rows_are_left_out_and_counted(folder: Path, caplog: pytest.LogCaptu
     text = DatasetEntry(write("text.jsonl", [{"problem": "1 + 1?"}]))
     with caplog.at_level(logging.WARNING):
         prompts = load(entry, text, preflight=Preflight("drop"))
-    assert [(p.index, p.source) for p in prompts] == [(0, "rec"), (6, "rec"), (7, "text")]
-    assert "5 rows are left out for their images or boxes (5 of 'rec')" in caplog.text
+    assert [(p.index, p.source) for p in prompts] == [(0, "rec"), (9, "rec"), (10, "text")]
+    assert "8 rows are left out for their images or boxes (8 of 'rec')" in caplog.text
     caplog.clear()
     stream = stream_mixture([entry, text], seed=0, preflight=Preflight("drop"), num_workers=2)
-    assert [p.index for p in stream.order(None).take(0, 10)[0]] == [0, 6, 7]
+    order = stream.order(None)
+    for start in (0, 3, 0, 0):  # a step back reads again, and counts again from the start
+        order.take(start, 20)
+    assert caplog.text.count("rows of the stream are left out") == 1
+    caplog.clear()
+    assert [p.index for p in stream.order(None).take(0, 10)[0]] == [0, 9, 10]
+    assert "8 rows of the stream are left out for their images or boxes (8 of 'rec')." in caplog.text
     for row, reason in REASONS:
         assert f"rec.jsonl:{row}: " in caplog.text
         assert reason in caplog.text
@@ -278,10 +328,7 @@ def test_a_stream_names_its_bad_row(folder: Path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (rec(0, image=3), "column 'image' must be an image .* got 3"),
-        (rec(0, image={"file": "a"}), "column 'image' must look like"),
         (rec(0, problem=["What?"]), "column 'problem' must be text"),
-        (rec(0, image="https://x.org/a.jpg"), "column 'image' is on the web"),
         (rec(0, problem="<image> and <image>?"), "2 places .* the row has 1 in its column"),
         (rec(0, video="a.mp4"), "the row has column 'video'"),
     ],
@@ -306,6 +353,9 @@ def test_boxes_by_what_the_entry_says():
     write("r.jsonl", [rec(0, solution="a cat")])
     with pytest.raises(ValueError, match=r"r\.jsonl:1: the solution must be a box of four numbers"):
         load(DatasetEntry("r.jsonl", image_root="../coco", boxes="original"))
+    write("r.jsonl", [rec(0, solution=[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}])])
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: boxes: norm1000 is for rows with one box, .* gold_coordinates"):
+        load(DatasetEntry("r.jsonl", image_root="../coco", boxes="norm1000"))
 
 
 def test_a_missing_image_root_is_named():

@@ -1,13 +1,14 @@
 """Whatever a row holds for an image becomes a reference, or is named."""
 
 import base64
+import pickle
 from pathlib import Path
 
 import pytest
 
 from grpo_lightning.data.cells import RemoteFile
-from grpo_lightning.data.image_values import ImageFinder, is_empty
-from grpo_lightning.images import ImageRef
+from grpo_lightning.data.image_values import ImageFinder, has_empty_column, is_empty
+from grpo_lightning.images import ImageError, ImageRef
 from tests.tiny_vlms import picture
 
 FINDER = ImageFinder("f.jsonl:3", Path("/data"))
@@ -69,14 +70,17 @@ def test_images_in_memory_and_references_stay_themselves():
     ],
 )
 def test_what_it_may_not_be(value, message):
-    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: column 'image' {message}"):
-        FINDER.ref(value, "column 'image'")
+    ref = FINDER.ref(value, "column 'image'")
+    for read in (ref.check, ref.size, ref.read, pickle.loads(pickle.dumps(ref)).read):
+        with pytest.raises(ImageError, match=rf"^f\.jsonl:3: column 'image' {message}"):
+            read()
+    assert str(ref) == "f.jsonl:3, image that is none"
 
 
 def test_long_values_are_cut_in_messages():
     for value in ("data:" + "x" * 10_000, "https://" + "x" * 10_000, ["x"] * 10_000):
-        with pytest.raises(ValueError, match=r"f\.jsonl") as caught:
-            FINDER.ref(value, "it")
+        with pytest.raises(ImageError, match=r"f\.jsonl") as caught:
+            FINDER.ref(value, "it").read()
         assert len(str(caught.value)) < 350
 
 
@@ -85,6 +89,20 @@ def test_long_values_are_cut_in_messages():
 )
 def test_empty_columns(value, expected):
     assert is_empty(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({}, False),
+        ({"image": None}, True),
+        ({"images": [], "other": 1}, True),
+        ({"image": "", "images": []}, True),
+        ({"image": "", "images": ["a.png"]}, False),
+    ],
+)
+def test_rows_with_a_place_for_an_image_and_none(columns, expected):
+    assert has_empty_column(columns) == expected
 
 
 def test_columns_keep_their_shape():

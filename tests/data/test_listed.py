@@ -16,6 +16,14 @@ def test_lazy_prompts_are_a_sequence():
         prompts[3]
 
 
+def test_the_beginning_is_read_once():
+    read = []
+    prompts = LazyPrompts(["a", "b", "c"], lambda row, number: read.append(row) or Prompt(row, index=number))
+    prompts.head(2).clear()
+    assert [p.content for p in prompts.head(2)] == ["a", "b"]
+    assert read == ["a", "b"]
+
+
 def test_the_order_is_pinned():
     # A resumed run of another release must go on in the same order: these numbers never change.
     prompts = [Prompt(f"p{i}") for i in range(6)]

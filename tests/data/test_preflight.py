@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_lightning.data import preflight
+from grpo_lightning.data.image_values import ImageFinder
 from grpo_lightning.data.lengths import Measured
-from grpo_lightning.data.preflight import Preflight, check_setting, survey
+from grpo_lightning.data.preflight import Preflight, check_given, check_setting, survey
 from grpo_lightning.images import ImageError, ImageRef
 from grpo_lightning.types import Prompt
 from tests.tiny_vlms import picture
@@ -125,6 +127,52 @@ def test_a_progress_bar_for_many(folder, monkeypatch, capfd):
         assert ("Checking images" in capfd.readouterr().err) == is_shown
 
 
+def test_what_is_no_image_stands_in_the_list(folder):
+    data = rows(folder, "cut.jpg", "0.jpg")
+    for number, value in enumerate([3, {"foo": 1}, "https://x.org/a.png"], start=3):
+        image = ImageFinder(f"f:{number}").ref(value, "column 'image'")
+        data.append(Measured(Prompt("q", images=[image], source="s", index=number), where=f"f:{number}"))
+    with pytest.raises(ValueError, match=r"^4 rows have images that cannot be read") as caught:
+        Preflight().all(data, {"s": "auto"})
+    lines = str(caught.value).splitlines()[1:-1]
+    assert [line[:6] for line in lines] == ["- f:1:", "- f:3:", "- f:4:", "- f:5:"]
+    for line, reason in zip(lines[1:], ["got 3.", "got {'foo': 1}.", "is on the web"], strict=True):
+        assert reason in line
+    assert kept(Preflight("drop").all(data, {"s": "auto"})) == [2]
+
+
+def test_prompts_without_a_mixture_are_read_once(folder):
+    prompts = [m.prompt for m in rows(folder, "0.jpg", "1.jpg")]
+    prompts.append(prompt_of(folder, "0.jpg", solution=[9, 9, 1, 1]).prompt)  # which is for a reward to say
+    with mock.patch.object(Image, "open", wraps=Image.open) as opened:
+        for _ in range(2):
+            check_given(prompts, 0)
+    assert opened.call_count == 2
+    check_given([Prompt("text alone")], 0)
+
+
+def test_what_one_rank_has_not_looked_at_all_look_at(folder, monkeypatch):
+    """Looking has a collective, so that one rank must not leave it to the others."""
+    prompts = [m.prompt for m in rows(folder, "0.jpg", "1.jpg")]
+    check_given(prompts, 0)
+    asked = []
+    monkeypatch.setattr(preflight, "is_any", lambda is_own: asked.append(is_own) or True)
+    with mock.patch.object(preflight, "survey", wraps=survey) as surveyed:
+        check_given(prompts, 0)
+    assert asked == [False]
+    assert surveyed.call_count == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_images_without_a_mixture_are_named(folder, num_workers):
+    prompts = [m.prompt for m in rows(folder, *BAD)]
+    with pytest.raises(ValueError, match=r"^3 rows have images that cannot .* \(3 of 's'\):\n- f:1: ") as caught:
+        check_given(prompts, num_workers)
+    assert str(caught.value).endswith("\nMend them, or leave their rows out.")
+    with pytest.raises(ValueError, match=r"^1 rows have images that cannot be read or boxes that are wrong:\n- f:1: "):
+        check_given([replace(prompts[0], source="")], num_workers)
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 
@@ -213,7 +261,7 @@ def test_one_row_of_a_stream(folder, caplog):
     assert Preflight().one(good, "auto") is good
     with pytest.raises(ValueError, match=r"^f:2: image .*truncated"):
         Preflight().one(bad, "auto")
-    assert Preflight("drop").one(bad, "auto") == Measured(None, where="f:2")
+    assert Preflight("drop").one(bad, "auto") == Measured(None, where="f:2", bad_image_of="s")
     assert "Left out by data.bad_images: f:2: image" in caplog.text
     boxed = prompt_of(folder, "0.jpg", solution=[0, 0, 500, 1000])
     with pytest.raises(ValueError, match=r"^f:1: the box"):

@@ -1,7 +1,8 @@
-"""Runs that are killed and go on: `python -m tests.distributed.resume STRATEGY FOLDER [KILL]`.
+"""Runs that are killed and go on: `python -m tests.distributed.resume STRATEGY FOLDER [KILL SETTINGS SUBJECT]`.
 
 Two epochs over seven prompts on two ranks, two updates of two micro-batches per rollout, two iterations, a KL, AdamW, a
-cosine schedule and clipping. A checkpoint after every optimizer step; the last two are kept.
+cosine schedule and clipping. A checkpoint after every optimizer step; the last two are kept. The subject says whether
+the prompts are `text`, or some of them have `images`, which are read anew in the run that goes on.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import SamplingParams
-from tests.distributed import harness
+from tests.distributed import harness, vision
 from tests.distributed.steps import STRATEGIES, save_policy, whole_weights
 from tests.module_runs import vowel_share
 
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]
+SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d", 4], ["last"]]
+"""Numbers stand for pictures."""
+
+FAMILY = "qwen2_5_vl"
 CYCLE = 2 * 2 * 2
 MICRO_STEPS_PER_EPOCH = 2 * CYCLE
 MICRO_STEPS = 2 * MICRO_STEPS_PER_EPOCH
@@ -52,12 +57,15 @@ class Kill(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(strategy: str, folder: Path, checkpoints: Path, kill: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
+def train(
+    strategy: str, folder: Path, checkpoints: Path, kill: dict[str, Any] | None, settings: dict[str, Any], subject: str
+) -> Any:
     """From the newest complete checkpoint to the kill or the end; returns the whole weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    has_images = subject == "images"
     module = GRPOLightningModule(
-        PolicyLoader(str(folder / "policy"), **settings),
-        rewards=[vowel_share],
+        PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **settings),
+        rewards=[vision.capitals if has_images else vowel_share],
         sampling=SamplingParams(max_completion_length=6),
         objective=Objective(beta=0.04),
         optimizer=functools.partial(AdamW, lr=3e-3),
@@ -94,7 +102,8 @@ def train(strategy: str, folder: Path, checkpoints: Path, kill: dict[str, Any] |
         enable_model_summary=False,
         callbacks=[saving, Final(), *([Kill(kill["micro_step"], kill["hook"])] if is_hit(kill) else [])],
     )
-    source = PromptSource(PROMPTS, 4 // ranks_of(strategy), cycle=module.cycle_length(2))
+    seen = [vision.with_files(parts, folder, index) for index, parts in enumerate(SEEN)]
+    source = PromptSource(seen if has_images else PROMPTS, 4 // ranks_of(strategy), cycle=module.cycle_length(2))
     trainer.fit(module, source, ckpt_path=newest(checkpoints))
     return final
 
@@ -116,17 +125,17 @@ def newest(checkpoints: Path) -> Path | None:
     return found[max(complete)] if complete else None
 
 
-def main(strategy: str, folder: str, kill: str = "", settings: str = "{}") -> None:
+def main(strategy: str, folder: str, kill: str = "", settings: str = "{}", subject: str = "text") -> None:
     """With a kill, the run that gets it. Without, the run that goes on, and one that was never killed."""
     torch.set_num_threads(1)
     where = Path(folder)
     how, options = json.loads(kill) if kill else None, json.loads(settings)
-    got = train(strategy, where, where / "checkpoints", how, options)
+    got = train(strategy, where, where / "checkpoints", how, options, subject)
     if ranks.rank() == 0:
         torch.save(got, where / "got.pt")
     if how is None:
         ranks.gather_objects(None)
-        want = train(strategy, where, where / "unbroken", None, options)
+        want = train(strategy, where, where / "unbroken", None, options, subject)
         if ranks.rank() == 0:
             torch.save(want, where / "want.pt")
 
@@ -140,6 +149,7 @@ def kill_and_resume(
     rank: int | None,
     damage: Any = None,
     settings: dict[str, Any] | None = None,
+    subject: str = "text",
 ) -> dict[str, Any]:
     """Start a run, kill it, and go on.
 
@@ -151,16 +161,20 @@ def kill_and_resume(
         rank: The rank that is killed; None for all.
         damage: Called with the newest checkpoint before the run goes on.
         settings: Of the policy.
+        subject: What the prompts are, `text` or `images`.
 
     Returns:
         `equal` (bit for bit), the largest `difference`, and the checkpoint that the run went on from.
     """
-    save_policy(folder)
+    if subject == "images":
+        vision.save_policy(folder, FAMILY)
+    else:
+        save_policy(folder)
     kill = json.dumps({"micro_step": micro_step, "hook": hook, "rank": rank})
     options = json.dumps(settings or {})
     with tempfile.TemporaryDirectory() as scratch:
         processes = harness.start_ranks(
-            "tests.distributed.resume", strategy, folder, kill, options, world_size=ranks_of(strategy),
+            "tests.distributed.resume", strategy, folder, kill, options, subject, world_size=ranks_of(strategy),
             folder=Path(scratch),
         )  # fmt: skip
         struck = processes if rank is None else [processes[rank]]
@@ -174,7 +188,7 @@ def kill_and_resume(
     if damage is not None:
         damage(path)
         path = newest(folder / "checkpoints")
-    harness.run_ranks("tests.distributed.resume", strategy, folder, "", options, world_size=ranks_of(strategy))
+    harness.run_ranks("tests.distributed.resume", strategy, folder, "", options, subject, world_size=ranks_of(strategy))
     got, want = (torch.load(folder / f"{name}.pt") for name in ("got", "want"))
     names = [name for name in want if want[name] is not None]
     return {

@@ -43,3 +43,18 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
     # The run's last step ends a cycle, but the reference has moved; of what was removed, nothing is left beside them.
     kept = sorted(path.name for path in (tmp_path / "unbroken").iterdir())
     assert kept == ["step=15.ckpt", "step=15.ckpt.ranks", "step=16.ckpt", "step=16.ckpt.ranks"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hook", "rank", "settings"),
+    [
+        pytest.param("ddp", "on_after_backward", 1, {}, id="ddp, one rank, trained tower"),
+        pytest.param("zero3", "on_train_batch_start", None, {"freeze_vision_modules": True}, id="zero3, frozen tower"),
+    ],
+)
+def test_a_killed_run_on_images_resumes_exactly(tmp_path: Path, strategy, hook, rank, settings):
+    """In the middle of a cycle: the prompts of its rollout are read from the checkpoint, their images from the data."""
+    outcome = kill_and_resume(
+        strategy, tmp_path, micro_step=MICRO_STEP, hook=hook, rank=rank, settings=settings, subject="images"
+    )
+    assert outcome == {"equal": True, "difference": 0.0, "went on from": NEWEST}

@@ -36,32 +36,42 @@ class Case:
     """A few steps with prompts of texts and pictures."""
 
     prompts: list[list[Any]] = field(default_factory=lambda: MIXED)
-    steps: int = 2
+    steps: int = 1
     accumulate: int = 1
     updates: int = 1
     beta: float = 0.0
     lr: float = 0.1
     policy: dict[str, Any] = field(default_factory=dict)
+    family: str = "qwen2_5_vl"
     engine: Any = None
     """Arguments of the local engine; None scripts the completions."""
 
 
 CASES = {
-    "a rank without images": Case(),
-    "a rank without images, kl": Case(beta=0.04, accumulate=2),
+    # Two steps: DDP says at the second one which weights got no gradient in the first, and what it left shows.
+    "a rank without images": Case(steps=2),
+    "a rank without images, kl": Case(beta=0.04, accumulate=2, steps=2),
     "no image anywhere": Case(prompts=TEXT),
-    "images everywhere": Case(prompts=[[0, "a"], [1, "b"], ["c", 2, 3], [4, "d"]], updates=2, accumulate=2),
-    "images in some micro-batches": Case(prompts=[["a"], [1, "b"], [2, "c"], ["d"]], accumulate=2, beta=0.04),
+    "images everywhere": Case(prompts=[[0, "a"], [1, "b"], ["c", 2, 3], [4, "d"]], updates=2, accumulate=2, steps=2),
+    "images in some micro-batches": Case(prompts=[["a"], [1, "b"], [2, "c"], ["d"]], accumulate=2, beta=0.04, steps=2),
     "a rank without prompts": Case(prompts=[[0, "lonely"]], accumulate=2),
     "dense": Case(policy={"scoring": "dense", "chunk_size": 3}),
     "layers": Case(policy={"activation_checkpointing": "layers"}, accumulate=2),
-    "frozen tower": Case(policy={"freeze_vision_modules": True}, beta=0.04),
-    "lora": Case(policy={"lora": {"rank": 4, "alpha": 16}}, beta=0.04, lr=0.01),
-    "sampled, gathered": Case(engine={}),
-    "sampled layer by layer": Case(engine={"gather_for_generation": False, "max_rows": 4}, steps=1),
-    "sampled by a frozen tower": Case(policy={"freeze_vision_modules": True}, engine={}, beta=0.04),
+    "frozen tower": Case(policy={"freeze_vision_modules": True}, beta=0.04, steps=2),
+    "a tower with an unused head": Case(family="gemma3", steps=2),
+    "experts": Case(family="qwen3_vl_moe", accumulate=2),
+    # In the first step only B moves.
+    "lora": Case(
+        policy={"lora": {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "down_proj"]}},
+        beta=0.04,
+        lr=0.01,
+        steps=2,
+    ),
+    "sampled, gathered": Case(engine={}, steps=2),
+    "sampled layer by layer": Case(engine={"gather_for_generation": False, "max_rows": 4}),
+    "sampled by a frozen tower": Case(policy={"freeze_vision_modules": True}, engine={}, beta=0.04, steps=2),
     "sampled by a frozen tower layer by layer": Case(
-        policy={"freeze_vision_modules": True}, engine={"gather_for_generation": False}, beta=0.04, steps=1
+        policy={"freeze_vision_modules": True}, engine={"gather_for_generation": False}, beta=0.04
     ),
 }
 
@@ -76,7 +86,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and which are trained."""
     world_size = 1 if strategy == "one" else 2
     module = GRPOLightningModule(
-        PolicyLoader(str(folder / "policy"), **case.policy),
+        PolicyLoader(str(folder / case.family), **case.policy),
         rewards=[capitals],
         engine=ByPrompt() if case.engine is None else LocalEngine(**case.engine),
         sampling=SamplingParams(max_completion_length=LONGEST if case.engine is None else 4),
@@ -112,11 +122,18 @@ def with_files(parts: list[Any], folder: Path, index: int) -> Prompt:
     return prompt
 
 
-def save_policy(folder: Path) -> None:
-    """The policy that all runs start from, and the pictures."""
-    model, processor = tiny_vlms.build("qwen2_5_vl")
-    model.save_pretrained(folder / "policy")
-    processor.save_pretrained(folder / "policy")
+def save_policies(folder: Path) -> None:
+    """The policies that all runs start from, and the pictures."""
+    for family in {case.family for case in CASES.values()}:
+        save_policy(folder, family)
+
+
+def save_policy(folder: Path, family: str) -> None:
+    """One policy, in a folder of its name, and the pictures."""
+    # Under ZeRO-3 a step takes as long as there are modules.
+    model, processor = tiny_vlms.build(family, **({"num_hidden_layers": 2} if family == "qwen2_5_vl" else {}))
+    model.save_pretrained(folder / family)
+    processor.save_pretrained(folder / family)
     for i in range(5):
         tiny_vlms.picture(i, 56 + 28 * (i % 2), 84).save(folder / f"{i}.png")
 

@@ -7,6 +7,7 @@ from transformers import AutoConfig
 from grpo_lightning.planning.shape import ModelShape, count_matrix_weights, meta_model, shape_of
 from tests.planning.real_shapes import llama_1b, qwen_1_5b
 from tests.tiny_models import FAMILIES, MAMBA, tiny_model
+from tests.tiny_vlms import build
 
 
 def test_llama_3_2_1b_by_hand():
@@ -59,6 +60,7 @@ def test_windows_experts_and_recurrent_layers():
     assert shape_of(tiny_model("qwen3")).extra_norm_channels == 4 * 16 + 2 * 16
     moe = shape_of(tiny_model("qwen3_moe"))
     assert (moe.experts_per_token, moe.intermediate_size) == (2, 2 * 64)
+    assert shape_of(build("glm4v_moe").model).intermediate_size == (2 + 1) * 64  # one more is every token's
     hybrid = shape_of(tiny_model("qwen3.5"))
     assert (len(hybrid.windows), hybrid.num_linear_layers) == (1, 3)
     assert not shape_of(tiny_model("gpt2")).has_gated_mlp

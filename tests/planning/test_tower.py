@@ -195,6 +195,15 @@ def test_a_frozen_tower_is_not_trained(family):
     assert trained.reference_bytes(shape, 4) == 4 * trained.own  # it has the same frozen tower
 
 
+def test_what_nothing_reads_is_not_trained():
+    model = meta_model(tiny_vlms.build("gemma3").model.config)
+    head = sum(weight.numel() for weight in model.model.vision_tower.head.parameters())
+    trained, shape = trained_weights(model, shape_of(model), PolicyLoader("policy"))
+    assert trained.own == shape.num_weights - head < shape.num_weights
+    other = meta_model(tiny_vlms.build("internvl").model.config)
+    assert trained_weights(other, shape_of(other), PolicyLoader("policy"))[0].own == shape_of(other).num_weights
+
+
 def test_tower_and_layers_are_frozen_together():
     model = meta_model(tiny_vlms.build("qwen2_5_vl").model.config)
     loader = PolicyLoader("policy", freeze_vision_modules=True, freeze_layers=1)

@@ -1,5 +1,6 @@
 """Facts about vision-language families: each holds for the models of transformers, at their real sizes."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import torch
 import transformers
 from torch import nn
 
+from grpo_lightning.policy.experts import expert_tensors
 from grpo_lightning.policy.families import (
     FAMILIES,
     family_of,
+    freeze_unused,
     freeze_vision,
     inner_model,
     is_tower_trained,
@@ -20,15 +23,20 @@ from grpo_lightning.policy.families import (
     vision_parts,
 )
 from grpo_lightning.policy.lora import language_layers
+from grpo_lightning.policy.scoring import Scorer
 from tests import tiny_models, tiny_vlms
+from tests.policy.scored import loss_and_gradients, row_weights
+from tests.vision_prompts import SCENARIOS, encoder_of, vision_batch
 
 PACKAGE = Path(__file__).parents[2] / "grpo_lightning"
 CONFIGS = {
     "qwen2_vl": transformers.Qwen2VLConfig,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
     "qwen3_vl": transformers.Qwen3VLConfig,
+    "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
     "internvl": transformers.InternVLConfig,
     "glm4v": transformers.Glm4vConfig,
+    "glm4v_moe": transformers.Glm4vMoeConfig,
 }
 
 
@@ -55,7 +63,8 @@ def test_adapters_get_every_language_layer_and_no_other(family):
     }
     found = language_layers(model)
     assert set(found) == language
-    assert len(found) >= 6 * model.config.get_text_config().num_hidden_layers - 1
+    per_layer = 4 if expert_tensors(model) else 6  # experts are no linear layers: attention is left
+    assert len(found) >= per_layer * model.config.get_text_config().num_hidden_layers - 1
     assert not [name for name in found if "lm_head" in name or "visual" in name or "vision" in name]
     vision = {module for part in vision_parts(model, FAMILIES[family]) for module in part.modules()}
     assert not vision & set(found.values())
@@ -71,6 +80,40 @@ def test_frozen_vision_leaves_the_language_model_trained(family):
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     language = {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
     assert frozen == {name for name, _ in model.named_parameters()} - language
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_that_stays_trained_gets_a_gradient(family, caplog):
+    """As DDP asks for; what nothing reads is frozen, and said to be."""
+    vlm = tiny_vlms.build(family)
+    with caplog.at_level(logging.INFO):
+        freeze_unused(vlm.model)
+    trained = {name for name, weight in vlm.model.named_parameters() if weight.requires_grad}
+    batch = vision_batch(encoder_of(vlm), SCENARIOS["mixed"])
+    _, gradients = loss_and_gradients(vlm.model, batch, Scorer(), row_weights(batch))
+    assert gradients.keys() == trained
+    frozen = {name for name, _ in vlm.model.named_parameters()} - trained
+    assert all(name.startswith("model.vision_tower.head.") for name in frozen)
+    assert bool(frozen) == (family == "gemma3") == ("The vision tower's head is frozen" in caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        freeze_unused(vlm.model)
+    assert caplog.text == ""
+
+
+def test_a_tower_without_the_unused_part_is_trained_whole():
+    """As the published Gemma 3 are."""
+    config, _ = tiny_vlms.gemma3()
+    config.vision_config.vision_use_head = False
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    freeze_unused(model)
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_of_a_text_model_nothing_is_unused():
+    model = tiny_models.tiny_model("qwen2")
+    freeze_unused(model)
+    assert all(weight.requires_grad for weight in model.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,7 +21,7 @@ from tests.policy.scored import (
     whole_difference,
     worst_difference,
 )
-from tests.tiny_models import BASE, tiny_model
+from tests.tiny_models import BASE, VOCAB, tiny_model
 
 WHOLE = Scorer(head_chunk_size=None)
 CAPPED = {"final_logit_softcapping": 3.0}
@@ -259,3 +259,28 @@ def test_head_and_config_are_put_back():
         assert model.lm_head.forward != own
         assert model.config.final_logit_softcapping is None
     assert vars(model.lm_head)["forward"] == own
+
+
+@pytest.mark.parametrize("head_chunk_size", [None, 4])
+@torch.no_grad()
+def test_tokens_that_are_never_drawn_have_no_share(head_chunk_size):
+    """Among them one that the head does not know: some families embed a token for images beyond its vocabulary."""
+    model, batch = model_of("qwen2"), ragged_batch(seed=1)
+    unknown, known = (VOCAB, VOCAB + 7), (2, VOCAB - 1)
+    batch.completion_ids[batch.attention_mask] = batch.completion_ids[batch.attention_mask].clamp(3, VOCAB - 2)
+    plain, beyond, without = (
+        Scorer("dense", head_chunk_size=head_chunk_size, never=never)(model, batch, temperature=0.7)
+        for never in ((), unknown, known + unknown)
+    )
+    for got, want in zip(beyond, plain, strict=True):
+        assert torch.equal(got, want)
+    # The first completion by hand: the distribution over all other tokens.
+    prompt, mask = batch.prompt_ids[0][batch.prompt_mask[0]], batch.attention_mask[0]
+    ids = batch.completion_ids[0][mask]
+    logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+    logits[:, list(known)] = -torch.inf
+    logprobs = logits.log_softmax(-1)
+    torch.testing.assert_close(without.logprobs[0][mask], logprobs.gather(1, ids[:, None])[:, 0], atol=1e-5, rtol=0)
+    entropy = -(logprobs.exp() * logprobs).nan_to_num(0).sum(-1)
+    torch.testing.assert_close(without.entropy[0][mask], entropy, atol=1e-5, rtol=0)
+    assert (without.logprobs[0][mask] > plain.logprobs[0][mask]).all()

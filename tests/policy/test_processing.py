@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.processing import WORD_JOINER
+from grpo_lightning.policy.processing import WORD_JOINER, Encoder
 from grpo_lightning.types import Prompt
 from tests import tiny_vlms
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -105,6 +105,26 @@ def test_a_place_without_an_image_is_refused(content):
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     with pytest.raises(ValueError, match=r"Prompt 2 has no image, and its messages become '<\|vision_start\|>'"):
         encoder(Prompt([{"role": "user", "content": content}], index=2))
+
+
+@pytest.mark.parametrize("kind", ["video", "input_audio", "image_url", None])
+@pytest.mark.parametrize("images", [(), (tiny_vlms.picture(0),)])
+def test_parts_of_other_types_are_refused_whatever_the_template_makes_of_them(kind, images):
+    prompt = prompt_of(*images, "what happens?", index=5)
+    prompt.content[0]["content"].append({"type": kind, "video": "a.mp4", "text": ""})
+    said = rf"Prompt 5 has a message part of type {kind!r}, and policies are given parts of type 'text' and 'image' "
+    for encoder in (encoder_of(tiny_vlms.build("qwen2_5_vl")), Encoder(tiny_tokenizer())):
+        for use in (encoder, encoder.num_tokens, encoder.check):
+            with pytest.raises(ValueError, match=said):
+                use(prompt)
+
+
+def test_a_text_policy_refuses_images_and_places_for_them():
+    encoder = Encoder(tiny_tokenizer())
+    place = [{"type": "image"}, {"type": "text", "text": "q"}]
+    for prompt in (prompt_of(tiny_vlms.picture(0), "q"), Prompt([{"role": "user", "content": place}])):
+        with pytest.raises(ValueError, match=r"Prompt -1 has 1 image\(s\), and the policy takes text only"):
+            encoder(prompt)
 
 
 def test_no_token_is_spelled_over_two_parts():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,6 +150,13 @@ def test_any_text_is_read_without_an_error(text: str):
 )
 def test_a_right_box_in_any_form(gold: Any):
     assert right_box(gold, "solution") == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("boxes", [np.array([1, 2, 3, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0])])
+def test_right_boxes_of_arrays(boxes: Any):
+    assert right_box(boxes, "solution") == (1, 2, 3, 4)
+    with pytest.raises(ValueError, match="give every object a label"):
+        right_detections(boxes, "solution")
 
 
 def test_a_row_without_a_right_box():

@@ -143,3 +143,17 @@ def test_greedy_needs_no_numbers():
     ids, _ = draw(torch.zeros(2, 3, dtype=torch.long), logits)
     assert torch.equal(ids, logits.argmax(-1))
     assert draw.uniforms.block.numel() == 0
+
+
+def test_suppressed_tokens_that_the_head_does_not_know_suppress_no_other():
+    """Some families embed a token for images beyond the vocabulary of their head."""
+    logits, history = torch.randn(64, 5), torch.zeros(64, 3, dtype=torch.long)
+
+    def drawn(suppressed):
+        return TokenDrawer(SamplingParams(suppress_tokens=suppressed), 3, tiny_tokenizer(), Uniforms([1], 64, CPU))(
+            history, logits
+        )
+
+    for suppressed, same in (([5, 9], []), ([2, 5], [2])):
+        for got, want in zip(drawn(suppressed), drawn(same), strict=True):
+            assert torch.equal(got, want)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
-from grpo_lightning import demo
-from grpo_lightning.demo import (
+from grpo_lightning.demo import arithmetic
+from grpo_lightning.demo.arithmetic import (
     DemoModel,
     DemoRecipe,
     DemoTask,
@@ -27,7 +27,7 @@ TINY = DemoRecipe(
 )
 
 
-def build(cache: Path, recipe: DemoRecipe = TINY, seed: int = 0) -> demo.DemoFiles:
+def build(cache: Path, recipe: DemoRecipe = TINY, seed: int = 0) -> arithmetic.DemoFiles:
     return prepare(seed, cache, recipe, show_progress=False)
 
 
@@ -126,7 +126,7 @@ def test_warm_up_loss_is_the_mean_over_completion_tokens() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, TINY.model)
     task = TINY.task
-    habits = demo._Habits(tokenizer, task, TINY.warm_up)
+    habits = arithmetic._Habits(tokenizer, task, TINY.warm_up)
     loss = habits.loss(model, num_short=3)
 
     rows = torch.randint(20, (4,), generator=torch.Generator().manual_seed(task.seed)).tolist()
@@ -191,7 +191,7 @@ def test_second_call_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("built twice")
 
-    monkeypatch.setattr(demo, "warm_up", refuse)
+    monkeypatch.setattr(arithmetic, "warm_up", refuse)
     assert build(tmp_path) == first
 
 
@@ -200,7 +200,7 @@ def test_another_recipe_seed_or_version_gets_another_folder(tmp_path: Path, monk
     smaller = replace(TINY, task=replace(TINY.task, num_heldout=4))
     models = {build(tmp_path).model, build(tmp_path, longer).model, build(tmp_path, smaller).model}
     models.add(build(tmp_path, seed=1).model)
-    monkeypatch.setattr(demo, "CODE_VERSION", demo.CODE_VERSION + 1)
+    monkeypatch.setattr(arithmetic, "CODE_VERSION", arithmetic.CODE_VERSION + 1)
     models.add(build(tmp_path).model)
     assert len(models) == 5
 
@@ -211,7 +211,7 @@ def test_interrupted_build_is_not_used(tmp_path: Path, monkeypatch: pytest.Monke
         def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(demo, "warm_up", interrupt)
+        patch.setattr(arithmetic, "warm_up", interrupt)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path)
     (tmp_path / "unfinished-killed" / "demo" / "model").mkdir(parents=True)  # what a killed process leaves
@@ -220,14 +220,14 @@ def test_interrupted_build_is_not_used(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_processes_building_at_once_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = demo.warm_up
+    original = arithmetic.warm_up
 
     def overtaken(*args: object, **kwargs: object) -> None:
-        monkeypatch.setattr(demo, "warm_up", original)
+        monkeypatch.setattr(arithmetic, "warm_up", original)
         build(tmp_path)
         original(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(demo, "warm_up", overtaken)
+    monkeypatch.setattr(arithmetic, "warm_up", overtaken)
     files = build(tmp_path)
     assert files.heldout.exists()
     assert len(list(tmp_path.iterdir())) == 1
@@ -242,21 +242,21 @@ def test_the_environment_names_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(tmp_path, monkeypatch) -> None:
     built = []
 
-    def tiny_prepare(seed: int) -> demo.DemoFiles:
+    def tiny_prepare(seed: int) -> arithmetic.DemoFiles:
         built.append(seed)
         return prepare(seed, tmp_path / "cache", TINY, show_progress=False)
 
-    monkeypatch.setattr(demo, "prepare", tiny_prepare)
+    monkeypatch.setattr(arithmetic, "prepare", tiny_prepare)
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     threads = torch.get_num_threads()
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "theirs").touch()
     with pytest.raises(ValueError, match="holds other files"):
-        demo.Quickstart(str(tmp_path / "task"))()
+        arithmetic.Quickstart(str(tmp_path / "task"))()
     (tmp_path / "task" / "theirs").rename(tmp_path / "task" / "recipe.json")
     (tmp_path / "task" / "stale").touch()
     try:
-        demo.Quickstart(str(tmp_path / "task"), num_threads=1)()
+        arithmetic.Quickstart(str(tmp_path / "task"), num_threads=1)()
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)

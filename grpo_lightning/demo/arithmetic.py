@@ -11,27 +11,24 @@ So accuracy and length rise together. Nothing is downloaded.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
-import shutil
 import string
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_lightning.demo.cache import RECIPE, built_once, copied, key_of
+from grpo_lightning.demo.teaching import Teacher, progress
 from grpo_lightning.seeding import run_seed
 
 CODE_VERSION = 1
@@ -152,9 +149,7 @@ class DemoRecipe:
     @property
     def key(self) -> str:
         """A hash of every number above and of the code's versions: names the cache folder."""
-        versions = {"code": CODE_VERSION, "torch": str(torch.__version__), "transformers": transformers.__version__}
-        facts = asdict(self) | versions
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return key_of(asdict(self) | {"code": CODE_VERSION})
 
 
 class DemoFiles(NamedTuple):
@@ -225,27 +220,12 @@ def warm_up(
     """
     settings = settings or WarmUp()
     habits = _Habits(tokenizer, task, settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, settings.beta2))
-
-    def update(bar: Any, *, num_short: int, rate: float) -> float:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * settings.learning_rate
-        loss = habits.loss(model, num_short)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        bar.update()
-        return loss.item()
-
-    def progress(habit: str, num_steps: int | None) -> Any:
-        return tqdm(total=num_steps, desc=f"Warm-up, {habit}", unit="step", disable=not show_progress)
-
+    teacher = Teacher(model.parameters(), learning_rate=settings.learning_rate, beta2=settings.beta2)
     average = float("nan")
-    with progress("worked answers (until learned)", None) as bar:
+    with progress("worked answers (until learned)", None, show=show_progress) as bar:
         for step in range(settings.max_worked_steps):
-            loss = update(bar, num_short=0, rate=min(1.0, (step + 1) / settings.num_ramp_steps))
+            rate = min(1.0, (step + 1) / settings.num_ramp_steps)
+            loss = teacher.step(habits.loss(model, num_short=0), bar, rate=rate)
             average = loss if step == 0 else 0.9 * average + 0.1 * loss
             if average < settings.target_loss:
                 break
@@ -253,9 +233,9 @@ def warm_up(
             found = f"loss {average:.3f} after {settings.max_worked_steps} steps, {settings.target_loss} wanted"
             raise RuntimeError(f"the worked habit was not learned: {found}. Take another seed.")
     num_short = round(settings.short_share * settings.batch_size)
-    with progress("short answers", settings.num_short_steps) as bar:
+    with progress("short answers", settings.num_short_steps, show=show_progress) as bar:
         for step in range(settings.num_short_steps):
-            update(bar, num_short=num_short, rate=1 - step / settings.num_short_steps)
+            teacher.step(habits.loss(model, num_short), bar, rate=1 - step / settings.num_short_steps)
 
 
 def prepare(
@@ -265,23 +245,18 @@ def prepare(
 
     Args:
         seed: Replaces the task's seed.
-        cache_dir: Where the folder goes; by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
+        cache_dir: Where the folder goes, as in `built_once`.
         recipe: What to build; the quickstart's by default.
         show_progress: Whether the warm-up shows a progress bar.
     """
     recipe = recipe or DemoRecipe()
     recipe = replace(recipe, task=replace(recipe.task, seed=seed))
-    root = Path(cache_dir or os.environ.get("GRPO_LIGHTNING_CACHE") or "~/.cache/grpo_lightning/demo").expanduser()
-    folder = root / recipe.key
-    if not folder.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix="unfinished-") as scratch:
-            _build(recipe, Path(scratch) / "demo", show_progress=show_progress)
-            try:
-                (Path(scratch) / "demo").rename(folder)
-            except OSError:
-                if not folder.exists():  # else another process finished the same recipe first
-                    raise
+    build = partial(_build, recipe, show_progress=show_progress)
+    return files_in(built_once(recipe.key, cache_dir, build))
+
+
+def files_in(folder: Path) -> DemoFiles:
+    """What lies in a folder that was built."""
     return DemoFiles(model=folder / "model", train=folder / "train.jsonl", heldout=folder / "heldout.jsonl")
 
 
@@ -301,21 +276,17 @@ class Quickstart:
         """Build the demo unless its cache has it, and copy it here."""
         torch.set_num_threads(self.num_threads)
         files = prepare(run_seed(None))
-        if self.folder.exists() and any(self.folder.iterdir()) and not (self.folder / "recipe.json").exists():
-            raise ValueError(f"{self.folder} holds other files: give Quickstart a folder of its own.")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.copytree(files.model.parent, self.folder)
+        copied(files.model.parent, self.folder)
 
 
 def _build(recipe: DemoRecipe, folder: Path, *, show_progress: bool) -> None:
-    folder.mkdir()
     recipe.task.write(folder)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.model, seed=recipe.task.seed)
     warm_up(model, tokenizer, recipe.task, recipe.warm_up, show_progress=show_progress)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n", encoding="utf-8")
+    (folder / RECIPE).write_text(json.dumps(asdict(recipe), indent=2) + "\n", encoding="utf-8")
 
 
 class _Habits:

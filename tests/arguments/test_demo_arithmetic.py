@@ -10,8 +10,16 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from grpo_lightning import demo
-from grpo_lightning.demo import DemoModel, DemoRecipe, DemoTask, Quickstart, WarmUp, build_model, build_tokenizer
+from grpo_lightning.demo import arithmetic
+from grpo_lightning.demo.arithmetic import (
+    DemoModel,
+    DemoRecipe,
+    DemoTask,
+    Quickstart,
+    WarmUp,
+    build_model,
+    build_tokenizer,
+)
 from tests.arguments.registry import case
 
 TASK = {"num_digits": 4, "num_warm_up": 20, "num_train": 10, "num_heldout": 5}
@@ -71,15 +79,15 @@ def warmed_up(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[Steps, t
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, DemoModel(**MODEL))
     weight = model.model.layers[0].mlp.gate_proj.weight
-    before, steps, loss = weight.detach().clone(), [], demo._Habits.loss
+    before, steps, loss = weight.detach().clone(), [], arithmetic._Habits.loss
 
     def note(habits: Any, model: Any, num_short: int) -> torch.Tensor:
         steps.append((habits.batch_size, num_short))
         return loss(habits, model, num_short)
 
     with monkeypatch.context() as patch:
-        patch.setattr(demo._Habits, "loss", note)
-        demo.warm_up(model, tokenizer, DemoTask(**TASK), WarmUp(**WARM_UP | changed), show_progress=False)
+        patch.setattr(arithmetic._Habits, "loss", note)
+        arithmetic.warm_up(model, tokenizer, DemoTask(**TASK), WarmUp(**WARM_UP | changed), show_progress=False)
     return steps, (weight.detach() - before).abs()
 
 
@@ -114,7 +122,7 @@ def test_recipe(tmp_path):
 
     def built(recipe: DemoRecipe) -> tuple[int, int, float]:
         """(Rows to train on, size, a weight)."""
-        files = demo.prepare(0, tmp_path, recipe, show_progress=False)
+        files = arithmetic.prepare(0, tmp_path, recipe, show_progress=False)
         policy = Qwen2ForCausalLM.from_pretrained(files.model)
         num_rows = len(files.train.read_text().splitlines())
         return num_rows, policy.config.hidden_size, policy.lm_head.weight.sum().item()
@@ -131,9 +139,9 @@ def test_recipe(tmp_path):
 @case(Quickstart, "folder", "num_threads")
 def test_quickstart(tmp_path, monkeypatch):
     recipe = DemoRecipe(DemoTask(**TASK), DemoModel(**MODEL), WarmUp(**WARM_UP))
-    files = demo.prepare(0, tmp_path / "cache", recipe, show_progress=False)
+    files = arithmetic.prepare(0, tmp_path / "cache", recipe, show_progress=False)
     threads: list[int] = []
-    monkeypatch.setattr(demo, "prepare", lambda seed: files)
+    monkeypatch.setattr(arithmetic, "prepare", lambda seed: files)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for name in ("one", "two"):
         Quickstart(str(tmp_path / name))()

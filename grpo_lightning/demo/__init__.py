@@ -1,0 +1,1 @@
+"""The quickstarts' tiny models and their tasks, built offline: `arithmetic` for text, `grounding` for images."""

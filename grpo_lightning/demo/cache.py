@@ -1,0 +1,60 @@
+"""A folder that is built once, whoever asks for it, and copied to where a recipe reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+RECIPE = "recipe.json"
+"""What the folder was built from; it lies inside, and marks the folder as one of these."""
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """A name for everything that decides what is built: these facts and the versions of torch and transformers."""
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    return hashlib.sha256(json.dumps({**facts, **versions}, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def built_once(key: str, cache_dir: str | Path | None, build: Callable[[Path], None]) -> Path:
+    """The folder of this name, built unless it is there. One that was begun and never finished is not used.
+
+    Args:
+        key: Its name.
+        cache_dir: Where it goes; by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
+        build: Fills an empty folder.
+    """
+    root = Path(cache_dir or os.environ.get("GRPO_LIGHTNING_CACHE") or "~/.cache/grpo_lightning/demo").expanduser()
+    folder = root / key
+    if not folder.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix="unfinished-") as scratch:
+            unfinished = Path(scratch) / "demo"
+            unfinished.mkdir()
+            build(unfinished)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process finished the same recipe first
+                    raise
+    return folder
+
+
+def copied(built: Path, folder: Path) -> None:
+    """Put a copy of what was built where it is wanted, in the place of an older one.
+
+    Raises:
+        ValueError: If files of somebody else's lie there.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / RECIPE).exists():
+        raise ValueError(f"{folder} holds other files: give the quickstart a folder of its own.")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(built, folder)

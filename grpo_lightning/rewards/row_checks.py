@@ -1,0 +1,69 @@
+"""Rows that a reward cannot judge, found before a run and not in the middle of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from grpo_lightning.listing import listed
+from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.rewards.sources import applies
+from grpo_lightning.types import Prompt
+
+log = logging.getLogger(__name__)
+
+
+def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
+    """Have every reward check the rows of the prompts it applies to.
+
+    What a reward with an `on_error` of its own cannot judge is said in a warning: the run goes on, as it says.
+
+    Args:
+        prompts: The prompts. A row that comes twice, to train and to validate on, counts once.
+        rewards: The rewards of the run.
+
+    Raises:
+        ValueError: If there are rows that a reward cannot judge, naming file, line and reward.
+    """
+    refused, accepted = _Problems(), _Problems()
+    for prompt in prompts:
+        sizes = [image.known_size for image in prompt.images]
+        for reward in rewards:
+            if not applies(prompt, reward.name):
+                continue
+            try:
+                reward.check_row(prompt.columns, sizes)
+            except (ValueError, ImportError) as error:  # the second of a method whose package is missing
+                (refused if reward.on_error == "raise" else accepted).add(prompt, reward.name, error)
+    if accepted.lines:
+        log.warning("%s\nThe run goes on without them, or as on_error of the reward says.", accepted)
+    if refused.lines:
+        raise ValueError(
+            f"{refused}\nMend them, or take the answer out (null: the reward does not count there). If another reward "
+            "is to judge them, name it in the entry of their data set (rewards: [...]), or take ByMethod, which goes "
+            "by every row's own method. WeightedReward with on_error 'none' goes on without them."
+        )
+
+
+class _Problems:
+    """The rows that rewards cannot judge, in words."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, None] = {}
+        self.rows: set[str] = set()
+        self.rewards: Counter[str] = Counter()
+
+    def add(self, prompt: Prompt, reward: str, error: Exception) -> None:
+        """A row, and what a reward says of it."""
+        place = prompt.where or f"prompt {prompt.label}"
+        line = f"{place}: reward {reward!r}: {error}"
+        if line not in self.lines:
+            self.lines[line] = None
+            self.rows.add(place)
+            self.rewards[reward] += 1
+
+    def __str__(self) -> str:
+        """How many they are, and the first of them."""
+        counts = ", ".join(f"{count} by {name!r}" for name, count in self.rewards.items())
+        return f"{len(self.rows)} rows cannot be judged ({counts}):\n{listed(list(self.lines))}"

@@ -1,0 +1,87 @@
+"""Mixtures of experts under LoRA: what has an adapter is known, and what has none is said."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_lightning.policy.experts import expert_tensors, taken_names, why_without
+from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters, language_layers, targets
+from tests import tiny_vlms
+from tests.tiny_models import BASE, MOE, tiny_model
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def with_shared_expert():
+    """A text model with a dense layer first, and experts that are shared."""
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    config = AutoConfig.for_model("glm4_moe", **(BASE | MOE | sizes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def models():
+    return {
+        "shared": with_shared_expert(),
+        "glm4v_moe": tiny_vlms.build("glm4v_moe").model,
+        "qwen3_vl_moe": tiny_vlms.build("qwen3_vl_moe").model,
+    }
+
+
+@pytest.mark.parametrize("kind", models())
+def test_what_is_planned_is_what_peft_adapts(kind):
+    """Without it, peft adapts the experts in the place of what is called the same."""
+    model = models()[kind]
+    planned = set(targets(model))
+    before = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adapted = {id(layer.base_layer) for layer in adapter_layers(add_adapters(model, LoRA(rank=2)))}
+    assert {name for name, module in before.items() if id(module) in adapted} == planned
+    assert len(adapted) == len(planned)
+    assert {name.rpartition(".")[2] for name in planned} >= ATTENTION
+
+
+def test_names_that_peft_takes():
+    model = with_shared_expert()
+    taken = taken_names(model, language_layers(model))
+    ends = {".".join(name.split(".")[-2:]) for name in taken}
+    mlp = ("gate_proj", "up_proj", "down_proj")
+    assert ends == {f"{part}.{end}" for part in ("mlp", "shared_experts") for end in mlp}
+    for family in ("qwen2", "qwen3_moe", "gpt_oss"):
+        assert taken_names(tiny_model(family), language_layers(tiny_model(family))) == set()
+    assert taken_names(tiny_model("qwen2"), ["layers.0.mlp.down_proj"]) == set()
+
+
+@pytest.mark.parametrize("end", ["gate_proj", "shared_experts.down_proj"])
+def test_asked_for_by_name_they_are_refused(end):
+    with pytest.raises(ValueError, match=rf"target_modules: '{end}' matches .*{end}, whose name peft takes .*q_proj"):
+        targets(with_shared_expert(), ["q_proj", end])
+
+
+def test_what_has_none_is_said(caplog):
+    with caplog.at_level(logging.INFO):
+        add_adapters(with_shared_expert(), LoRA(rank=2))
+    assert "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj); nor have " in caplog.text
+    assert "shared_experts.up_proj, whose names peft takes for the experts'." in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        add_adapters(tiny_model("qwen2"), LoRA(rank=2))
+    assert "experts" not in caplog.text
+
+
+def test_convolutions_are_no_experts():
+    assert expert_tensors(tiny_model("qwen3.5")) == []
+    assert expert_tensors(tiny_model("gpt_oss")) == ["down_proj", "gate_up_proj"]
+    assert why_without(tiny_model("qwen3_moe"), []) == (
+        "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj)"
+    )
+
+
+def test_tensors_that_zero3_holds_elsewhere_count():
+    model = tiny_model("qwen3_moe")
+    for weight in model.parameters():
+        weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    assert expert_tensors(model) == ["down_proj", "gate_up_proj"]

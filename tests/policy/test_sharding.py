@@ -1,0 +1,30 @@
+"""What transformers is told of weights that ZeRO-3 holds elsewhere."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import core_model_loading
+
+from grpo_lightning.policy.sharding import knowing_whole_shapes
+
+Transpose = getattr(core_model_loading, "Transpose", None)
+
+
+@pytest.mark.skipif(Transpose is None, reason="this release of transformers turns no tensors")
+def test_tensors_are_turned_by_their_whole_shape():
+    """A checkpoint has experts as the model has them, or the other way round: both load as [experts, 4, 3]."""
+    model = nn.Module()
+    own = torch.arange(24.0).view(2, 4, 3)
+    model.whole = nn.Parameter(own)
+    model.elsewhere = nn.Parameter(torch.empty(0))
+    model.elsewhere.ds_shape = own.shape
+
+    def loaded(name, tensor):
+        turn = Transpose(1, 2, check_dims=True)
+        return turn.convert({name: tensor}, [name], [name], model=model, full_layer_name=name)[name]
+
+    with knowing_whole_shapes():
+        for name in ("whole", "elsewhere"):
+            for tensor in (own, own.transpose(1, 2)):
+                assert torch.equal(loaded(name, tensor), own)
+    assert loaded("elsewhere", own).shape == (2, 3, 4)  # as transformers does it by itself

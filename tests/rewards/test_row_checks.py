@@ -1,0 +1,185 @@
+"""Rows that a reward cannot judge are named before a run: all of them, by file, line and reward."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lightning.images import ImageRef
+from grpo_lightning.rewards import (
+    ByMethod,
+    Cosine,
+    DetectionMAP,
+    ExactMatch,
+    FormatRec,
+    IoU,
+    MultipleChoice,
+    OdLength,
+    Reward,
+    RewardSet,
+    WeightedReward,
+)
+from grpo_lightning.types import Prompt
+
+CUP = {"bbox_2d": [10, 10, 60, 50], "label": "cup"}
+FAR = {"bbox_2d": [900, 900, 950, 950], "label": "cup"}
+
+
+def row(line: int, solution: Any, *, images: int = 1, size: Any = (84, 56), **options: Any) -> Prompt:
+    """A row with an image of a known size."""
+    refs = [ImageRef(Path(f"{line}-{number}.png")) for number in range(images)]
+    if size is not None:
+        for ref in refs:
+            ref.remember(size)
+    method = options.pop("method", None)
+    columns = {"solution": solution} | ({} if method is None else {"accu_reward_method": method})
+    return Prompt("q", columns=columns, images=refs, where=f"a.jsonl:{line}", index=line, **options)
+
+
+def problems(prompts: Sequence[Prompt], *rewards: Any) -> list[str]:
+    """The lines of the error; none if there is none."""
+    try:
+        RewardSet(list(rewards)).check_rows(prompts)
+    except ValueError as error:
+        return [line for line in str(error).splitlines() if line.startswith("- ")]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("reward", "good", "bad", "reason"),
+    [
+        (IoU(), [10, 10, 60, 50], "the cat", "column 'solution' must hold one box"),
+        (IoU(), "<answer> [1, 2, 3, 4] </answer>", [60, 10, 10, 50], "a box with x1 < x2 and y1 < y2"),
+        (IoU(), None, [900, 900, 950, 950], "lies outside its image, 84 x 56 pixels"),
+        (IoU(gold_coordinates="norm1000"), [900, 900, 950, 950], [1001, 0, 1200, 5], "lies outside its image"),
+        (DetectionMAP(), [CUP], "cup", "must hold a list like"),
+        (DetectionMAP(), [], [CUP, FAR], "[900.0, 900.0, 950.0, 950.0] lies outside its image"),
+        (OdLength(gold_coordinates="norm1000"), [FAR], [{**CUP, "bbox_2d": [5, 5, 5, 9]}], "object 0 has none"),
+        (MultipleChoice(), "B", ["B"], "must hold text or a number, got ['B']"),
+        (ExactMatch("solution"), 3, {"a": 1}, "must hold text or a number"),
+        (Cosine(accuracy=IoU()), [1, 2, 3, 4], "2", "must hold one box"),
+        (ByMethod(default="rec"), [1, 2, 3, 4], "2", "its method 'rec': column 'solution' must hold one box"),
+        (WeightedReward(IoU(), 0.5), "[1, 2, 3, 4]", "2", "must hold one box"),
+    ],
+)
+def test_a_row_that_cannot_be_judged_is_named(reward: Any, good: Any, bad: Any, reason: str):
+    (line,) = problems([row(1, good), row(2, bad), row(3, good)], reward)
+    name = WeightedReward(reward).name if not isinstance(reward, WeightedReward) else reward.name
+    assert line.startswith(f"- a.jsonl:2: reward {name!r}: ")
+    assert reason in line
+
+
+def test_rewards_without_a_check_take_every_row():
+    def own(completions: Any, solution: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    assert not problems([row(1, object())], FormatRec(), own)
+
+
+def test_all_are_counted_and_the_first_named():
+    prompts = [row(line, "the cat") for line in range(1, 31)]
+    with pytest.raises(ValueError, match="cannot be judged") as caught:
+        RewardSet([IoU(), ExactMatch("solution")]).check_rows([*prompts, row(31, [1, 2, 3, 4]), *prompts])
+    first, *lines = str(caught.value).splitlines()
+    assert first == "31 rows cannot be judged (30 by 'iou', 1 by 'exact_match'):"
+    assert [line.split(": ")[0] for line in lines[:20]] == [f"- a.jsonl:{line}" for line in range(1, 21)]
+    assert lines[20] == "- and 11 more."
+    assert "rewards: [...]" in lines[21]
+    assert "ByMethod" in lines[21]
+
+
+def test_only_the_rewards_of_a_row_look_at_it():
+    text = row(1, "4", images=0, rewards=["exact_match"])
+    boxed = row(2, [1, 2, 3, 4], rewards=["iou"])
+    rewards = [IoU(), ExactMatch("solution")]
+    assert not problems([text, boxed], *rewards)
+    assert len(problems([row(1, "4"), row(2, [1, 2, 3, 4])], *rewards)) == 2
+
+
+def test_every_row_by_its_own_method():
+    rows = [row(1, "B", method="mcq"), row(2, [1, 2, 3, 4], method="rec"), row(3, [CUP], method="map")]
+    assert not problems(rows, ByMethod())
+    rows = [row(1, "B", method="rec"), row(2, [CUP], method="mcq"), row(3, "B", method="rek")]
+    found = problems(rows, ByMethod())
+    begins = [
+        "its method 'rec': column 'solution' must hold one box, [x1, y1, x2, y2], got 'B'.",
+        "its method 'mcq': column 'solution' must hold text or a number, got [{",
+        "There is no method 'rek' for the column 'accu_reward_method'; there are: ",
+    ]
+    for number, (line, begin) in enumerate(zip(found, begins, strict=True), start=1):
+        assert line.startswith(f"- a.jsonl:{number}: reward 'accuracy': {begin}")
+    assert not problems([row(1, "B")], ByMethod(default="mcq", method_column="how"))
+
+
+def test_a_method_whose_package_is_missing_is_named_by_its_row(monkeypatch: pytest.MonkeyPatch):
+    by_method = ByMethod()
+    monkeypatch.setitem(by_method._missing, "map", "DetectionMAP needs pycocotools")
+    del by_method.methods["map"]
+    (line,) = problems([row(1, "B", method="mcq"), row(2, [CUP], method="map")], by_method)
+    assert line == "- a.jsonl:2: reward 'accuracy': The method 'map': DetectionMAP needs pycocotools"
+
+
+def test_how_many_images_a_row_has():
+    assert "prompts with one image, got one with 2" in problems([row(1, [1, 2, 3, 4], images=2)], IoU())[0]
+    assert "need the size of an image, and the prompt has none" in problems([row(1, [1, 2, 3, 4], images=0)], IoU())[0]
+    both = IoU(coordinates="norm1000", gold_coordinates="norm1000")
+    assert not problems([row(1, [1, 2, 3, 4], images=0)], both)
+    assert "lies outside" in problems([row(1, [1001, 0, 1200, 5], images=0)], both)[0]
+    assert not problems([row(1, None, images=2)], IoU())
+
+
+def test_an_image_whose_size_is_not_known_is_left_to_the_run():
+    """It is not opened for it: its file does not exist."""
+    assert not problems([row(1, [900, 900, 950, 950], size=None)], IoU())
+    assert problems([row(1, "the cat", size=None)], IoU())
+    assert problems([row(1, [1001, 0, 1200, 5], size=None)], IoU(gold_coordinates="norm1000")), "outside of any"
+
+
+def test_what_the_policy_on_errors_accepts_is_a_warning(caplog: pytest.LogCaptureFixture):
+    lenient = WeightedReward(IoU(), on_error="none")
+    with caplog.at_level(logging.WARNING):
+        assert not problems([row(1, "the cat"), row(2, [1, 2, 3, 4])], lenient)
+    assert "1 rows cannot be judged (1 by 'iou'):\n- a.jsonl:1: reward 'iou': column" in caplog.text
+    assert "The run goes on without them" in caplog.text
+    caplog.clear()
+    assert problems([row(1, "the cat")], lenient, ExactMatch("gold")) == []
+    assert len(problems([row(1, "the cat")], lenient, WeightedReward(IoU(), name="strict"))) == 1
+
+
+def test_rows_of_no_file_are_named_by_their_number():
+    prompts = [
+        Prompt("q", columns={"solution": "cat"}, index=4, source="rec"),
+        Prompt("q", columns={"solution": "cat"}),
+    ]
+    assert [line.split(":")[0] for line in problems(prompts, IoU())] == ["- prompt rec#4", "- prompt -1"]
+
+
+def test_a_check_of_ones_own():
+    seen: list[Any] = []
+
+    class Own(Reward):
+        def __call__(self, completions: Any, **_: Any) -> list[float]:
+            return [0.0 for _ in completions]
+
+        def check_row(self, columns: Any, image_sizes: Any) -> None:
+            seen.append((columns["solution"], list(image_sizes)))
+            if columns["solution"] == "bad":
+                raise ValueError("bad it is.")
+
+    rows = [row(1, "good", images=2), row(2, "bad", size=None), row(3, "x", images=0)]
+    assert problems(rows, Own()) == ["- a.jsonl:2: reward 'own': bad it is."]
+    assert seen == [("good", [(84, 56), (84, 56)]), ("bad", [None]), ("x", [])]
+
+
+def test_many_rows_take_seconds():
+    """No image is opened and no tensor made."""
+    boxes = [row(n, f"<answer> [{n % 40}, 2, {n % 40 + 9}, 40] </answer>", rewards=["iou"]) for n in range(20_000)]
+    objects = [row(n, [CUP] * 5, rewards=["detection_map"]) for n in range(20_000)]
+    start = time.perf_counter()
+    RewardSet([IoU(), DetectionMAP()]).check_rows([*boxes, *objects])
+    assert time.perf_counter() - start < 10

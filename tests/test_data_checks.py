@@ -1,0 +1,140 @@
+"""Bad rows and images are found before any weights load, whichever way the data come to the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import pytest
+from PIL import Image
+
+from grpo_lightning.data.datamodule import PromptDataModule
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
+from tests.module_runs import make_module, make_trainer
+from tests.tiny_vlms import picture
+
+NOT_THERE = "not/there"  # loading it would be another error
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with images of 84 x 56."""
+    monkeypatch.chdir(tmp_path)
+    for n in range(3):
+        picture(n).save(f"{n}.png")
+    return tmp_path
+
+
+def rec(n: int = 0, solution: Any = (10, 10, 60, 50), **changes: Any) -> dict[str, Any]:
+    """A row with an image and a box."""
+    return {"problem": "Where?", "image": f"{n}.png", "solution": solution} | changes
+
+
+def module(*rewards: Any) -> GRPOLightningModule:
+    return GRPOLightningModule(NOT_THERE, list(rewards))
+
+
+def data(*rows: dict[str, Any], name: str = "rows.jsonl", **entry: Any) -> list[dict[str, Any]]:
+    """An entry with these rows."""
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [{"json_path": name, **entry}]
+
+
+def refusal(module: GRPOLightningModule, *sources: PromptSource, datamodule: Any = None, stage: str = "fit") -> str:
+    """What a run is refused with, before the weights that are not there."""
+    with pytest.raises(ValueError, match="rows") as caught:
+        getattr(make_trainer(max_steps=1), stage)(module, *sources, datamodule=datamodule)
+    return str(caught.value)
+
+
+BAD = [rec(0), rec(1, "the cat"), rec(2, [{"bbox_2d": [1, 2, 3, 4]}, 3]), rec(2, [1, 2, 3, 4])]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_bad_rows_of_files_are_named(is_streaming: bool):
+    found = refusal(module(IoU()), datamodule=PromptDataModule(data(*BAD, streaming=is_streaming)))
+    assert found.startswith("2 rows cannot be judged (2 by 'iou'):\n- rows.jsonl:2: reward 'iou': column 'solution'")
+    assert "\n- rows.jsonl:3: reward 'iou': " in found
+
+
+def test_training_and_validation_rows_are_named_together():
+    found = refusal(module(IoU()), datamodule=PromptDataModule(data(*BAD), data(rec(0), rec(1, "B"), name="val.jsonl")))
+    assert found.startswith("3 rows cannot be judged")
+    assert "\n- val.jsonl:2: reward 'iou'" in found
+
+
+def test_boxes_outside_of_their_image_are_named():
+    rows = [rec(0), rec(1, [900, 10, 950, 50])]
+    found = refusal(module(IoU()), datamodule=PromptDataModule(data(*rows, boxes="none")))
+    assert "- rows.jsonl:2: reward 'iou': The right box [900.0, 10.0, 950.0, 50.0] lies outside its image, 84" in found
+    found = refusal(module(IoU()), PromptSource(rows, 2))
+    assert "- row 2: reward 'iou': The right box" in found
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+def test_every_stage_is_checked(stage: str):
+    assert "- row 2: reward" in refusal(module(IoU()), PromptSource(BAD, 2), stage=stage)
+
+
+def test_text_rows_need_a_reward_of_their_own():
+    """In a run with boxes: an entry that names it, or the method of each row."""
+    text = {"problem": "2 + 2?", "solution": "4"}
+    assert "- text.jsonl:1: reward 'iou': " in refusal(
+        module(IoU(), ExactMatch("solution")),
+        datamodule=PromptDataModule(data(rec(), rewards=["iou"]) + data(text, name="text.jsonl")),
+    )
+    entries = data(rec(), rewards=["iou"]) + data(text, name="text.jsonl", rewards=["exact_match"])
+    methods = data(rec(), accu_reward_method="rec") + data(text, name="text.jsonl", accu_reward_method="counting")
+    for rewards, mixture in [([IoU(), ExactMatch("solution")], entries), ([ByMethod()], methods)]:
+        with pytest.raises(ValueError, match="the policy takes text only"):  # the next check
+            make_trainer(max_steps=1).fit(make_module(rewards=rewards), datamodule=PromptDataModule(mixture))
+
+
+# ------------------------------------------------------------------------------------ prompt sources without a module
+
+
+@pytest.mark.parametrize("kind", ["rows", "dataset", "stream"])
+def test_images_of_a_prompt_source_are_read_before_the_run(kind: str):
+    Path("1.png").write_bytes(Path("1.png").read_bytes()[:100])
+    rows = [rec(0), rec(1), rec(2, image="gone.png")]
+    if kind == "rows":
+        given: Any = [*rows, rec(2, image=3)]
+    else:
+        given = (
+            datasets.Dataset.from_list(rows)
+            if kind == "dataset"
+            else datasets.Dataset.from_list(rows).to_iterable_dataset()
+        )
+    found = refusal(module(IoU()), PromptSource(given, 2))
+    assert found.startswith(f"{3 if kind == 'rows' else 2} rows have images that cannot be read or boxes that are")
+    assert "1.png: it cannot be decoded: " in found
+    assert "gone.png: no such file" in found
+    assert ("column 'image' must be an image" in found) == (kind == "rows")
+    assert found.endswith("Mend them, or leave their rows out.")
+
+
+def test_images_for_training_and_validation_are_named_together():
+    sources = [PromptSource([rec(0), rec(1, image=name)], 2) for name in ("gone.png", "away.png")]
+    found = refusal(module(IoU()), *sources)
+    assert found.startswith("2 rows have images")
+
+
+def test_images_of_files_are_read_once():
+    """By the data module, and not once more for the trainer."""
+    with mock.patch.object(Image, "open", wraps=Image.open) as opened:
+        refusal(module(IoU()), datamodule=PromptDataModule(data(*BAD)))
+        assert opened.call_count == 3
+        source = PromptSource([rec(n) for n in range(3)] + BAD, 2)
+        for _ in range(2):
+            refusal(module(IoU()), source)
+        assert opened.call_count == 6
+
+
+def test_text_is_not_looked_at():
+    with mock.patch("grpo_lightning.data.preflight.survey", side_effect=AssertionError):
+        refusal(module(ExactMatch("solution")), PromptSource([{"prompt": "2 + 2?", "solution": ["4"]}], 1))
