@@ -173,8 +173,9 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
     data_checks.check_boxes(module, trainer)
+    data_checks.check_columns(module, trainer)  # which costs nothing, before all images are read
     data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
-    data_checks.check_rewards(module, trainer)
+    data_checks.check_rows(module, trainer)
     data_checks.check_prompts(module, trainer)
 
 

@@ -18,20 +18,29 @@ if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
 
 
-def check_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Check that every data set has what the rewards need, where it can be seen yet.
+def check_columns(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that every data set has the columns that the rewards need, where it can be seen yet.
 
     Each for itself: training data without answers are not mended by validation data that have them.
 
     Raises:
-        ValueError: If a column is missing, a prompt names a reward that there is not, or a reward cannot judge a row
-            that it applies to.
+        ValueError: If a column is missing, or a prompt names a reward that there is not.
     """
     data_sets = known_data(trainer)
     for prompts in data_sets:
         module.reward_set.validate_prompts(prompts)
     module.reward_set.validate_prompts(itertools.chain.from_iterable(data_sets))
-    module.reward_set.check_rows(itertools.chain.from_iterable(data_sets))
+
+
+def check_rows(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Check that the rewards can judge every row they apply to, where it can be seen yet.
+
+    Boxes are checked against their images where the sizes of these are known: after `check_images`.
+
+    Raises:
+        ValueError: If there are rows that a reward cannot judge, naming them.
+    """
+    module.reward_set.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
 
 def check_images(trainer: L.Trainer) -> None:

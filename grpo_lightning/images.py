@@ -50,6 +50,9 @@ class ImageRef:
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """(width, height) once it was asked for."""
 
+    is_whole: bool = field(default=False, init=False, compare=False)
+    """True once all of its pixels were read, here or on another rank; its size alone is that of the header."""
+
     def read(self) -> Image:
         """The image in RGB and upright; transparent places are white.
 
@@ -74,9 +77,10 @@ class ImageRef:
         assert self.known_size is not None
         return self.known_size
 
-    def remember(self, size: tuple[int, int]) -> None:
-        """Its (width, height), where it is known already."""
+    def remember(self, size: tuple[int, int], *, is_whole: bool = False) -> None:
+        """Its (width, height), where it is known already, and whether all of its pixels were read to know it."""
         object.__setattr__(self, "known_size", size)
+        object.__setattr__(self, "is_whole", self.is_whole or is_whole)
 
     def check(self) -> tuple[int, int]:
         """(width, height) of an image all of whose pixels can be read. Raises: ImageError as `read`."""
@@ -85,12 +89,12 @@ class ImageRef:
             if image is not self.source:
                 image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size: all its bytes are still gone through
             image.load()
-        self.remember(size)
+        self.remember(size, is_whole=True)
         return size
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
         """The same image, read by `read`."""
-        shared = _copy(self.source, self.where, self.known_size)
+        shared = _copy(self.source, self.where, self.known_size, self.is_whole)
         object.__setattr__(shared, "shared", read)
         return shared
 
@@ -121,7 +125,7 @@ class ImageRef:
 
     def __reduce__(self) -> tuple[Callable[..., ImageRef], tuple[Any, ...]]:
         """What is pickled."""
-        return _copy, (self.source, self.where, self.known_size)
+        return _copy, (self.source, self.where, self.known_size, self.is_whole)
 
     @contextmanager
     def _opened(self) -> Iterator[Image]:
@@ -145,11 +149,11 @@ class ImageRef:
             raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error
 
 
-def _copy(source: Any, where: str, size: tuple[int, int] | None) -> ImageRef:
+def _copy(source: Any, where: str, size: tuple[int, int] | None, is_whole: bool) -> ImageRef:
     """A reference with everything but who shares it."""
     ref = ImageRef(source, where)
     if size is not None:
-        ref.remember(size)
+        ref.remember(size, is_whole=is_whole)
     return ref
 
 

@@ -135,6 +135,15 @@ def test_images_of_files_are_read_once():
         assert opened.call_count == 6
 
 
+def test_columns_are_looked_at_before_images_are_read():
+    """They are there at once; many images take minutes."""
+    row = {"problem": "Where?", "image": "gone.png"}
+    with mock.patch.object(Image, "open", side_effect=AssertionError):
+        with pytest.raises(ValueError, match="solution") as caught:
+            make_trainer(max_steps=1).fit(module(IoU()), PromptSource([row], 1))
+    assert "gone.png" not in str(caught.value)
+
+
 def test_text_is_not_looked_at():
     with mock.patch("grpo_lightning.data.preflight.survey", side_effect=AssertionError):
         refusal(module(ExactMatch("solution")), PromptSource([{"prompt": "2 + 2?", "solution": ["4"]}], 1))

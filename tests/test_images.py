@@ -103,6 +103,21 @@ def test_the_header_is_read_once(path: Path):
             assert [copy.size() for copy in copies] == [(84, 56)] * 3
 
 
+def test_whether_all_of_an_image_was_read_is_known():
+    """Its size says nothing of it: that of one that is cut can be read."""
+    ref = ImageRef(JPEG[: len(JPEG) // 2])
+    ref.size()
+    with pytest.raises(ImageError):
+        ref.check()
+    assert not ref.is_whole
+    ref = ImageRef(JPEG)
+    ref.size()
+    assert not ref.is_whole
+    ref.check()
+    ref.size()
+    assert [copy.is_whole for copy in (ref, pickle.loads(pickle.dumps(ref)), ref.shared_by(ref.decode))] == [True] * 3
+
+
 def test_what_is_transparent_is_white():
     clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
     clear.putpixel((1, 1), (200, 0, 0, 255))

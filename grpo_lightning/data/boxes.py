@@ -23,13 +23,15 @@ NORM = 1000
 """The width and height of every image in `norm1000`."""
 
 ROUNDING = 1
-"""How far a box may reach over the edge: annotations are rounded, or count their last pixel in."""
+"""How far a box may reach over the edge: annotations are rounded, or count their last pixel in. Some of it must lie
+inside: rewards compare what does."""
 
 
 def checked_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
     """The solution of a row with images as the rewards get it: itself, or for `norm1000` its box in pixels.
 
-    A box is right if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, give or take `ROUNDING` at the image's edges.
+    A box is right if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, give or take `ROUNDING` at the image's edges,
+    and what of it lies in the image has an area.
 
     Args:
         solution: The column; text is read as JSON, with answer tags or without.
@@ -88,6 +90,9 @@ def check_box(value: Any, width: int, height: int) -> None:
         )
     if min(x1, y1) < -ROUNDING or x2 > width + ROUNDING or y2 > height + ROUNDING:
         raise ValueError(f"the box {list(value)} is not inside of its image, which is {width} x {height}")
+    across, down = min(x2, width) - max(x1, 0), min(y2, height) - max(y1, 0)
+    if not (across > 0 and down > 0 and across * down > 0):  # a product of tiny sides may be 0 where neither is
+        raise ValueError(f"the box {list(value)} has no area in its image, which is {width} x {height}")
 
 
 def looks_like_box(value: Any) -> bool:

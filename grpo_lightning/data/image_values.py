@@ -113,7 +113,7 @@ class ImageFinder:
         return found
 
     def _of_text(self, text: str, what: str) -> Any:
-        """What a path or URL names. Raises: ValueError if it is empty, on the web, or no data: URI."""
+        """What a path or URL names. Raises: ValueError if it is empty, on the web, or no URL."""
         if not text.strip():
             raise ValueError(f"{self.where}: {what} must be the path of an image, got {text!r}.")
         if text[:5].lower() == "data:":
@@ -125,7 +125,13 @@ class ImageFinder:
                 "run. Download the images once and give their paths."
             )
         if scheme == "file":
-            return self._path(Path(unquote(urlsplit(text).path)))
+            try:
+                path = urlsplit(text).path
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.where}: {what} must be the URL of a file, got {text!r:.80}: {error}. Give its path."
+                ) from error
+            return self._path(Path(unquote(path)))
         return RemoteFile(text) if is_remote(text) else self._path(expanded(Path(text)))
 
     def _path(self, path: Path) -> Path:

@@ -82,7 +82,7 @@ class Preflight:
                 if isinstance(of_image := found[image.key], ImageError):
                     problems[image.key] = _said(of_image, rows[image.key])
                 else:
-                    image.remember(of_image)
+                    image.remember(of_image, is_whole=True)
                     sizes.append(of_image)
             is_whole = len(sizes) == len(_images_of(m))
             try:
@@ -109,7 +109,8 @@ class Preflight:
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Read the images of prompts that no mixture was made of. Their boxes are for the rewards to check.
 
-    Prompts whose images were all looked at are not looked at again.
+    Prompts whose images were all read are not looked at again. One whose size somebody asked for was not read: its
+    header is whole where its pixels are cut.
 
     Args:
         prompts: The same on every rank.
@@ -119,7 +120,7 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
         ValueError: If images cannot be read, naming all of them.
     """
     images = [image for prompt in prompts for image in prompt.images]
-    if images and is_any(any(image.known_size is None for image in images)):
+    if images and is_any(any(not image.is_whole for image in images)):
         preflight = Preflight("error", num_workers, advice="Mend them, or leave their rows out.")
         measured = [Measured(prompt, where=prompt.label) for prompt in prompts]
         preflight.all(measured, {prompt.source: "none" for prompt in prompts})

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_lightning.demo.cache import RECIPE, built_once, copied, key_of
+from grpo_lightning.demo.cache import RECIPE, DemoFiles, built_once, copied, files_in, key_of
 from grpo_lightning.demo.teaching import Teacher, progress
 from grpo_lightning.seeding import run_seed
 
@@ -152,14 +152,6 @@ class DemoRecipe:
         return key_of(asdict(self) | {"code": CODE_VERSION})
 
 
-class DemoFiles(NamedTuple):
-    """What `prepare` built. `model` holds weights, configuration and tokenizer, for `from_pretrained`."""
-
-    model: Path
-    train: Path
-    heldout: Path
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, tab and newline, then `<pad>` and `<eos>`; nothing else is encoded.
 
@@ -197,7 +189,7 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     return model.eval()  # its generation config has the same special tokens
 
@@ -253,11 +245,6 @@ def prepare(
     recipe = replace(recipe, task=replace(recipe.task, seed=seed))
     build = partial(_build, recipe, show_progress=show_progress)
     return files_in(built_once(recipe.key, cache_dir, build))
-
-
-def files_in(folder: Path) -> DemoFiles:
-    """What lies in a folder that was built."""
-    return DemoFiles(model=folder / "model", train=folder / "train.jsonl", heldout=folder / "heldout.jsonl")
 
 
 class Quickstart:

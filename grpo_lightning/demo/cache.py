@@ -9,13 +9,26 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 
 RECIPE = "recipe.json"
 """What the folder was built from; it lies inside, and marks the folder as one of these."""
+
+
+class DemoFiles(NamedTuple):
+    """What was built. `model` holds all that `from_pretrained` needs: weights, configuration, tokenizer, processor."""
+
+    model: Path
+    train: Path
+    heldout: Path
+
+
+def files_in(folder: Path) -> DemoFiles:
+    """What lies in a folder that was built."""
+    return DemoFiles(model=folder / "model", train=folder / "train.jsonl", heldout=folder / "heldout.jsonl")
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

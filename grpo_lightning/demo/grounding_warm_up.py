@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from grpo_lightning.demo.grounding import EOS, IMAGE, PATCHES_PER_TOKEN, GroundingWarmUp
+from grpo_lightning.demo.grounding_model import EOS, IMAGE, PATCHES_PER_TOKEN
 from grpo_lightning.demo.scenes import COLOURS, SHAPES, Scene, SceneTask, namings, varied
 from grpo_lightning.demo.teaching import Teacher, progress
 
@@ -23,6 +24,31 @@ if TYPE_CHECKING:
 
 NOTHING = -100
 """The label of an image token without a thing; `cross_entropy` leaves it out."""
+
+
+@dataclass(frozen=True)
+class GroundingWarmUp:
+    """The supervised phases: the tower, worked completions, then mostly lazy ones."""
+
+    batch_size: int = 64
+    num_tower_images: int = 2000
+    num_tower_steps: int = 500
+    """See `teach_tower`."""
+
+    num_images: int = 6000
+    """That the language model sees, with three questions about each thing."""
+
+    num_worked_steps: int = 1000
+    num_lazy_steps: int = 150
+    learning_rate: float = 6e-3
+    """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then lowered to zero."""
+
+    lazy_learning_rate: float = 5e-4
+    num_ramp_steps: int = 20
+    held_share: float = 0.5
+    beta2: float = 0.99
+    lazy_share: float = 0.85
+    """Share of lazy completions in the last phase. The rest is how often the policy starts out looking."""
 
 
 def warm_up(
@@ -36,7 +62,7 @@ def warm_up(
     """Teach the tower what an image shows, then the language model both habits, in place."""
     settings = settings or GroundingWarmUp()
     with torch.random.fork_rng(devices=[]), multiplied_patches(model):
-        torch.manual_seed(task.seed)
+        torch.default_generator.manual_seed(task.seed)
         teach_tower(model, processor, task, settings, show_progress=show_progress)
         teach_language(model, processor, task, settings, show_progress=show_progress)
 
@@ -49,24 +75,36 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Make colour, shape and edges of a thing readable, by one linear layer each, off every image token it covers."""
+    """Make every image token say which thing it shows: its colour and shape in words, its edges to a linear layer.
+
+    The tower is trained so that, of all words for a colour, the one for the thing's has the embedding most like the
+    token; so for shapes. The language model then finds a thing by comparing what it reads with what it sees.
+    """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
-    width = model.config.text_config.hidden_size
-    sizes = [len(COLOURS), len(SHAPES), *[task.num_cells + 1] * 4]
-    heads = nn.ModuleList([nn.Linear(width, size) for size in sizes])
-    tower = [*model.model.visual.parameters(), *heads.parameters()]
-    teacher = Teacher(tower, learning_rate=settings.tower_learning_rate, beta2=settings.beta2)
+    words = [word_embeddings(model, processor.tokenizer, names) for names in (COLOURS, SHAPES)]
+    edges = nn.ModuleList([nn.Linear(model.config.text_config.hidden_size, task.num_cells + 1) for _ in range(4)])
+    tower = [*model.model.visual.parameters(), *edges.parameters()]
+    teacher = Teacher(tower, learning_rate=settings.learning_rate, beta2=settings.beta2)
     with progress("vision tower", settings.num_tower_steps, show=show_progress) as bar:
         for step in range(settings.num_tower_steps):
             rows = torch.randint(len(scenes), (settings.batch_size,))
             tokens = features_of(model, task, patches[rows].float())  # [rows, tokens, width]
+            said = [tokens @ embeddings.T for embeddings in words] + [edge(tokens) for edge in edges]
             losses = [
-                functional.cross_entropy(head(tokens).transpose(1, 2), labels[rows, :, place], ignore_index=NOTHING)
-                for place, head in enumerate(heads)
+                functional.cross_entropy(logits.transpose(1, 2), labels[rows, :, place], ignore_index=NOTHING)
+                for place, logits in enumerate(said)
             ]
             rate = learning_rate_share(step, settings.num_tower_steps, settings)
             teacher.step(torch.stack(losses).mean(), bar, rate=rate)
+
+
+def word_embeddings(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, words: Iterable[str]
+) -> Tensor:
+    """What the language model reads for some words, as it is now. Returns: [words, width]."""
+    embeddings: Tensor = model.get_input_embeddings().weight
+    return embeddings[tokenizer.convert_tokens_to_ids(list(words))].detach().clone()
 
 
 def teach_language(

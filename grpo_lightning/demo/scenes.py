@@ -50,6 +50,9 @@ NAMELESS_SHAPES: dict[str, Outline] = {
 NAMELESS_DISTANCE = 60.0
 """Of a colour without a name from those with one, in RGB."""
 
+MAX_TRIES = 20_000
+"""For one image. Of the quickstart's, one try in six succeeds, and one in 250 for those that are held out."""
+
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
 """Stand in a question that names the shape only, or the colour only."""
 
@@ -155,16 +158,32 @@ class SceneTask:
         Args:
             purpose: Another one draws other images.
             is_heldout: The first thing is of a held-out pair, in a held-out box. Else nothing in the image is.
+
+        Raises:
+            ValueError: If no such image is found.
         """
         draw = random.Random(f"{self.seed}, {purpose}")
         while True:
-            shapes = draw.sample(list(SHAPES), self.num_things)
-            pairs = list(zip(draw.sample(list(COLOURS), self.num_things), shapes, strict=True))
-            boxes = [draw.choice(self.boxes) for _ in pairs]
-            hidden = [pair in self.heldout_pairs for pair in pairs] + [box in self.heldout_boxes for box in boxes]
-            is_wanted = hidden[0] and hidden[self.num_things] if is_heldout else not any(hidden)
-            if is_wanted and not any(overlap(*two) for two in itertools.combinations(boxes, 2)):
-                yield tuple(Thing(*pair, box) for pair, box in zip(pairs, boxes, strict=True))
+            for _ in range(MAX_TRIES):
+                if scene := self._drawn(draw, is_heldout=is_heldout):
+                    yield scene
+                    break
+            else:
+                raise ValueError(
+                    f"{self.num_things} shapes with sides of {self.sides} do not fit on {self.num_cells} x "
+                    f"{self.num_cells} cells, or too much is held out: take fewer or smaller ones, or more cells."
+                )
+
+    def _drawn(self, draw: random.Random, *, is_heldout: bool) -> Scene | None:
+        """One try; None if its things overlap, or are not what is asked for."""
+        shapes = draw.sample(list(SHAPES), self.num_things)
+        pairs = list(zip(draw.sample(list(COLOURS), self.num_things), shapes, strict=True))
+        boxes = [draw.choice(self.boxes) for _ in pairs]
+        hidden = [pair in self.heldout_pairs for pair in pairs] + [box in self.heldout_boxes for box in boxes]
+        is_wanted = hidden[0] and hidden[self.num_things] if is_heldout else not any(hidden)
+        if not is_wanted or any(overlap(*two) for two in itertools.combinations(boxes, 2)):
+            return None
+        return tuple(Thing(*pair, box) for pair, box in zip(pairs, boxes, strict=True))
 
     def picture(self, scene: Scene) -> Image.Image:
         """The image, RGB. Its background gets redder to the right and greener downwards.
@@ -185,11 +204,18 @@ class SceneTask:
 
     def question(self, thing: Thing, naming: Naming = "both") -> str:
         """What is asked."""
-        return f"Where is the {described(thing, naming)}?"
+        return f"Where is the {' '.join(described(thing, naming))}?"
 
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
-        """The right completion: what to look for, then its box."""
-        return answer(described(thing, naming), self.pixels(thing.cells))
+        """The right completion: what to look for and its upper left corner, then its box.
+
+        The last word before the corner tells the thing from others, so that it is found in one step; the colour if it
+        is named, which is easier to see.
+        """
+        colour, shape = described(thing, naming)
+        words = (colour, shape) if naming == "shape" else (shape, colour)
+        left, top, *_ = box = self.pixels(thing.cells)
+        return answer(f"{' '.join(words)} {left}, {top}", box)
 
     def lazy(self) -> str:
         """The completion that does not look: the whole image, whatever is asked."""
@@ -223,11 +249,11 @@ def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
     return "both", "colour", "shape"
 
 
-def described(thing: Thing, naming: Naming) -> str:
-    """Two words for a thing."""
+def described(thing: Thing, naming: Naming) -> tuple[str, str]:
+    """Two words for a thing: its colour and its shape, or what stands for them."""
     colour = ANY_COLOUR if naming == "shape" else thing.colour
     shape = ANY_SHAPE if naming == "colour" else thing.shape
-    return f"{colour} {shape}"
+    return colour, shape
 
 
 def answer(thought: str, box: list[int]) -> str:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from grpo_lightning.policy.decoder import language_modules
 
-def expert_tensors(model: nn.Module) -> list[str]:
+
+def expert_tensors(model: Any) -> list[str]:
     """What the parameters are called that hold all experts of a layer in one tensor: no linear layer, no adapter."""
+    if not _has_experts(model.get_decoder().config.to_dict()):
+        return []
     return sorted(
         {
             name.rpartition(".")[2]
-            for module in model.modules()
+            for module in language_modules(model).values()
             if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
             for name, weight in module.named_parameters(recurse=False)
             if len(getattr(weight, "ds_shape", weight.shape)) == 3  # ZeRO-3 leaves an empty vector in its place
         }
+    )
+
+
+def _has_experts(settings: Mapping[str, Any]) -> bool:
+    """True if a config counts experts, whatever it calls their number; dense models may have the field, empty."""
+    return any(
+        _has_experts(value) if isinstance(value, Mapping) else "expert" in name and bool(value)
+        for name, value in settings.items()
     )
 
 

@@ -81,7 +81,7 @@ class PolicyLoader:
             head that is tied to the embeddings is frozen with them.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
         max_pixels: Pixels of the largest image; larger ones are scaled down. Null is the processor's own limit. For
-            families whose images have as many tokens as pixels (Qwen-VL, GLM-4V).
+            families whose images have as many tokens as pixels (Qwen-VL, GLM-4.1V).
         min_pixels: Pixels of the smallest image; smaller ones are scaled up.
         max_anyres_num: Tiles that an image is cut into at most (InternVL).
         quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit", on CUDA. `dtype` is then that of

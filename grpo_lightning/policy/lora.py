@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.policy.decoder import language_modules
 from grpo_lightning.policy.experts import taken_names, why_without
 from grpo_lightning.seeding import derived_seed, run_seed
 
@@ -28,9 +29,6 @@ TRAINED = "default"
 
 STARTING = "reference"
 """The frozen copy of the adapter that a run starts from."""
-
-NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
-"""Parts of the names of what is no language model, where a model does not say which of its parts the decoder is."""
 
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
@@ -224,21 +222,13 @@ def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
 
 
 def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer of the decoder but the output head, by name.
-
-    Of models with several parts, the vision tower and its projector are none: they are outside of the decoder.
-    """
+    """Every linear layer of the language model but the output head, by name."""
     from transformers.pytorch_utils import Conv1D
 
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = {id(module) for module in decoder.modules()}
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in language_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D)
-        and module is not head
-        and id(module) in inside
-        and not (decoder is model and any(part in name for part in NOT_LANGUAGE))
         and not (model.config.model_type in MAMBA and name.endswith(".out_proj"))
     }
 

@@ -74,8 +74,8 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
 
 
 def name_of(prompt: Prompt) -> str:
-    """What to call a prompt in errors."""
-    return f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}"
+    """What to call a prompt in errors: by file and line, else by its source and index."""
+    return prompt.where or (f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}")
 
 
 def num_positions(config: PretrainedConfig) -> int | None:

@@ -187,7 +187,7 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
         size: Width and height of the image, in pixels; None if it is not known.
 
     Raises:
-        ValueError: If all of it lies outside.
+        ValueError: If all of it lies outside, or it has no area.
     """
     limits = size or (math.inf, math.inf)
     least = 0.0 if size else -math.inf
@@ -195,9 +195,10 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
     down = min(box[3] * scale[1], limits[1]) - max(box[1] * scale[1], least)
     # The area as well: a product of tiny sides may be 0 where neither is.
     if not (across > 0 and down > 0 and across * down > 0):
-        width, height = size or (0, 0)
+        if size is None:
+            raise ValueError(f"The right box {list(box)} has no area: (x2 - x1) * (y2 - y1) must be above 0.")
         raise ValueError(
-            f"The right box {list(box)} lies outside its image, {width:g} x {height:g} pixels: does "
+            f"The right box {list(box)} lies outside its image, {size[0]:g} x {size[1]:g} pixels: does "
             "gold_coordinates say what the data are in?"
         )
 

@@ -126,11 +126,16 @@ class ByMethod(Reward):
         """Have the row's method check it.
 
         Raises:
-            ValueError: As the method does, with its name in front; or if the row names an unknown method.
+            ValueError: As the method does, with its name in front; or if the row names an unknown method, or lacks a
+                column that the method it names needs.
             ImportError: If it names a method whose package is missing.
         """
         name = columns.get(self.method_column)
         method = self._known(name) if name else self.default
+        if name:  # the default's columns are checked as those of every reward
+            for column in self.methods[method].required_columns:
+                if column not in columns:
+                    raise ValueError(_lacks(method, column))
         try:
             self.methods[method].check_row(columns, image_sizes)
         except ValueError as error:
@@ -165,7 +170,7 @@ class ByMethod(Reward):
         method = self.methods[name]
         for column in method.required_columns:
             if column not in available:
-                raise ValueError(f"The method {name!r} needs the data column {column!r}, which the data do not have.")
+                raise ValueError(_lacks(name, column))
         arguments = {
             key: value if key in SHARED or value is None else [value[row] for row in rows]
             for key, value in available.items()
@@ -175,6 +180,11 @@ class ByMethod(Reward):
             logged.setdefault(column, {}).setdefault(name, []).extend(values)
         )
         return method(**arguments)
+
+
+def _lacks(method: str, column: str) -> str:
+    """What to say of a column that a method needs."""
+    return f"The method {method!r} needs the data column {column!r}, which the data do not have."
 
 
 def _to_nowhere(column: str, values: Iterable[Any]) -> None:

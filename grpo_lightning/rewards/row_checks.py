@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
     """Have every reward check the rows of the prompts it applies to.
 
-    What a reward with an `on_error` of its own cannot judge is said in a warning: the run goes on, as it says.
+    What a reward with an `on_error` of its own cannot judge is said in a warning: the run goes on as it says, which is
+    that the reward counts for no completion of a batch with such a row.
 
     Args:
         prompts: The prompts. A row that comes twice, to train and to validate on, counts once.
@@ -34,15 +35,15 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
                 continue
             try:
                 reward.check_row(prompt.columns, sizes)
-            except (ValueError, ImportError) as error:  # the second of a method whose package is missing
+            except Exception as error:  # noqa: BLE001 - a check may be anybody's; what it raises is said of its row
                 (refused if reward.on_error == "raise" else accepted).add(prompt, reward.name, error)
     if accepted.lines:
-        log.warning("%s\nThe run goes on without them, or as on_error of the reward says.", accepted)
+        log.warning("%s\nEvery batch that has one of them goes without the reward, as its on_error says.", accepted)
     if refused.lines:
         raise ValueError(
             f"{refused}\nMend them, or take the answer out (null: the reward does not count there). If another reward "
             "is to judge them, name it in the entry of their data set (rewards: [...]), or take ByMethod, which goes "
-            "by every row's own method. WeightedReward with on_error 'none' goes on without them."
+            "by every row's own method."
         )
 
 
@@ -50,20 +51,24 @@ class _Problems:
     """The rows that rewards cannot judge, in words."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, None] = {}
-        self.rows: set[str] = set()
+        self.lines: list[str] = []
+        self.rows: set[str | int] = set()
+        self.seen: set[tuple[str | int, str]] = set()
+        """Rows by their place, else by their prompt, and rewards: a row may be trained and validated on."""
         self.rewards: Counter[str] = Counter()
 
     def add(self, prompt: Prompt, reward: str, error: Exception) -> None:
         """A row, and what a reward says of it."""
-        place = prompt.where or f"prompt {prompt.label}"
-        line = f"{place}: reward {reward!r}: {error}"
-        if line not in self.lines:
-            self.lines[line] = None
-            self.rows.add(place)
-            self.rewards[reward] += 1
+        row = prompt.where or id(prompt)
+        if (row, reward) in self.seen:
+            return
+        self.seen.add((row, reward))
+        self.rows.add(row)
+        self.rewards[reward] += 1
+        kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
+        self.lines.append(f"{prompt.where or f'prompt {prompt.label}'}: reward {reward!r}: {kind}{error}")
 
     def __str__(self) -> str:
         """How many they are, and the first of them."""
         counts = ", ".join(f"{count} by {name!r}" for name, count in self.rewards.items())
-        return f"{len(self.rows)} rows cannot be judged ({counts}):\n{listed(list(self.lines))}"
+        return f"{len(self.rows)} rows cannot be judged ({counts}):\n{listed(self.lines)}"

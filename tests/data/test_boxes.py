@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lightning.data.boxes import checked_solution, looks_like_box
+from grpo_lightning.rewards import IoU
 
 SIZE = (640, 480)
 
@@ -35,6 +36,12 @@ def test_boxes_that_are_right(solution, boxes):
         ([0, 0, 640, 482], "not inside"),
         ([-2, 0, 10, 10], "not inside"),
         ([0, -2, 10, 10], "not inside"),
+        ([640, 10, 641, 50], r"\[640, 10, 641, 50\] has no area in its image, which is 640 x 480"),
+        ([-1, 0, 0, 5], "has no area in its image"),
+        ([10, 480, 50, 481], "has no area in its image"),
+        ([10, -1, 50, 0], "has no area in its image"),
+        ([640.2, 480.2, 641, 481], "has no area in its image"),
+        ([0, 0, 1e-200, 1e-200], "has no area in its image"),
         ([30, 10, 20, 20], "inverted or empty"),
         ([10, 30, 20, 20], "inverted or empty"),
         ([10, 10, 10, 20], "inverted or empty"),
@@ -116,6 +123,20 @@ def test_any_value_is_a_box_or_none(value):
 @pytest.mark.parametrize("solution", [np.array([10, 10, 50, 50]), [10, 10, 50, 50]])
 def test_boxes_of_numpy_are_boxes(solution):
     assert list(checked_solution(solution, [(100, 100)], "original")) == [10, 10, 50, 50]
+
+
+sides = st.lists(st.integers(-1, 4) | st.floats(-1, 4), min_size=2, max_size=2, unique=True).map(sorted)
+
+
+@given(sides, sides, st.integers(1, 3), st.integers(1, 3))
+def test_what_passes_here_a_reward_takes(x, y, width, height):
+    """Otherwise a row that `bad_images: drop` should leave out stops the run."""
+    box = [x[0], y[0], x[1], y[1]]
+    try:
+        checked_solution(box, [(width, height)], "original")
+    except ValueError:
+        return
+    IoU().check_row({"solution": box}, [(width, height)])
 
 
 def test_an_endless_integer_is_no_number():

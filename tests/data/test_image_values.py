@@ -64,6 +64,7 @@ def test_images_in_memory_and_references_stay_themselves():
         ({"url": "a.png"}, "must look like"),
         ("https://x.org/a.png", "is on the web .* Download the images once"),
         ("HTTP://x.org/a.png", "is on the web"),
+        ("file://[abc/x.png", r"must be the URL of a file, got 'file://\[abc/x\.png': .*IPv6"),
         ("data:text/plain;base64,QQ==", "must look like data:image/png;base64"),
         ("data:image/png,QQ==", "must look like data:image/png;base64"),
         ("data:image/png;base64,Q!", "is a data: URI whose base64 is broken"),

@@ -151,6 +151,23 @@ def test_prompts_without_a_mixture_are_read_once(folder):
     check_given([Prompt("text alone")], 0)
 
 
+def test_images_whose_size_was_asked_for_are_still_read(folder):
+    """A filter of the user's may have done it, or a check of lengths; the header of one that is cut is whole."""
+    prompts = [m.prompt for m in rows(folder, "0.jpg", "cut.jpg")]
+    assert [prompt.images[0].size() for prompt in prompts] == [(84, 56)] * 2
+    with pytest.raises(ValueError, match=r"^1 rows have images that cannot be read[^\n]*\n- f:2: .*truncated"):
+        check_given(prompts, 0)
+
+
+def test_what_a_mixture_has_read_is_not_read_again(folder):
+    """Whichever of the rows with an image it read: those of another rank too."""
+    data = rows(folder, "0.jpg", "1.jpg", "0.jpg")
+    with mock.patch.multiple(preflight, world_size=lambda: 2, gather_objects=lambda own: [own, {}]):
+        Preflight().all(data, {"s": "auto"})
+    with mock.patch.object(preflight, "survey", side_effect=AssertionError):
+        check_given([m.prompt for m in data], 0)
+
+
 def test_what_one_rank_has_not_looked_at_all_look_at(folder, monkeypatch):
     """Looking has a collective, so that one rank must not leave it to the others."""
     prompts = [m.prompt for m in rows(folder, "0.jpg", "1.jpg")]

@@ -1,8 +1,9 @@
 """The grounding quickstart's tokenizer, processor, model, warm-up and cache."""
 
+import importlib.util
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from grpo_lightning.demo.grounding_warm_up import (
     prompt_ids,
     teach_tower,
     warm_up,
+    word_embeddings,
 )
-from grpo_lightning.demo.scenes import SceneTask, Thing, namings
+from grpo_lightning.demo.scenes import COLOURS, SceneTask, Thing, namings
 
 TINY = GroundingRecipe(
     task=SceneTask(num_cells=4, sides=(1, 2), num_train=3, num_heldout=2),
@@ -64,8 +66,8 @@ def test_every_word_and_number_is_a_token() -> None:
         naming = namings(thing)[place]
         text = task.worked(thing, naming)
         ids = tokenizer.encode(text)
-        # <think> colour space shape </think> <answer> [ number, number, number, number ] </answer>
-        assert len(ids) == 5 + 1 + 9 + 1
+        # <think> word space word number , number </think> <answer> [ number, number, number, number ] </answer>
+        assert len(ids) == 8 + 1 + 9 + 1
         assert tokenizer.decode(ids) == text
         assert len(tokenizer.encode(task.question(thing, naming))) == 5
     assert tokenizer.decode(tokenizer.encode("What is 1234567? ~")) == "What is 1234567? ~"
@@ -151,6 +153,31 @@ def test_the_tower_learns_and_the_language_model_does_not() -> None:
     assert all("visual" in name for name in moved)
 
 
+def test_words_are_those_that_the_language_model_reads() -> None:
+    model, processor = built()
+    words = word_embeddings(model, processor.tokenizer, ["red", "circle"])
+    ids = [processor.tokenizer.encode(word) for word in ("red", "circle")]
+    assert [len(one) for one in ids] == [1, 1]
+    assert torch.equal(words, model.get_input_embeddings().weight[[one[0] for one in ids]])
+
+
+def test_the_tower_comes_to_say_what_it_shows() -> None:
+    """A token of an image is most like the word for its colour, more often than before."""
+    model, processor = built()
+    chosen = grounding_warm_up.varied_scenes(TINY.task, "tower", 4)
+    patches, labels = patches_of(chosen, TINY.task, processor), labels_of(chosen, TINY.task)[..., 0]
+    words = word_embeddings(model, processor.tokenizer, COLOURS)
+
+    def loss() -> float:
+        said = grounding_warm_up.features_of(model, TINY.task, patches) @ words.T
+        return functional.cross_entropy(said.transpose(1, 2), labels, ignore_index=NOTHING).item()
+
+    before = loss()
+    settings = replace(TINY.warm_up, num_tower_steps=40)
+    teach_tower(model, processor, TINY.task, settings, show_progress=False)
+    assert loss() < 0.7 * before
+
+
 def test_both_phases_of_the_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = built()
     lazy: list[int] = []
@@ -208,9 +235,27 @@ def test_prepared_files_load(tmp_path: Path) -> None:
         assert all((path.parent / row["image"]).exists() for row in rows)
 
 
+@pytest.mark.parametrize("missing", ["PIL", "torchvision"])
+def test_a_missing_package_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == missing else found(name, *rest)
+    )
+    with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'grpo-lightning\[vision\]'"):
+        prepare(0, tmp_path, TINY, show_progress=False)
+
+
+def test_every_setting_is_part_of_the_key() -> None:
+    facts = TINY.facts
+    for part in (TINY.task, TINY.model, TINY.warm_up):
+        settings = {setting.name for setting in fields(part) if setting.init}
+        assert any(settings == set(facts[name]) for name in facts)
+
+
 def test_another_recipe_seed_or_version_gets_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         replace(TINY, task=replace(TINY.task, gap=2)),
+        replace(TINY, task=replace(TINY.task, heldout_boxes_share=0.2)),
         replace(TINY, model=replace(TINY.model, hidden_size=32)),
         replace(TINY, warm_up=replace(TINY.warm_up, lazy_share=0.5)),
     ]
@@ -218,7 +263,7 @@ def test_another_recipe_seed_or_version_gets_another_folder(tmp_path: Path, monk
     models.add(prepare(1, tmp_path, TINY, show_progress=False).model)
     monkeypatch.setattr(grounding, "CODE_VERSION", grounding.CODE_VERSION + 1)
     models.add(prepare(0, tmp_path, TINY, show_progress=False).model)
-    assert len(models) == 6
+    assert len(models) == 7
     assert prepare(0, tmp_path, TINY, show_progress=False).model in models
 
 

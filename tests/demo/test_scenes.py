@@ -32,7 +32,9 @@ def test_texts_by_hand() -> None:
     assert TASK.question(RED_CIRCLE) == "Where is the red circle?"
     assert TASK.question(RED_CIRCLE, "colour") == "Where is the red thing?"
     assert TASK.question(RED_CIRCLE, "shape") == "Where is the coloured circle?"
-    assert TASK.worked(RED_CIRCLE) == "<think>red circle</think><answer>[15, 29, 55, 83]</answer>"
+    assert TASK.worked(RED_CIRCLE) == "<think>circle red 15, 29</think><answer>[15, 29, 55, 83]</answer>"
+    assert TASK.worked(RED_CIRCLE, "colour") == "<think>thing red 15, 29</think><answer>[15, 29, 55, 83]</answer>"
+    assert TASK.worked(RED_CIRCLE, "shape").startswith("<think>coloured circle 15, 29</think>")
     assert TASK.lazy() == "<think>anything</think><answer>[0, 0, 112, 112]</answer>"
 
 
@@ -143,3 +145,17 @@ def test_files(tmp_path: Path) -> None:
 def test_impossible_tasks_are_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SceneTask(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sides": (8,), "num_things": 2},
+        {"sides": (6, 7)},
+        {"heldout_boxes_share": 0.999},
+        {"num_cells": 2, "sides": (2,), "num_things": 1},
+    ],
+)
+def test_images_that_cannot_be_are_not_waited_for(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"do not fit on . x . cells, or too much is held out"):
+        next(SceneTask(**settings).scenes("some"))

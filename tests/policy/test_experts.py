@@ -80,6 +80,19 @@ def test_convolutions_are_no_experts():
     )
 
 
+@pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if not name.endswith("_moe")])
+def test_dense_families_have_no_experts(family):
+    """Vision towers have tensors of three dimensions too, for the places of an image."""
+    model = tiny_vlms.build(family).model
+    assert why_without(model, language_layers(model)) is None
+
+
+def test_a_model_without_experts_may_have_such_a_tensor():
+    model = tiny_model("qwen2")
+    model.get_decoder().register_parameter("mixing", nn.Parameter(torch.zeros(1, 2, 3)))
+    assert expert_tensors(model) == []
+
+
 def test_tensors_that_zero3_holds_elsewhere_count():
     model = tiny_model("qwen3_moe")
     for weight in model.parameters():

@@ -57,6 +57,12 @@ def test_a_right_box_outside_its_image_is_an_error():
         frame_of([RESIZED], "auto", "original").right([(600, 500, 900, 990)])
 
 
+def test_a_right_box_without_an_area_is_an_error_where_no_size_is_known():
+    with pytest.raises(ValueError, match=r"^The right box \[5, 5, 5, 9\] has no area: ") as caught:
+        frame_of([], "original", "original").right([(5, 5, 5, 9)])
+    assert "0 x 0" not in str(caught.value)
+
+
 def test_without_an_image_the_conventions_must_agree():
     assert frame_of([], "original", "original").given([(-5, 0, 5000, 9)]).tolist() == [[-5, 0, 5000, 9]]
     assert frame_of([], "norm1000", "norm1000").given([(-5, 0, 5000, 9)]).tolist() == [[0, 0, 1000, 9]]

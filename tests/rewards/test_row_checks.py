@@ -145,7 +145,7 @@ def test_what_the_policy_on_errors_accepts_is_a_warning(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert not problems([row(1, "the cat"), row(2, [1, 2, 3, 4])], lenient)
     assert "1 rows cannot be judged (1 by 'iou'):\n- a.jsonl:1: reward 'iou': column" in caplog.text
-    assert "The run goes on without them" in caplog.text
+    assert "Every batch that has one of them goes without the reward" in caplog.text
     caplog.clear()
     assert problems([row(1, "the cat")], lenient, ExactMatch("gold")) == []
     assert len(problems([row(1, "the cat")], lenient, WeightedReward(IoU(), name="strict"))) == 1
@@ -183,3 +183,35 @@ def test_many_rows_take_seconds():
     start = time.perf_counter()
     RewardSet([IoU(), DetectionMAP()]).check_rows([*boxes, *objects])
     assert time.perf_counter() - start < 10
+
+
+def test_prompts_without_a_place_are_told_apart():
+    prompts = [Prompt("q", columns={"solution": text}, index=0) for text in ("the cat", "the cat")]
+    assert len(problems(prompts, IoU())) == 2
+    assert len(problems([prompts[0], prompts[0]], IoU())) == 1  # trained and validated on
+
+
+class Broken(Reward):
+    """Its check fails for another reason than the row."""
+
+    def check_row(self, columns: Any, image_sizes: Any) -> None:
+        """Read what is not there."""
+        columns["nothing"]
+
+    def __call__(self, completions: Any, **_: Any) -> list[float | None]:
+        """No matter."""
+        return [1.0] * len(completions)
+
+
+def test_whatever_a_check_raises_is_said_of_its_row():
+    (line,) = problems([row(1, 2)], Broken())
+    assert line == "- a.jsonl:1: reward 'broken': KeyError: 'nothing'"
+
+
+def test_a_column_that_the_method_of_a_row_needs_is_missed():
+    reward = ByMethod(methods={"own": ExactMatch("gold")})
+    (line,) = problems([row(1, "2", method="own"), row(2, "2")], reward)
+    assert line.startswith("- a.jsonl:1: reward 'accuracy': The method 'own' needs the data column 'gold'")
+    rows = [row(1, "2", method="own")]
+    rows[0].columns["gold"] = None  # not scorable
+    assert not problems(rows, reward)
