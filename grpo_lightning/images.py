@@ -94,7 +94,7 @@ class ImageRef:
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
         """The same image, read by `read`."""
-        shared = _copy(self.source, self.where, self.known_size, self.is_whole)
+        shared = _copy(self.source, self.where, self.known_size, is_whole=self.is_whole)
         object.__setattr__(shared, "shared", read)
         return shared
 
@@ -149,7 +149,7 @@ class ImageRef:
             raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error
 
 
-def _copy(source: Any, where: str, size: tuple[int, int] | None, is_whole: bool) -> ImageRef:
+def _copy(source: Any, where: str, size: tuple[int, int] | None, *, is_whole: bool) -> ImageRef:
     """A reference with everything but who shares it."""
     ref = ImageRef(source, where)
     if size is not None:

@@ -138,9 +138,9 @@ def test_images_of_files_are_read_once():
 def test_columns_are_looked_at_before_images_are_read():
     """They are there at once; many images take minutes."""
     row = {"problem": "Where?", "image": "gone.png"}
-    with mock.patch.object(Image, "open", side_effect=AssertionError):
-        with pytest.raises(ValueError, match="solution") as caught:
-            make_trainer(max_steps=1).fit(module(IoU()), PromptSource([row], 1))
+    is_opened = mock.patch.object(Image, "open", side_effect=AssertionError)
+    with is_opened, pytest.raises(ValueError, match="solution") as caught:
+        make_trainer(max_steps=1).fit(module(IoU()), PromptSource([row], 1))
     assert "gone.png" not in str(caught.value)
 
 

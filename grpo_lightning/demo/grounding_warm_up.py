@@ -38,7 +38,7 @@ class GroundingWarmUp:
     num_images: int = 6000
     """That the language model sees, with three questions about each thing."""
 
-    num_worked_steps: int = 1000
+    num_worked_steps: int = 1600
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
     """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then lowered to zero."""

@@ -207,15 +207,14 @@ class SceneTask:
         return f"Where is the {' '.join(described(thing, naming))}?"
 
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
-        """The right completion: what to look for and its upper left corner, then its box.
+        """The right completion: what to look for and where it begins, then its box.
 
-        The last word before the corner tells the thing from others, so that it is found in one step; the colour if it
-        is named, which is easier to see.
+        Each word and number is found from the one before it in one step: the left edge by the colour, if it is named,
+        else by the shape; the upper edge by the left one.
         """
         colour, shape = described(thing, naming)
-        words = (colour, shape) if naming == "shape" else (shape, colour)
         left, top, *_ = box = self.pixels(thing.cells)
-        return answer(f"{' '.join(words)} {left}, {top}", box)
+        return answer(f"{shape if naming == 'shape' else colour} {left} {top}", box)
 
     def lazy(self) -> str:
         """The completion that does not look: the whole image, whatever is asked."""
