@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ class ImageRef:
 
     def __reduce__(self) -> tuple[Callable[..., ImageRef], tuple[Any, ...]]:
         """What is pickled."""
-        return _copy, (self.source, self.where, self.known_size, self.is_whole)
+        return partial(_copy, is_whole=self.is_whole), (self.source, self.where, self.known_size)
 
     @contextmanager
     def _opened(self) -> Iterator[Image]:

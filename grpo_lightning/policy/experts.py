@@ -25,10 +25,13 @@ def expert_tensors(model: Any) -> list[str]:
     )
 
 
-def _has_experts(settings: Mapping[str, Any]) -> bool:
-    """True if a config counts experts, whatever it calls their number; dense models may have the field, empty."""
+def _has_experts(settings: Mapping[Any, Any]) -> bool:
+    """True if a config counts experts, whatever it calls their number; dense models may have the field, empty.
+
+    Keys are not all text: `id2label` has numbers.
+    """
     return any(
-        _has_experts(value) if isinstance(value, Mapping) else "expert" in name and bool(value)
+        _has_experts(value) if isinstance(value, Mapping) else "expert" in str(name) and bool(value)
         for name, value in settings.items()
     )
 
