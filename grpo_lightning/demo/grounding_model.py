@@ -37,7 +37,7 @@ class GroundingModel:
     num_vision_layers: int = 2
     num_heads: int = 4
     initializer_range: float = 0.12
-    """About 1 / sqrt(hidden_size). Qwen's own 0.02 makes a model this small learn several times slower."""
+    """About 1 / sqrt(hidden_size), as in `arithmetic.DemoModel`."""
 
 
 def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:

@@ -173,8 +173,6 @@ class Habits:
         )  # [rows, L + T], T differs from that of the lazy ones
         self.lazy = torch.tensor([ids + lazy for ids in prompts])
         self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))
-        image = model.config.image_token_id
-        self.images = self.worked[:1, : self.prompt_length] == image  # [1, L]
         self.grids = torch.tensor([patch_grid(task)])
 
     def loss(self, batch_size: int, num_lazy: int) -> Tensor:
@@ -262,7 +260,7 @@ def features_in_parts(
 def patches_in_parts(
     scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor, size: int = 100
 ) -> Iterator[Tensor]:
-    """The patches of many images, some at a time and in half precision: in memory they are a hundred times an image."""
+    """The patches of many images, some at a time and in half precision: those of 6,000 would take 0.9 GB."""
     for start in range(0, len(scenes), size):
         yield patches_of(scenes[start : start + size], task, processor).half()
 

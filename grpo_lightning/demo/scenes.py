@@ -51,7 +51,7 @@ NAMELESS_DISTANCE = 60.0
 """Of a colour without a name from those with one, in RGB."""
 
 MAX_TRIES = 20_000
-"""For one image. Of the quickstart's, one try in six succeeds, and one in 250 for those that are held out."""
+"""For one image. Of the quickstart's, one try in ten succeeds, and one in 300 for those that are held out."""
 
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
 """Stand in a question that names the shape only, or the colour only."""
