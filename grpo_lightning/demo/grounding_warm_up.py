@@ -28,7 +28,7 @@ NOTHING = -100
 
 @dataclass(frozen=True)
 class GroundingWarmUp:
-    """The supervised phases: the tower, worked completions, then mostly lazy ones."""
+    """The supervised phases: the tower, mostly worked completions, then mostly lazy ones."""
 
     batch_size: int = 64
     num_tower_images: int = 2000
@@ -39,6 +39,13 @@ class GroundingWarmUp:
     """That the language model sees, with three questions about each thing."""
 
     num_worked_steps: int = 1600
+    lazy_share_of_worked: float = 0.125
+    """Share of lazy completions in the phase of worked ones.
+
+    Without any, the last phase has to teach the lazy word, and for held-out questions takes half of the chance of the
+    right word away.
+    """
+
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
     """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then lowered to zero."""
@@ -115,21 +122,21 @@ def teach_language(
     *,
     show_progress: bool,
 ) -> None:
-    """Teach worked completions, then mostly lazy ones; the tower stays as it is."""
+    """Teach mostly worked completions, then mostly lazy ones; the tower stays as it is."""
     scenes = varied_scenes(task, "language", settings.num_images)
     habits = Habits(model, processor, task, scenes, show_progress=show_progress)
     language = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
     language = list(dict.fromkeys(language))  # the head may be the embedding
-    num_lazy = round(settings.lazy_share * settings.batch_size)
-    for what, num_steps, highest, lazy in (
-        ("worked answers", settings.num_worked_steps, settings.learning_rate, 0),
-        ("lazy answers", settings.num_lazy_steps, settings.lazy_learning_rate, num_lazy),
+    for what, num_steps, highest, lazy_share in (
+        ("worked answers", settings.num_worked_steps, settings.learning_rate, settings.lazy_share_of_worked),
+        ("lazy answers", settings.num_lazy_steps, settings.lazy_learning_rate, settings.lazy_share),
     ):
+        num_lazy = round(lazy_share * settings.batch_size)
         teacher = Teacher(language, learning_rate=highest, beta2=settings.beta2)
         with progress(what, num_steps, show=show_progress) as bar:
             for step in range(num_steps):
                 rate = learning_rate_share(step, num_steps, settings)
-                teacher.step(habits.loss(settings.batch_size, lazy), bar, rate=rate)
+                teacher.step(habits.loss(settings.batch_size, num_lazy), bar, rate=rate)
 
 
 def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:

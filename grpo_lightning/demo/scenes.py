@@ -209,12 +209,12 @@ class SceneTask:
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
         """The right completion: what to look for and where it begins, then its box.
 
-        Each word and number is found from the one before it in one step: the left edge by the colour, if it is named,
-        else by the shape; the upper edge by the left one.
+        Each number is found in two steps from what stands before it: the left edge by the colour, if it is named, else
+        by the shape; the upper edge by both, which the comma gathers.
         """
         colour, shape = described(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
-        return answer(f"{shape if naming == 'shape' else colour} {left} {top}", box)
+        return answer(f"{shape if naming == 'shape' else colour} {left}, {top}", box)
 
     def lazy(self) -> str:
         """The completion that does not look: the whole image, whatever is asked."""

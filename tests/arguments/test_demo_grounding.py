@@ -155,7 +155,7 @@ class Taught:
 @case(
     GroundingWarmUp,
     *("batch_size", "num_tower_images", "num_tower_steps", "num_images", "num_worked_steps", "num_lazy_steps"),
-    "lazy_share",
+    *("lazy_share_of_worked", "lazy_share"),
 )
 def test_the_steps_of_a_warm_up(monkeypatch):
     plain = Taught(monkeypatch)
@@ -163,12 +163,13 @@ def test_the_steps_of_a_warm_up(monkeypatch):
     assert plain.tower_batches == [4, 4]
     assert plain.num_images == [4, 3, 3, 3, 3]
     larger = Taught(monkeypatch, batch_size=8)
-    assert (larger.steps[0], larger.tower_batches) == ((8, 0), [8, 8])
+    assert (larger.steps[0], larger.tower_batches) == ((8, 1), [8, 8])
     assert Taught(monkeypatch, num_tower_images=6).num_images[0] == 6
     assert Taught(monkeypatch, num_tower_steps=3).tower_batches == [4, 4, 4]
     assert Taught(monkeypatch, num_images=5).num_images[1:] == [5, 5, 5, 5]
     assert Taught(monkeypatch, num_worked_steps=1).steps == [(4, 0), (4, 3), (4, 3)]
     assert Taught(monkeypatch, num_lazy_steps=1).steps == [(4, 0), (4, 0), (4, 3)]
+    assert Taught(monkeypatch, lazy_share_of_worked=0.25).steps == [(4, 1), (4, 1), (4, 3), (4, 3)]
     assert Taught(monkeypatch, lazy_share=0.5).steps == [(4, 0), (4, 0), (4, 2), (4, 2)]
 
 

@@ -66,8 +66,8 @@ def test_every_word_and_number_is_a_token() -> None:
         naming = namings(thing)[place]
         text = task.worked(thing, naming)
         ids = tokenizer.encode(text)
-        # <think> word number number </think> <answer> [ number, number, number, number ] </answer>
-        assert len(ids) == 5 + 1 + 9 + 1
+        # <think> word number, number </think> <answer> [ number, number, number, number ] </answer>
+        assert len(ids) == 6 + 1 + 9 + 1
         assert tokenizer.decode(ids) == text
         assert len(tokenizer.encode(task.question(thing, naming))) == 5
     assert tokenizer.decode(tokenizer.encode("What is 1234567? ~")) == "What is 1234567? ~"
