@@ -102,7 +102,7 @@ class Prompt:
     @property
     def label(self) -> str:
         """What to call it in messages: by file and line, else by its source and index."""
-        return self.where or f"{self.source}#{self.index}".lstrip("#")
+        return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
 
 
 class ImageFeatures(NamedTuple):

@@ -58,7 +58,7 @@ def test_micro_batch_moves_every_tensor_and_keeps_none():
 
 
 def test_a_prompt_is_called_by_its_row_or_its_number():
-    assert Prompt("p", index=3).label == "3"
-    assert Prompt("p", index=3, source="math").label == "math#3"
+    assert Prompt("p", index=3).label == "prompt 3"
+    assert Prompt("p", index=3, source="math").label == "math, prompt 3"
     assert Prompt("p", index=3, source="math", where="a.jsonl:4").label == "a.jsonl:4"
     assert Prompt("p", where="a.jsonl:4") == Prompt("p"), "the same question in two places"

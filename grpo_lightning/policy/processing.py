@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_lightning.images import ImageError
 from grpo_lightning.policy.families import family_of
-from grpo_lightning.policy.tokenize import check_length, name_of, num_positions, tokenize
+from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
 from grpo_lightning.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Encoder:
 
         Args:
             prompt: Text or messages, with images or without.
-            where: What to call it in errors; by default by its source and index.
+            where: What to call it in errors; by default by its `label`.
 
         Raises:
             ValueError: If it cannot be tokenized, has images that cannot be read, or something that the policy does not
@@ -83,11 +83,11 @@ class Encoder:
             return EncodedPrompt(self.without_images(prompt, where), PromptVision())
         if prompt.token_ids is not None:
             raise ValueError(
-                f"{where or name_of(prompt)} has images and token_ids: what its images become cannot be cut. Leave the "
+                f"{where or prompt.label} has images and token_ids: what its images become cannot be cut. Leave the "
                 "token_ids out."
             )
         images = [image.read() for image in prompt.images]
-        outputs = self.processed(self.rendered(prompt, where), images, where or name_of(prompt))
+        outputs = self.processed(self.rendered(prompt, where), images, where or prompt.label)
         return self.with_images(outputs, images)
 
     def check(self, prompt: Prompt, where: str = "") -> None:
@@ -100,13 +100,13 @@ class Encoder:
         kinds = [kind_of(part) for content in contents if not isinstance(content, str) for part in content or ()]
         if others := [kind for kind in kinds if kind not in ("text", "image")]:
             raise ValueError(
-                f"{where or name_of(prompt)} has a message part of type {others[0]!r}, and policies are given parts of "
+                f"{where or prompt.label} has a message part of type {others[0]!r}, and policies are given parts of "
                 "type 'text' and 'image' only (no video, no sound; an image's file goes into Prompt.images). Remove "
                 "the part if the question can be answered without it, or leave the prompt out."
             )
         if not self.sees_images and (prompt.images or "image" in kinds):
             raise ValueError(
-                f"{where or name_of(prompt)} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
+                f"{where or prompt.label} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
                 "takes text only: without them the question has no answer. Take a vision-language policy, or leave the "
                 "row out."
             )
@@ -144,7 +144,7 @@ class Encoder:
         except ImageError:
             raise  # which names the row
         except ValueError as error:
-            raise ValueError(f"{where or name_of(prompt)}: {error}") from error
+            raise ValueError(f"{where or prompt.label}: {error}") from error
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - as long as the run
     def num_more_tokens(self, width: int, height: int) -> int:
@@ -176,7 +176,7 @@ class Encoder:
         ids = tokenize(self.unspelled(prompt), self.tokenizer, where)
         if stray := sorted(set(ids) & set(self.media_token_ids)):
             raise ValueError(
-                f"{where or name_of(prompt)} has no image, and its messages become "
+                f"{where or prompt.label} has no image, and its messages become "
                 f"{self.tokenizer.convert_ids_to_tokens(stray[0])!r}: give it its images, or remove the part."
             )
         return ids
@@ -188,14 +188,14 @@ class Encoder:
         places = sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
         if isinstance(content, str) or places != len(prompt.images):
             raise ValueError(
-                f"{where or name_of(prompt)} has {len(prompt.images)} image(s) and {places} place(s) for them: give it "
+                f"{where or prompt.label} has {len(prompt.images)} image(s) and {places} place(s) for them: give it "
                 'messages with a part {"type": "image"} for each.'
             )
         try:
             return self.template(content, prompt.chat_template_kwargs)
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{where or name_of(prompt)}: the processor's chat template cannot render the messages: {error}."
+                f"{where or prompt.label}: the processor's chat template cannot render the messages: {error}."
             ) from error
 
     def processed(self, text: str, images: list[Image], where: str) -> Any:

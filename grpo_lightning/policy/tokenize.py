@@ -18,7 +18,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     Args:
         prompt: Text or messages.
         tokenizer: The policy's.
-        where: What to call the prompt in errors; by default by its source and index.
+        where: What to call the prompt in errors; by default by its `label`.
 
     Raises:
         ValueError: If the prompt has no tokens, or its messages meet a tokenizer without a chat template or one that
@@ -31,7 +31,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     else:
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"{where or name_of(prompt)} is a list of messages, but the tokenizer has no chat template. Take "
+                f"{where or prompt.label} is a list of messages, but the tokenizer has no chat template. Take "
                 "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "
                 "text: then a question is continued as it is (in Python: PromptTemplate(prompt_as='text'))."
             )
@@ -45,11 +45,11 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
             )
         except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
             raise ValueError(
-                f"{where or name_of(prompt)}: the tokenizer's chat template cannot render the messages: {error}. "
+                f"{where or prompt.label}: the tokenizer's chat template cannot render the messages: {error}. "
                 "Change or remove the row, or set another `tokenizer.chat_template`."
             ) from error
     if not ids:
-        raise ValueError(f"{where or name_of(prompt)} has no tokens: {prompt.content!r}. Remove the row.")
+        raise ValueError(f"{where or prompt.label} has no tokens: {prompt.content!r}. Remove the row.")
     return list(ids)
 
 
@@ -67,15 +67,10 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
     """
     if limit is not None and num_tokens + max_completion_length > limit:
         raise ValueError(
-            f"{name_of(prompt)} has {num_tokens} tokens; with sampling.max_completion_length "
+            f"{prompt.label} has {num_tokens} tokens; with sampling.max_completion_length "
             f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, set "
             "data.max_prompt_length (with overlong_prompts: drop or truncate), or leave the prompt out."
         )
-
-
-def name_of(prompt: Prompt) -> str:
-    """What to call a prompt in errors: by file and line, else by its source and index."""
-    return prompt.where or (f"{prompt.source}, prompt {prompt.index}" if prompt.source else f"Prompt {prompt.index}")
 
 
 def num_positions(config: PretrainedConfig) -> int | None:

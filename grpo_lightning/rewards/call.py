@@ -155,9 +155,9 @@ class RewardCall:
             cause: What the reward raised.
         """
         self.failures[kind] += count
-        where = ", ".join(group.prompt.label for group in groups[:8])
-        more = ", ..." if len(groups) > 8 else ""
-        message = f"Reward {self.reward.name!r} {problem} (prompt {where}{more})."
+        where = "; ".join(group.prompt.label for group in groups[:8])
+        more = "; ..." if len(groups) > 8 else ""
+        message = f"Reward {self.reward.name!r} {problem} ({where}{more})."
         if self.reward.on_error == "raise":
             remedy = "Mend it, or wrap it in WeightedReward with on_error 'none' or 'value' to go on without it."
             raise (ValueError if cause is None else RuntimeError)(f"{message} {remedy}") from cause

@@ -66,7 +66,7 @@ class _Problems:
         self.rows.add(row)
         self.rewards[reward] += 1
         kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
-        self.lines.append(f"{prompt.where or f'prompt {prompt.label}'}: reward {reward!r}: {kind}{error}")
+        self.lines.append(f"{prompt.label}: reward {reward!r}: {kind}{error}")
 
     def __str__(self) -> str:
         """How many they are, and the first of them."""

@@ -51,7 +51,7 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
         if isinstance(prompt.rewards, str):
             raise ValueError(
                 f"The rewards of a prompt must be a list of names, got {prompt.rewards!r} for "
-                f"{prompt.source}#{prompt.index}: write [{prompt.rewards!r}]."
+                f"{prompt.label}: write [{prompt.rewards!r}]."
             )
         key = (prompt.source, None if prompt.rewards is None else tuple(prompt.rewards))
         columns.setdefault(key, {}).update(dict.fromkeys(prompt.columns))

@@ -79,7 +79,7 @@ def test_how_the_policy_sees_an_image():
 def test_every_image_needs_a_place(content):
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     prompt = Prompt(content, images=prompt_of(tiny_vlms.picture(0)).images, index=4)
-    with pytest.raises(ValueError, match=r"Prompt 4 has 1 image\(s\) and [02] place\(s\) for them: give it messages"):
+    with pytest.raises(ValueError, match=r"prompt 4 has 1 image\(s\) and [02] place\(s\) for them: give it messages"):
         encoder(prompt)
 
 
@@ -92,7 +92,7 @@ def test_an_image_the_processor_cannot_take_names_the_prompt():
 def test_a_text_policy_takes_no_images():
     encoder = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load_encoder()
     assert encoder.media_token_ids == ()
-    with pytest.raises(ValueError, match=r"Prompt 3 has 1 image.*takes text only.* Take a vision-language policy"):
+    with pytest.raises(ValueError, match=r"prompt 3 has 1 image.*takes text only.* Take a vision-language policy"):
         encoder(prompt_of(tiny_vlms.picture(0), "x", index=3))
 
 
@@ -103,7 +103,7 @@ def test_a_text_policy_takes_no_images():
 def test_a_place_without_an_image_is_refused(content):
     """Trained without it, nothing would say so where the tower is frozen."""
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"Prompt 2 has no image, and its messages become '<\|vision_start\|>'"):
+    with pytest.raises(ValueError, match=r"prompt 2 has no image, and its messages become '<\|vision_start\|>'"):
         encoder(Prompt([{"role": "user", "content": content}], index=2))
 
 
@@ -112,7 +112,7 @@ def test_a_place_without_an_image_is_refused(content):
 def test_parts_of_other_types_are_refused_whatever_the_template_makes_of_them(kind, images):
     prompt = prompt_of(*images, "what happens?", index=5)
     prompt.content[0]["content"].append({"type": kind, "video": "a.mp4", "text": ""})
-    said = rf"Prompt 5 has a message part of type {kind!r}, and policies are given parts of type 'text' and 'image' "
+    said = rf"prompt 5 has a message part of type {kind!r}, and policies are given parts of type 'text' and 'image' "
     for encoder in (encoder_of(tiny_vlms.build("qwen2_5_vl")), Encoder(tiny_tokenizer())):
         for use in (encoder, encoder.num_tokens, encoder.check):
             with pytest.raises(ValueError, match=said):
@@ -123,7 +123,7 @@ def test_a_text_policy_refuses_images_and_places_for_them():
     encoder = Encoder(tiny_tokenizer())
     place = [{"type": "image"}, {"type": "text", "text": "q"}]
     for prompt in (prompt_of(tiny_vlms.picture(0), "q"), Prompt([{"role": "user", "content": place}])):
-        with pytest.raises(ValueError, match=r"Prompt -1 has 1 image\(s\), and the policy takes text only"):
+        with pytest.raises(ValueError, match=r"prompt -1 has 1 image\(s\), and the policy takes text only"):
             encoder(prompt)
 
 

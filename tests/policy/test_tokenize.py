@@ -22,12 +22,12 @@ def test_messages_go_through_the_chat_template_with_the_answer_opened():
 
 
 def test_messages_without_a_template_say_what_to_do():
-    with pytest.raises(ValueError, match="Prompt 3 is a list of messages, but the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="prompt 3 is a list of messages, but the tokenizer has no chat template"):
         tokenize(Prompt([{"role": "user", "content": "hi"}], index=3), tiny_tokenizer())
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"^Prompt 5 has no tokens"):
+    with pytest.raises(ValueError, match=r"^prompt 5 has no tokens"):
         tokenize(Prompt("", index=5), tiny_tokenizer())
     with pytest.raises(ValueError, match=r"^math, prompt 5 has no tokens"):
         tokenize(Prompt("", index=5, source="math"), tiny_tokenizer())

@@ -235,7 +235,7 @@ BATCH = [group("a", "b", index=4, source="gsm8k"), group("c", "d", index=9, sour
 
 @pytest.mark.parametrize("reward", [raises, raises_later])
 def test_a_raise_stops_the_run_and_is_chained(reward: Any):
-    with pytest.raises(RuntimeError, match=r"'bad' raised KeyError: 'gold' \(prompt gsm8k#4, gsm8k#9\)\.") as caught:
+    with pytest.raises(RuntimeError, match=r"'bad' raised KeyError: 'gold' \(gsm8k, prompt 4; gsm8k, prompt 9\)\.") as caught:
         score(reward, *BATCH, name="bad")
     assert isinstance(caught.value.__cause__, KeyError)
     assert "on_error" in str(caught.value)
@@ -308,7 +308,7 @@ def test_a_value_that_is_no_number_follows_the_policy(value: Any, caplog: pytest
     def bad(completions: Any) -> Any:
         return [1.0, 2.0, 3.0, value]
 
-    with pytest.raises(ValueError, match=r"'bad' returned .* for completion 1; only .* \(prompt gsm8k#9\)"):
+    with pytest.raises(ValueError, match=r"'bad' returned .* for completion 1; only .* \(gsm8k, prompt 9\)"):
         score(bad, *BATCH)
     scores = score(bad, *BATCH, on_error="none")
     close(scores.total, [[1, 2], [3, NAN]])

@@ -156,7 +156,7 @@ def test_rows_of_no_file_are_named_by_their_number():
         Prompt("q", columns={"solution": "cat"}, index=4, source="rec"),
         Prompt("q", columns={"solution": "cat"}),
     ]
-    assert [line.split(":")[0] for line in problems(prompts, IoU())] == ["- prompt rec#4", "- prompt -1"]
+    assert [line.split(":")[0] for line in problems(prompts, IoU())] == ["- rec, prompt 4", "- prompt -1"]
 
 
 def test_a_check_of_ones_own():
