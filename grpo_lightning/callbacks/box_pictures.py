@@ -20,12 +20,12 @@ MAX_SIDE = 640
 MAX_COLUMNS = 4
 TITLE_CHARACTERS = 45
 
-Style = tuple[str, str, str]
-"""Colour, line and label of a box."""
+Style = tuple[str, str, float, str]
+"""Colour, line, its width in points, and label of a box."""
 
-RIGHT: Style = ("tab:green", "-", "right box")
-ANSWERED: Style = ("tab:red", "-", "answer")
-EARLIER: Style = ("tab:blue", "--", "answer before training")
+RIGHT: Style = ("tab:green", "-", 5.0, "right box")  # so wide that it is seen around an answer that is right
+ANSWERED: Style = ("tab:red", "-", 2.0, "answer")
+EARLIER: Style = ("tab:blue", "--", 2.0, "answer before training")
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def draw_grid(panels: Sequence[Panel], title: str, path: Path) -> None:
     columns = min(MAX_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.8), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.06)  # inches, between a caption and the next row's title
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     legend: dict[str, Any] = {}
     for axes, panel in zip(places, panels, strict=False):
@@ -101,12 +102,12 @@ def draw_panel(axes: Any, panel: Panel) -> None:
     width, height = panel.size
     axes.imshow(Image.open(io.BytesIO(panel.png)), extent=(0, width, height, 0))
     earlier = None if panel.earlier is None else panel.earlier.box
-    for box, (colour, line, label) in ((panel.right, RIGHT), (earlier, EARLIER), (panel.answer.box, ANSWERED)):
+    for box, (colour, line, points, label) in ((panel.right, RIGHT), (earlier, EARLIER), (panel.answer.box, ANSWERED)):
         if box is not None:
             x1, y1, x2, y2 = box
             outline: dict[str, Any] = {
                 "fill": False,
-                "linewidth": 2.0,
+                "linewidth": points,
                 "edgecolor": colour,
                 "linestyle": line,
                 "label": label,
