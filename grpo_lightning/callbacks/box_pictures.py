@@ -74,11 +74,12 @@ def question(content: str | Sequence[Message]) -> str:
 def draw_grid(panels: Sequence[Panel], title: str, path: Path) -> None:
     """Draw the panels side by side into a PNG file, with a legend. The file is replaced at once."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    layout = ConstrainedLayoutEngine(h_pad=0.06)  # inches, between a caption and the next row's title
     columns = min(MAX_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.8), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.06)  # inches, between a caption and the next row's title
+    figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.8), layout=layout)
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     legend: dict[str, Any] = {}
     for axes, panel in zip(places, panels, strict=False):

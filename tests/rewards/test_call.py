@@ -235,7 +235,8 @@ BATCH = [group("a", "b", index=4, source="gsm8k"), group("c", "d", index=9, sour
 
 @pytest.mark.parametrize("reward", [raises, raises_later])
 def test_a_raise_stops_the_run_and_is_chained(reward: Any):
-    with pytest.raises(RuntimeError, match=r"'bad' raised KeyError: 'gold' \(gsm8k, prompt 4; gsm8k, prompt 9\)\.") as caught:
+    message = r"'bad' raised KeyError: 'gold' \(gsm8k, prompt 4; gsm8k, prompt 9\)\."
+    with pytest.raises(RuntimeError, match=message) as caught:
         score(reward, *BATCH, name="bad")
     assert isinstance(caught.value.__cause__, KeyError)
     assert "on_error" in str(caught.value)

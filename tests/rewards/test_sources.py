@@ -45,7 +45,7 @@ def test_sources_of_prompts():
 
 
 def test_rewards_as_text_are_an_error():
-    with pytest.raises(ValueError, match=r"must be a list of names, got 'style' for gsm8k, prompt 7: write \['style'\]"):
+    with pytest.raises(ValueError, match=r"a list of names, got 'style' for gsm8k, prompt 7: write \['style'\]"):
         sources_of([Prompt("p", index=7, source="gsm8k", rewards="style")])
 
 
