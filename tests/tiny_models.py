@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import Cache
+
+READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
+"""Older releases of transformers do not read linear-attention states through the cache: there such models score
+densely."""
 
 VOCAB = 120
 PAD, EOS = 0, 1

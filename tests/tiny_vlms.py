@@ -13,10 +13,15 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.tiny_models import READS_LINEAR_STATES
+
 FAMILIES = [
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl", "glm4v", "glm4v_moe", "gemma3"),
 ]
 """By `config.model_type`: those that the extended path serves exactly."""
+
+EXTENDED = [family for family in FAMILIES if family != "qwen3_5" or READS_LINEAR_STATES]
+"""Those that it serves with the installed release of transformers."""
 
 PAD, EOS = "<pad>", "<eos>"
 TEMPLATE = (

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers.cache_utils import Cache
 
 from grpo_lightning.policy.choice import choose_head, choose_path, measure, probe_difference
 from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.scoring import Scorer
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
 
 # Older releases of transformers do not read linear-attention states through the cache: there such models score densely.
-DENSE = [] if hasattr(Cache, "get_conv_state") else ["qwen3.5"]
+DENSE = [] if READS_LINEAR_STATES else ["qwen3.5"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,7 +21,7 @@ from tests.policy.scored import (
     whole_difference,
     worst_difference,
 )
-from tests.tiny_models import BASE, VOCAB, tiny_model
+from tests.tiny_models import BASE, READS_LINEAR_STATES, VOCAB, tiny_model
 
 WHOLE = Scorer(head_chunk_size=None)
 CAPPED = {"final_logit_softcapping": 3.0}
@@ -61,6 +61,8 @@ def holed(batch):
     ],
 )
 def test_slices_equal_whole_logits(kind, path):
+    if (kind, path) == ("qwen3.5", "extended") and not READS_LINEAR_STATES:
+        pytest.skip("such models score densely with this release of transformers")
     model, batch = model_of(kind), holed(ragged_batch(seed=1))
     weights = row_weights(batch)
     scorer, reason = choose_head(Scorer(path, head_chunk_size=4), model)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from transformers.cache_utils import Cache
 
 from grpo_lightning.policy.choice import choose_path
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
@@ -12,10 +11,8 @@ from grpo_lightning.policy.prefix_cache import LostCacheError, PrefixCache
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.types import MicroBatch
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
 
-# Older releases of transformers do not read linear-attention states through the cache: there such models score densely.
-READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
 REFERENCE = Scorer("dense", head_chunk_size=None)
 EXTENDED = [family for family in FAMILIES if family != "qwen3.5" or READS_LINEAR_STATES]
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from transformers.cache_utils import Cache
 
 from grpo_lightning.policy.choice import choose_path
 from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
@@ -19,10 +18,9 @@ from grpo_lightning.policy.vision import keep, merged, needs_blank, place, seein
 from grpo_lightning.types import ImageFeatures, PromptVision, VisionInputs
 from tests import tiny_vlms
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
+from tests.tiny_vlms import EXTENDED
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
 
-READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
-EXTENDED = [family for family in tiny_vlms.FAMILIES if family != "qwen3_5" or READS_LINEAR_STATES]
 DENSE = Scorer("dense", head_chunk_size=None)
 FLOOR = {"qwen3_5": 2e-4}
 """Linear attention: dense passes that differ in padding alone are as far apart."""

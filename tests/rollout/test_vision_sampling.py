@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers.cache_utils import Cache
 
 from grpo_lightning.planner import give_images, plan_micro_batches
 from grpo_lightning.policy.families import freeze_vision, inner_model
@@ -14,7 +13,6 @@ from grpo_lightning.types import SamplingParams
 from tests import tiny_vlms
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 
-READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
 CLOSE = {"qwen3_5": 1e-3}
 """Nats between the engine's log-probs and those scored; linear attention rounds by its blocks."""
 
@@ -59,7 +57,7 @@ def test_greedy_equals_generate(family):
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 def test_what_is_drawn_is_what_is_scored(family, is_frozen):
-    if family == "qwen3_5" and not READS_LINEAR_STATES:
+    if family not in tiny_vlms.EXTENDED:
         pytest.skip("this release of transformers scores it densely")
     vlm = tiny_vlms.build(family)
     if is_frozen:
