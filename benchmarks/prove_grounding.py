@@ -109,7 +109,7 @@ def main() -> int:
 
     table = Table("run", "seed", *NUMBERS)
     runs: dict[str, list[dict[str, float]]] = {control: [] for control in CONTROLS}
-    console = Console()
+    console = Console(width=max(100, Console().width))  # the table, whole, in a file too
     for control in CONTROLS:
         for seed in options.seeds if control == "trained" else options.control_seeds:
             console.print(f"running: {control}, seed {seed}")
