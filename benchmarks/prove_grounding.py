@@ -11,19 +11,14 @@ shuffled between the images, mean IoU stays below 0.35. Exit code 1 if one does 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
+from controlled_runs import TRAINED, ControlledRuns, Runs
 from PIL import Image
-from proofs import record
-from rich.console import Console
-from rich.table import Table
 
 from grpo_lightning.cli import main as run_cli
 from grpo_lightning.demo.grounding import GroundingQuickstart
@@ -59,71 +54,41 @@ class ShuffledBoxes(GroundingQuickstart):
 
 
 CONTROLS: dict[str, type[GroundingQuickstart]] = {
-    "trained": GroundingQuickstart,
+    TRAINED: GroundingQuickstart,
     "blank images": BlankImages,
     "shuffled boxes": ShuffledBoxes,
 }
 
 
-def run(control: str, seed: int) -> dict[str, float]:
-    """One quickstart in its own process and folder, with an empty cache: its summary."""
-    with tempfile.TemporaryDirectory() as folder:
-        child = [sys.executable, str(Path(__file__).resolve()), "--child", control, "--seeds", str(seed)]
-        environment = os.environ | {"GRPO_LIGHTNING_CACHE": str(Path(folder) / "cache")}
-        result = subprocess.run(child, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise RuntimeError(f"{control}, seed {seed}, failed:\n{result.stderr[-3000:]}")
-        path = Path(folder) / "runs/quickstart_grounding/version_0/summary.json"
-        summary: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return summary
-
-
-def verdicts(runs: dict[str, list[dict[str, float]]]) -> dict[str, bool]:
+def verdicts(runs: Runs) -> dict[str, bool]:
     """Every bar, and whether it holds."""
-    trained = runs["trained"]
+    trained = runs[TRAINED]
     bars = {
         "before <= 0.35": all(max(one["iou_before"], one["greedy_before"]) <= 0.35 for one in trained),
         "after >= 0.70": all(min(one["iou_after"], one["greedy_after"]) >= 0.70 for one in trained),
         "seconds <= 600": all(one["seconds"] <= 600 for one in trained),
     }
     for control, summaries in runs.items():
-        if control != "trained":
+        if control != TRAINED:
             highest = max(one[name] for one in summaries for name in NUMBERS[:4])
             bars[f"{control}: IoU < 0.35"] = highest < 0.35
     return bars
 
 
-def main() -> int:
-    """Run everything, print the table, check the bars."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--control-seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
-    parser.add_argument("--child", choices=CONTROLS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        prepare = f"--data.prepare={CONTROLS[options.child].__module__}.{CONTROLS[options.child].__name__}"
-        flags = [f"--seed_everything={options.seeds[0]}", prepare.replace("__main__", Path(__file__).stem)]
-        run_cli(["fit", "--config", str(RECIPE), *flags])
-        return 0
+def quickstart(control: type[GroundingQuickstart], seed: int) -> None:
+    """Run the recipe with other data."""
+    prepare = f"{Path(__file__).stem}.{control.__name__}"
+    run_cli(["fit", "--config", str(RECIPE), f"--seed_everything={seed}", f"--data.prepare={prepare}"])
 
-    table = Table("run", "seed", *NUMBERS)
-    runs: dict[str, list[dict[str, float]]] = {control: [] for control in CONTROLS}
-    console = Console(width=max(100, Console().width))  # the table, whole, in a file too
-    for control in CONTROLS:
-        for seed in options.seeds if control == "trained" else options.control_seeds:
-            console.print(f"running: {control}, seed {seed}")
-            summary = run(control, seed)
-            runs[control].append({name: summary[name] for name in ["seed", "images", *NUMBERS]})
-            table.add_row(control, str(seed), *(f"{summary[name]:.3f}" for name in NUMBERS))
-    bars = verdicts(runs)
-    console.print(table)
-    for bar, holds in bars.items():
-        console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
-    if options.record:
-        record("grounding", {"runs": runs, "bars": bars})
-    return 0 if all(bars.values()) else 1
 
+PROOF = ControlledRuns(
+    name="grounding",
+    controls={name: partial(quickstart, control) for name, control in CONTROLS.items()},
+    summary="runs/quickstart_grounding/version_0/summary.json",
+    numbers=NUMBERS,
+    verdicts=verdicts,
+    also_recorded=["seed", "images"],
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROOF.main(__doc__))

@@ -1,0 +1,88 @@
+"""The same quickstart on several seeds, and under controls that must not learn: what the proofs of learning run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from proofs import record
+from rich.console import Console
+from rich.table import Table
+
+Summary = dict[str, float]
+Runs = dict[str, list[Summary]]
+"""Summaries of each control, by its name."""
+
+TRAINED = "trained"
+"""The control that is none."""
+
+
+@dataclass(frozen=True)
+class ControlledRuns:
+    """A proof: its runs, and the bars that they have to clear."""
+
+    name: str
+    """Of the entry in `proofs.json`."""
+
+    controls: Mapping[str, Callable[[int], None]]
+    """Each runs the quickstart once in the current folder, with the seed it is given; `TRAINED` is among them."""
+
+    summary: str
+    """Where that writes its summary."""
+
+    numbers: Sequence[str]
+    """Of the summary: what the table shows."""
+
+    verdicts: Callable[[Runs], dict[str, bool]]
+    """Every bar, and whether it holds."""
+
+    also_recorded: Sequence[str] = ("seed",)
+    """More of the summary's numbers, for `proofs.json`."""
+
+    def main(self, description: str | None) -> int:
+        """Run everything, print the table, check the bars. Returns: the exit code, 1 if a bar does not hold."""
+        formatter = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+        parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        parser.add_argument("--control-seeds", type=int, nargs="+", default=[0])
+        parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
+        parser.add_argument("--child", choices=self.controls, help=argparse.SUPPRESS)
+        options = parser.parse_args()
+        if options.child:
+            self.controls[options.child](options.seeds[0])
+            return 0
+
+        console = Console(width=max(100, Console().width))  # the table, whole, in a file too
+        table = Table("run", "seed", *self.numbers)
+        runs: Runs = {control: [] for control in self.controls}
+        for control in self.controls:
+            for seed in options.seeds if control == TRAINED else options.control_seeds:
+                console.print(f"running: {control}, seed {seed}")
+                summary = self.run(control, seed)
+                runs[control].append({name: summary[name] for name in [*self.also_recorded, *self.numbers]})
+                table.add_row(control, str(seed), *(f"{summary[name]:.3f}" for name in self.numbers))
+        bars = self.verdicts(runs)
+        console.print(table)
+        for bar, holds in bars.items():
+            console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
+        if options.record:
+            record(self.name, {"runs": runs, "bars": bars})
+        return 0 if all(bars.values()) else 1
+
+    def run(self, control: str, seed: int) -> Summary:
+        """One quickstart in its own process and folder, with an empty cache: its summary."""
+        with tempfile.TemporaryDirectory() as folder:
+            child = [sys.executable, str(Path(sys.argv[0]).resolve()), "--child", control, "--seeds", str(seed)]
+            environment = os.environ | {"GRPO_LIGHTNING_CACHE": str(Path(folder) / "cache")}
+            result = subprocess.run(child, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise RuntimeError(f"{control}, seed {seed}, failed:\n{result.stderr[-3000:]}")
+            summary: Summary = json.loads((Path(folder) / self.summary).read_text(encoding="utf-8"))
+            return summary
