@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
-from grpo_lightning import data_checks, offload, sync_reference
+from grpo_lightning import box_checks, data_checks, offload, sync_reference
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.policy.precision import check_masters
@@ -87,6 +87,7 @@ def check_settings(module: GRPOLightningModule) -> None:
     sync_reference.check(module.sync_reference, beta=module.objective.beta, has_lora=module.loader.lora is not None)
     offload.check(module.offload, has_copy=module.objective.needs_reference and module.loader.lora is None)
     module.reward_set.check(module.sampling.max_completion_length)
+    module.validation.check_names(module.reward_set.names)
     success = module.validation.success
     if success is not None and success not in module.reward_set.names:
         raise ValueError(
@@ -172,11 +173,12 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
     if is_training:
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
-    data_checks.check_boxes(module, trainer)
+    box_checks.check_turned_once(module, trainer)
     data_checks.check_columns(module, trainer)  # which costs nothing, before all images are read
     data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
     data_checks.check_rows(module, trainer)
     data_checks.check_prompts(module, trainer)
+    box_checks.check_readers(module, trainer)
 
 
 def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.data.mixture import as_entries
 from grpo_lightning.data.preflight import check_given
 from grpo_lightning.data.source import PromptSource, known_prompts, source_names
 from grpo_lightning.policy.tokenize import check_length, num_positions
@@ -140,28 +139,3 @@ def num_bytes(prompt: Prompt) -> int:
     if isinstance(prompt.content, str):
         return len(prompt.content.encode())
     return sum(len(str(message.get("content")).encode()) for message in prompt.content)
-
-
-def check_boxes(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Check that boxes of the data are turned into pixels once.
-
-    Raises:
-        ValueError: If a data set and a reward both say that the right boxes are from 0 to 1000: after the data are read
-            they are in pixels, and the reward would turn them again.
-    """
-    datamodule = getattr(trainer, "datamodule", None)
-    given = [getattr(datamodule, name, None) for name in ("datasets", "val_datasets", "test_datasets")]
-    entries = [entry for mixture in given if mixture is not None for entry in as_entries(mixture)]
-    turned = [entry.label for entry in entries if entry.boxes == "norm1000"]
-    rewards = [reward.reward for reward in module.reward_set.rewards]
-    by_method = [method.reward for reward in rewards for method in getattr(reward, "methods", {}).values()]
-    turning = [
-        type(reader).__name__
-        for reader in (*rewards, *by_method, *module.validation.metrics)
-        if getattr(reader, "gold_coordinates", None) == "norm1000"
-    ]
-    if turned and turning:
-        raise ValueError(
-            f"The boxes of {turned[0]!r} are turned from 0..1000 into pixels when they are read (boxes: norm1000), and "
-            f"{turning[0]} would turn them again (gold_coordinates: norm1000): remove one of the two."
-        )

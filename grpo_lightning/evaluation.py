@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,6 +78,14 @@ class Validation:
             if not is_valid:
                 raise ValueError(f"validation.{name} must be {allowed}, got {getattr(self, name)!r}.")
 
+    def check_names(self, rewards: Sequence[str]) -> None:
+        """Check the metrics that say their name (`name`). Raises: ValueError if a reward or another one has it."""
+        taken = list(rewards)
+        for metric in self.metrics:
+            if isinstance(name := getattr(metric, "name", None), str):
+                check_untaken(taken, [name])
+                taken.append(name)
+
     def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
         """(completions per prompt, how they are drawn).
 
@@ -142,12 +150,17 @@ class FurtherMetrics(nn.ModuleList):
 
 def joined(numbers: dict[str, float], others: dict[str, float]) -> dict[str, float]:
     """Numbers and those of metrics together. Raises: ValueError if a name is taken."""
-    if taken := sorted(numbers.keys() & others.keys()):
+    check_untaken(numbers, others)
+    return numbers | others
+
+
+def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
+    """Check that no metric of validation has a name that is taken. Raises: ValueError naming it."""
+    if taken := sorted(set(names) & set(others)):
         raise ValueError(
             f"validation.metrics gives {taken[0]!r}, and so does a reward, or another metric. Leave it out if it is "
             "the same number, or give the reward another name (WeightedReward.name)."
         )
-    return numbers | others
 
 
 class EvaluationTable(Metric):

@@ -107,8 +107,9 @@ class BoxMetric(Metric, ABC):
         self.answer_column = answer_column
         self.coordinates: GivenCoordinates = coordinates
         self.gold_coordinates: GoldCoordinates = gold_coordinates
-        for name in ("total", "num_completions", "num_prompts", "num_others"):
-            self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("total", default=torch.zeros(()), dist_reduce_fx="sum")
+        for name in ("num_completions", "num_prompts", "num_others"):
+            self.add_state(name, default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     @property
     @abstractmethod

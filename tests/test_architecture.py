@@ -31,6 +31,7 @@ LEVELS = {
     "planner": 4,
     "optimizers": 4,
     "schedules": 4,
+    "box_checks": 5,
     "callbacks": 5,
     "checkpoints": 5,
     "completeness": 5,

@@ -13,7 +13,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.evaluation import Evaluation, EvaluationTable, Validation, means
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
-from grpo_lightning.rewards import Scores
+from grpo_lightning.rewards import IoU, Scores
 from grpo_lightning.types import Completion, Group, ImageView, Prompt
 from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.module_runs import fit, make_module, make_trainer
@@ -181,6 +181,16 @@ def test_a_name_that_is_taken(metrics):
     table.update(two_sources())
     with pytest.raises(ValueError, match=r"validation\.metrics gives '(right|iou)', and so does a reward, or another"):
         table.compute()
+
+
+@pytest.mark.parametrize("metrics", [[MeanIoU()], [RECAccuracy(), RECAccuracy()]])
+def test_a_name_that_is_taken_is_refused_before_a_run(metrics):
+    with pytest.raises(ValueError, match=r"validation\.metrics gives '(iou|rec_accuracy@0.5)', and so does a reward"):
+        make_module(rewards=[IoU()], validation=Validation(metrics=metrics))
+
+
+def test_states_can_be_on_devices_without_64_bit_floats():
+    assert {state.dtype for state in MeanIoU().metric_state.values()} == {torch.float32, torch.int64}
 
 
 def test_what_is_no_metric_is_refused():

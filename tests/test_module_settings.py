@@ -14,7 +14,7 @@ from grpo_lightning.checks import check_trainer
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.evaluation import Validation
-from grpo_lightning.grounding import MeanIoU
+from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
@@ -194,7 +194,7 @@ def test_boxes_are_turned_into_pixels_once(tmp_path):
     cases = [
         ("norm1000", {"rewards": [turning]}, True),
         ("norm1000", {"rewards": [ByMethod({"rec": turning})]}, True),
-        ("norm1000", {"rewards": [IoU()], "validation": {"metrics": [MeanIoU(gold_coordinates="norm1000")]}}, True),
+        ("norm1000", {"rewards": [IoU()], "validation": {"metrics": [RECAccuracy(gold_coordinates="norm1000")]}}, True),
         ("norm1000", {"rewards": [IoU()]}, False),
     ]
     for boxes, settings, is_twice in cases:

@@ -68,10 +68,11 @@ def test_shuffled_boxes_are_those_of_other_images(folders: dict[str, Path]):
     assert rows(folders["shuffled boxes"] / "heldout.jsonl") == rows(folders["trained"] / "heldout.jsonl")
 
 
-def test_the_bars_by_hand(prove: Any):
+def test_the_bars_by_hand(prove: Any, monkeypatch: pytest.MonkeyPatch):
     def summary(before: float, after: float, seconds: float = 300.0) -> dict[str, float]:
-        return dict(zip(prove.NUMBERS, (before, after, before, after, seconds), strict=True))
+        return {"seed": 0, **dict(zip(prove.NUMBERS, (before, after, before, after, seconds), strict=True))}
 
+    monkeypatch.setattr(prove, "nearest_known", lambda seed: 0.6)
     good = {"trained": [summary(0.2, 0.8), summary(0.35, 0.7)], "blank images": [summary(0.1, 0.34)]}
     assert all(prove.verdicts(good).values())
     for changed, bar in (
@@ -81,3 +82,11 @@ def test_the_bars_by_hand(prove: Any):
         ({"blank images": [summary(0.1, 0.35)]}, "blank images: IoU < 0.35"),
     ):
         assert [name for name, holds in prove.verdicts(good | changed).items() if not holds] == [bar]
+    monkeypatch.setattr(prove, "nearest_known", lambda seed: 0.66)
+    failing = [name for name, holds in prove.verdicts(good).items() if not holds]
+    assert failing == ["after >= 0.05 above the nearest known box"]
+
+
+def test_the_nearest_known_box_is_none_that_is_held_out(prove: Any):
+    """Every held-out box is missed, and the others are close: 0.72 of IoU."""
+    assert prove.nearest_known(0) == pytest.approx(0.7209, abs=1e-4)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from grpo_lightning.functional.boxes import is_share
+
 LARGEST = 1e9
 """Pixels, of any number in a box."""
 
@@ -90,6 +92,11 @@ def check_box(value: Any, width: int, height: int) -> None:
         )
     if min(x1, y1) < -ROUNDING or x2 > width + ROUNDING or y2 > height + ROUNDING:
         raise ValueError(f"the box {list(value)} is not inside of its image, which is {width} x {height}")
+    if is_share((x1, y1, x2, y2), (width, height)):
+        raise ValueError(
+            f"the box {list(value)} ends within the first pixel of its image, which is {width} x {height}: if its "
+            "numbers are shares of the image, from 0 to 1, multiply them by its width and height"
+        )
     across, down = min(x2, width) - max(x1, 0), min(y2, height) - max(y1, 0)
     if not (across > 0 and down > 0 and across * down > 0):  # a product of tiny sides may be 0 where neither is
         raise ValueError(f"the box {list(value)} has no area in its image, which is {width} x {height}")

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_lightning.demo.cache import RECIPE, DemoFiles, built_once, copied, files_in, key_of
+from grpo_lightning.demo.cache import DemoFiles, built_once, copied, files_in, key_of, write_recipe
 from grpo_lightning.demo.teaching import Teacher, progress
 from grpo_lightning.seeding import run_seed
 
@@ -273,7 +273,7 @@ def _build(recipe: DemoRecipe, folder: Path, *, show_progress: bool) -> None:
     warm_up(model, tokenizer, recipe.task, recipe.warm_up, show_progress=show_progress)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / RECIPE).write_text(json.dumps(asdict(recipe), indent=2) + "\n", encoding="utf-8")
+    write_recipe(folder, recipe.key, asdict(recipe))
 
 
 class _Habits:

@@ -12,7 +12,6 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,13 @@ from typing import Any
 
 import torch
 
-from grpo_lightning.demo.cache import RECIPE, DemoFiles, built_once, copied, files_in, key_of
+from grpo_lightning.demo.cache import DemoFiles, built_once, copied, files_in, key_of, write_recipe
 from grpo_lightning.demo.grounding_model import GroundingModel, build_model, build_processor, build_tokenizer
 from grpo_lightning.demo.grounding_warm_up import GroundingWarmUp, warm_up
 from grpo_lightning.demo.scenes import SceneTask
 from grpo_lightning.seeding import run_seed
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
 
 
@@ -101,4 +100,4 @@ def _build(recipe: GroundingRecipe, folder: Path, *, show_progress: bool) -> Non
     warm_up(model, processor, recipe.task, recipe.warm_up, show_progress=show_progress)
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    (folder / RECIPE).write_text(json.dumps(recipe.facts, indent=2) + "\n", encoding="utf-8")
+    write_recipe(folder, recipe.key, recipe.facts)

@@ -232,7 +232,7 @@ class SceneTask:
             rows = []
             scenes = self.scenes(name, is_heldout=name == "heldout")
             for index, scene in enumerate(itertools.islice(scenes, number)):
-                path = f"images/{name}-{index:04d}.png"
+                path = f"images/{name}-{self.seed}-{index:04d}.png"  # another seed's are other files
                 self.picture(scene).save(folder / path)
                 solution = self.pixels(scene[0].cells)
                 rows.append({"image": path, "problem": self.question(scene[0]), "solution": solution})

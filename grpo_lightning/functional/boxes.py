@@ -6,6 +6,8 @@ x2 <= x1 or y2 <= y1 it is empty.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,3 +51,11 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
 def is_proper(boxes: Tensor) -> Tensor:
     """Whether each box has finite corners and an inside. Args: boxes: [..., 4]. Returns: [...] bool."""
     return boxes.isfinite().all(dim=-1) & (boxes[..., 2:] > boxes[..., :2]).all(dim=-1)
+
+
+def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
+    """Whether a box in pixels ends within the first pixel of an image, wider and higher than two.
+
+    So small is nothing that is asked for: its numbers are shares of the width and the height, from 0 to 1.
+    """
+    return max(box) <= 1 and min(size) > 2

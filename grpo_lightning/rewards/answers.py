@@ -18,6 +18,15 @@ def between_answer_tags(text: str) -> str | None:
     return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
 
 
+def after_thought(text: str) -> str:
+    """What follows the last `</think>`, else all of it.
+
+    Behind a thought that is opened and never closed (a truncated completion) there is nothing.
+    """
+    _, closing, rest = text.rpartition("</think>")
+    return "" if not closing and "<think>" in text else rest
+
+
 def after_hashes(text: str) -> str | None:
     """What follows the last `####`, up to the end of the line; None if there is none (GSM8K)."""
     _, hashes, rest = text.rpartition("####")
@@ -51,11 +60,15 @@ EXTRACTORS = {"answer_tag": between_answer_tags, "boxed": in_box, "hashes": afte
 
 
 def given_answer(text: str) -> str:
-    r"""The answer of a completion: in the last answer tags, else in the last `\boxed{}`, else all of it."""
-    for extract in (between_answer_tags, in_box):
-        if (found := extract(text)) is not None:
-            return found
-    return text
+    r"""The answer of a completion: in the last answer tags, else behind its thought.
+
+    There, what the last `\boxed{}` holds, else all of it. What is only thought is no answer.
+    """
+    if (answer := between_answer_tags(text)) is not None:
+        return answer
+    said = after_thought(text)
+    boxed = in_box(said)
+    return said if boxed is None else boxed
 
 
 def right_answer(answer: Any, column: str) -> str:

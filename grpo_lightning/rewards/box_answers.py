@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from grpo_lightning.rewards.answers import between_answer_tags
+from grpo_lightning.rewards.answers import after_thought, between_answer_tags
 from grpo_lightning.rewards.methods import plain
 from grpo_lightning.types import Box
 
@@ -35,14 +35,9 @@ class Detection(NamedTuple):
 
 
 def answer_of(text: str) -> str:
-    """Where a completion has its boxes: in its last answer tags, else after its last `</think>`, else in all of it.
-
-    A thought that is opened and never closed (a truncated completion) has no answer behind it.
-    """
-    if (answer := between_answer_tags(text)) is not None:
-        return answer
-    _, closing, rest = text.rpartition("</think>")
-    return "" if not closing and "<think>" in text else rest
+    """Where a completion has its boxes: in its last answer tags, else behind its thought."""
+    answer = between_answer_tags(text)
+    return after_thought(text) if answer is None else answer
 
 
 def last_box(text: str) -> Box | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from grpo_lightning.functional.boxes import clip
+from grpo_lightning.functional.boxes import clip, is_share
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 from grpo_lightning.types import Box, ImageView
 
@@ -187,8 +187,13 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
         size: Width and height of the image, in pixels; None if it is not known.
 
     Raises:
-        ValueError: If all of it lies outside, or it has no area.
+        ValueError: If all of it lies outside, it has no area, or its numbers are from 0 to 1.
     """
+    if size is not None and is_share(box, size):
+        raise ValueError(
+            f"The right box {list(box)} ends within the first pixel of its image, {size[0]:g} x {size[1]:g} pixels: if "
+            "its numbers are shares of the image, from 0 to 1, multiply them by its width and height."
+        )
     limits = size or (math.inf, math.inf)
     least = 0.0 if size else -math.inf
     across = min(box[2] * scale[0], limits[0]) - max(box[0] * scale[0], least)

@@ -130,9 +130,8 @@ class ByMethod(Reward):
                 column that the method it names needs.
             ImportError: If it names a method whose package is missing.
         """
-        name = columns.get(self.method_column)
-        method = self._known(name) if name else self.default
-        if name:  # the default's columns are checked as those of every reward
+        method = self.method_of(columns)
+        if columns.get(self.method_column):  # the default's columns are checked as those of every reward
             for column in self.methods[method].required_columns:
                 if column not in columns:
                     raise ValueError(_lacks(method, column))
@@ -140,6 +139,11 @@ class ByMethod(Reward):
             self.methods[method].check_row(columns, image_sizes)
         except ValueError as error:
             raise ValueError(f"its method {method!r}: {error}") from error
+
+    def method_of(self, columns: Mapping[str, Any]) -> str:
+        """The method of a row. Raises: ValueError if it is unknown; ImportError if its package is missing."""
+        name = columns.get(self.method_column)
+        return self._known(name) if name else self.default
 
     def _known(self, name: Any) -> str:
         """The name of a method. Raises: ValueError if there is none of that name; ImportError if it lacks a package."""

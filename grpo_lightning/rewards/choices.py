@@ -6,6 +6,7 @@ Completions are untrusted text, so all of it takes linear time: patterns look a 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 _LONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 _FIRST = re.compile(r"[\s*_(\[$\"']*(?:([A-Z])(?=[.):,\]*])|([a-z])(?=[.):\]*](?:\W|$)))")
@@ -23,6 +24,20 @@ _WORD_FOLLOWS = re.compile(r"\s{1,8}(?!(?:and|or)\b)[a-z]")
 _NEXT = re.compile(
     r"[\s)\]*_$\"'.:,;/&|]{0,8}(?:\b(?:and|or)\b\s{0,8})?[\s(\[*_$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
 )
+_REFUSED = re.compile(
+    r"(?:\b(?:not|never|neither|nor|cannot|except)|n['\u2019]t)\s{1,8}"
+    r"(?:(?:pick|choose|select|take|be|the|an?|answer|option|choice)\s{1,8}){0,4}[(\[*_\"']{0,4}\Z",
+    re.IGNORECASE,
+)
+_REFUSED_CHARACTERS = 80
+"""How far before a letter it is looked for."""
+
+_WRONG = re.compile(
+    r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
+    r"(?:clearly\s{1,8}|definitely\s{1,8}|also\s{1,8})?(?:not|wrong|incorrect|false)\b"
+    r"|[)\]*_\"']{0,4}\s{1,8}isn['\u2019]t\b",
+    re.IGNORECASE,
+)
 
 
 def choice(text: str) -> str | None:
@@ -31,22 +46,34 @@ def choice(text: str) -> str | None:
     In this order: it is one letter; the last that is said to be the answer ("the answer is B"); the one it begins with,
     marked ("B) because", "A, because I ..."), unless others are marked alike ("(A) 1 (B) 2"); the only one that is
     marked ("(B)") or called an option; the only capital that stands alone. A letter that another follows at once
-    ("A, B", "A or B") is part of a list.
+    ("A, B", "A or B") is part of a list; one that is said to be wrong ("not B", "B is wrong") is not chosen.
     """
     if lone := _LONE.fullmatch(text):
         return lone[1].upper()
     answer = None
     for found in _ANSWER.finditer(text):
-        answer = found if _is_option(found, text) else answer
+        answer = found if _is_option(found, text) and not _is_refused(found, text) else answer
     if answer:
         return None if _is_listed(answer, text) else answer[1].upper()
-    if first := _FIRST.match(text):
+    if (first := _FIRST.match(text)) and not _is_refused(first, text):
         return None if _is_listed(first, text) or _others_alike(first, text) else (first[1] or first[2]).upper()
-    options = {found[1].upper() for found in _OPTION.finditer(text) if _is_option(found, text)}
-    marked = options | {(found[1] or found[2] or found[3]).upper() for found in _MARKED.finditer(text)}
-    capitals = (found for found in _CAPITAL.finditer(text) if found[0] != "I")
+    options = {found[1].upper() for found in _allowed(_OPTION, text) if _is_option(found, text)}
+    marked = options | {(found[1] or found[2] or found[3]).upper() for found in _allowed(_MARKED, text)}
+    capitals = (found for found in _allowed(_CAPITAL, text) if found[0] != "I")
     alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
     return alone.pop() if len(alone) == 1 else None
+
+
+def _allowed(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Where a pattern finds a letter that is not said to be wrong."""
+    return (found for found in pattern.finditer(text) if not _is_refused(found, text))
+
+
+def _is_refused(found: re.Match[str], text: str) -> bool:
+    """Whether a letter is said to be wrong ("not B", "I would not pick (B)", "B is wrong")."""
+    start, end = found.span(found.lastindex or 0)
+    before = text[max(0, start - _REFUSED_CHARACTERS) : start]
+    return _REFUSED.search(before) is not None or _WRONG.match(text, end) is not None
 
 
 def _is_option(found: re.Match[str], text: str) -> bool:

@@ -1,6 +1,7 @@
 r"""Ways to say whether a short answer is right, by the kind of question: the values of `accu_reward_method` (VLM-R1).
 
-The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else all of it.
+The answer of a completion is what its last `<answer>...</answer>` holds, else what stands behind its thought: there,
+the last `\boxed{...}`, else all of it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class AnyAnswer(Method):
     r"""1 if the answer is right, by what the right answer is: a number, an option, mathematics or text.
 
     - The same text, save for case, whitespace and a full stop: right.
-    - A number: right if the answer has exactly one number, and it is equal ("There are 3." is 3).
+    - A number: right if the answer has exactly one number, and it is equal ("There are 3." is 3); a formula ("3/4" for
+      0.75, "12 cm" for 12) as mathematics.
     - One letter: as `MultipleChoice`.
     - Mathematics: as `Accuracy`.
     - Other text: wrong; with `has_partial_credit` the similarity 2 * LCS / (len(a) + len(b)), LCS being the longest
@@ -131,10 +133,13 @@ class AnyAnswer(Method):
         """Compare by the kind of the right answer."""
         if plain(given) == plain(right):
             return 1.0
-        if (number := single_number(normalized(right))) is not None and is_number(normalized(right)):
-            return float(single_number(given) == number)
         if len(right) == 1 and right.isalpha():
             return float(choice(given) == choice(right))
+        if is_number(normalized(right)):
+            if single_number(given) == single_number(normalized(right)):
+                return 1.0
+            if is_number(normalized(given)) or not _is_formula(given):
+                return 0.0
         if _is_formula(right):
             try:
                 is_right = self.accuracy.compare(right, given)
@@ -163,5 +168,5 @@ def plain(text: str) -> str:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether a right answer is to be compared as mathematics: of "Paris 2024" that would compare the number only."""
+    """Whether a text is to be compared as mathematics: of "Paris 2024" that would compare the number only."""
     return any(char.isdigit() or char in "\\^_$" for char in text) and ("\\" in text or not _WORD.search(text))

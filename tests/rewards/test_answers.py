@@ -70,6 +70,14 @@ def test_tags_and_hashes():
         (r"\boxed{b} and more", "b"),
         ("all of it", "all of it"),
         ("", ""),
+        # what is only thought is no answer
+        ("<think>maybe 2, or 3</think> 3", " 3"),
+        (r"<think>\boxed{2}?</think> it is \boxed{3}", "3"),
+        (r"<think>\boxed{2}?</think> 3", " 3"),
+        ("<think>I see 3", ""),
+        (r"<think>\boxed{2}", ""),
+        ("3</think>4", "4"),
+        ("<think>a</think><answer>b</answer> c", "b"),
     ],
 )
 def test_given_answer(text: str, answer: str):

@@ -53,6 +53,26 @@ from grpo_lightning.rewards.choices import choice
         ("The answer is A. B is wrong.", "A"),
         ("B. I think so", "B"),
         ("B) because C is too small, not (C)", None),
+        # what is said to be wrong is not chosen
+        *(
+            (text, None)
+            for text in [
+                *("not B", "It is not B.", "The answer is not B", "The answer isn't B", "B is wrong", "Neither A"),
+                *(
+                    "I would not pick (B)",
+                    "The answer is not the option B",
+                    "B isn't right",
+                    "**B** would be incorrect",
+                ),
+            ]
+        ),
+        ("(B) is wrong, (A) is right", "A"),
+        ("Not A. B is right", "B"),
+        ("Neither A nor B, so C", "C"),
+        ("C is incorrect; the answer is D", "D"),
+        ("It is not clear, but B", "B"),
+        ("Not sure. B", "B"),
+        ("The answer is B, not A", "B"),
         # lists choose nothing
         *(
             (text, None)

@@ -28,7 +28,7 @@ def overlap(text: str, solution: Any, view: ImageView = VIEW, **settings: Any) -
         ("[10, 10, 30, 30]", [20, 10, 40, 30], 200 / 600),
         ("[0, 0, 2, 2]", [1, 1, 3, 3], 1 / 7),  # an overlap of one pixel, 0 in VLM-R1
         ("[5, 5, 6, 6]", [5, 5, 6, 6], 1),
-        ("[0.1, 0.1, 0.5, 0.5]", [0.1, 0.1, 0.5, 0.5], 1),  # decimals, which VLM-R1 does not read
+        ("[0.1, 0.1, 2.5, 2.5]", [0.1, 0.1, 2.5, 2.5], 1),  # decimals, which VLM-R1 does not read
         ("[-10, 0, 10, 10]", [0, 0, 10, 10], 1),  # clipped
         ("[0, 0, 1000, 1000]", [0, 0, 50, 100], 0.5),
         ("[30, 30, 10, 10]", [10, 10, 30, 30], 0),  # inverted

@@ -138,6 +138,13 @@ def test_text_similarity_by_hand(completion: str, solution: Any, reward: float |
         ("13", "3", 0),
         ("three", "3", 0),
         ("B3", "3", 0),
+        ("3/4", "0.75", 1),
+        (r"\frac{1}{2}", "0.5", 1),
+        ("10^3", 1000, 1),
+        ("12cm", "12", 1),
+        ("3/4", "0.7", 0),
+        ("2, 3", "3", 0),
+        ("2 or 3", "3", 0),
         ("(B)", "B", 1),
         ("b", "B", 1),
         ("C", "B", 0),
@@ -192,3 +199,17 @@ def test_the_column_is_configurable():
 def test_methods_are_picklable(kind: type[Method]):
     method = kind("answer")
     assert vars(pickle.loads(pickle.dumps(method))) == vars(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "thought", "solution"),
+    [
+        (Counting(), "2 or 3?", 3),
+        (AllMatch(), "a cat", "cat"),
+        (YesNo(), "yes? no", "yes"),
+        (MultipleChoice(), "A", "B"),
+    ],
+)
+def test_what_is_only_thought_is_no_answer(method: Any, thought: str, solution: Any):
+    completions = [f"<think>{thought}</think> {solution}", f"<think>{thought} {solution}"]
+    assert method(completions=completions, solution=[solution] * 2) == [1, 0]

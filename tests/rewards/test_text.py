@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_lightning.rewards import ExactMatch, Format, ReactFormat, completion_text
@@ -257,8 +258,9 @@ def test_react_format_where_the_prompt_opens_the_thought():
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
-def is_kept(soup: list[str]) -> bool:
-    """The slow, obvious way, on the pieces instead of the text."""
+def is_kept(text: str) -> bool:
+    """The slow, obvious way, on tags and characters instead of the text."""
+    soup = re.findall(r"</?(?:think|answer)>|.", text, re.DOTALL)
     while soup and soup[0].isspace():
         soup = soup[1:]
     while soup and soup[-1].isspace():
@@ -280,8 +282,10 @@ soups = st.lists(st.sampled_from([*TAGS, "a", " ", "\n", "<", ">", "/"]), max_si
 
 
 @given(st.one_of(near_misses, soups))
+@example(["<think>", "<", "think>", "a", "</think>", "<answer>", "b", "</answer>"])  # two pieces that make a tag
 def test_format_equals_the_obvious_way(soup: list[str]):
-    assert Format()(completions=["".join(soup)]) == [float(is_kept(soup))]
+    text = "".join(soup)
+    assert Format()(completions=[text]) == [float(is_kept(text))]
 
 
 @given(near_misses)
