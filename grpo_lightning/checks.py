@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
-from grpo_lightning import box_checks, data_checks, offload, sync_reference
+from grpo_lightning import box_checks, data_checks, limits, offload, sync_reference
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.policy.precision import check_masters
@@ -173,6 +173,7 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
     if is_training:
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
+        limits.check_validation_interval(trainer)
     box_checks.check_turned_once(module, trainer)
     data_checks.check_columns(module, trainer)  # which costs nothing, before all images are read
     data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told

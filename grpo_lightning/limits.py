@@ -51,6 +51,27 @@ def num_batches(trainer: L.Trainer) -> int:
         ) from error
 
 
+def check_validation_interval(trainer: L.Trainer) -> None:
+    """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
+
+    Raises:
+        ValueError: If `val_check_interval` has more micro-steps than an epoch.
+    """
+    every = trainer.val_check_interval
+    if type(every) is not int or trainer.check_val_every_n_epoch is None or not trainer.limit_val_batches:
+        return
+    loader, limit = trainer.fit_loop._data_source.dataloader(), trainer.limit_train_batches
+    if isinstance(loader, PromptSource) and loader.is_stream:
+        return
+    batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
+    if every > batches:
+        raise ValueError(
+            f"trainer.val_check_interval is {every} micro-steps, and an epoch has {batches}: set "
+            "trainer.check_val_every_n_epoch to null to count on over epochs, or val_check_interval to 1.0, which is "
+            "once an epoch."
+        )
+
+
 def recount_batches(trainer: L.Trainer) -> None:
     """Count the batches of a resumed epoch as this run cuts it.
 

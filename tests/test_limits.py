@@ -11,6 +11,7 @@ from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.limits import round_up_limits
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rewards import Format
 from tests.module_runs import fit, make_module, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
@@ -124,3 +125,24 @@ def test_a_run_resumed_with_another_batch_uses_the_rest_of_the_epoch(tmp_path, b
     for epoch in range(3):
         numbers = [number for at, batch in used + drawn if at == epoch for number in batch]
         assert sorted(numbers) == list(range(10)), epoch
+
+
+def test_a_validation_that_no_epoch_comes_to_is_refused_before_weights_load(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(8)))
+    entries = [DatasetEntry(str(tmp_path / "rows.jsonl"))]
+
+    def run(**options):
+        data = PromptDataModule(entries, entries, batch_size=2)
+        make_trainer(max_steps=2, **options).fit(GRPOLightningModule("not/there", [Format()]), datamodule=data)
+
+    for options in ({"val_check_interval": 5}, {"val_check_interval": 3, "limit_train_batches": 0.5}):
+        with pytest.raises(ValueError, match=r"interval is \d micro-steps, and an epoch has [24]: set trainer"):
+            run(**options)
+    for options in (
+        {"val_check_interval": 5, "check_val_every_n_epoch": None},
+        {"val_check_interval": 4},
+        {"val_check_interval": 5, "limit_val_batches": 0},
+        {"val_check_interval": 1.0},
+    ):
+        with pytest.raises(OSError, match="not/there"):
+            run(**options)

@@ -98,6 +98,11 @@ def run(args: list[str]) -> None:
         copy(given.name, Path(given.target), force=given.force)
 
 
+def is_fragment(path: Path) -> bool:
+    """Whether a recipe is a part of one: without data, nothing can run."""
+    return "\ndata:" not in path.read_text(encoding="utf-8")
+
+
 def list_all() -> None:
     """Print two lines a recipe; its hardware is told by `show`."""
     for name in names():
@@ -129,7 +134,7 @@ def copy(name: str, target: Path, *, force: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, path)
     print(f"Copied {name} to {path}. Next:")
-    if source.parent == folder():
-        print(f"  grpo-lightning fit --config {path}")
-    else:  # a fragment: it changes a recipe and is none by itself
+    if is_fragment(source):  # it changes a recipe and is none by itself
         print(f"  grpo-lightning fit --config quickstart --config {path}")
+    else:
+        print(f"  grpo-lightning fit --config {path}")

@@ -126,14 +126,17 @@ def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows that torch's default collate made columns of.
 
     Raises:
-        TypeError: If a column holds messages or other mappings, which the collate mixed up between the rows.
+        TypeError: If a column holds messages, lists (boxes, images) or mappings, which the collate mixed up between the
+            rows: of two boxes it makes four pairs.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values
-        if any(isinstance(value, Mapping) for value in nested):
+        is_tensor = isinstance(nested, torch.Tensor)  # of numbers, or of what every row had, stacked
+        if not is_tensor and any(isinstance(value, Mapping | list | tuple | torch.Tensor) for value in nested):
             raise TypeError(
-                f"Column {name!r} of the batch holds messages or mappings, which torch's default collate mixes up "
-                "between rows. Give the DataLoader `collate_fn=list`, or wrap the data in grpo_lightning.PromptSource."
+                f"Column {name!r} of the batch holds lists, messages or mappings, which torch's default collate mixes "
+                "up between rows. Give the DataLoader `collate_fn=list`, or wrap the data in "
+                "grpo_lightning.PromptSource."
             )
     columns = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

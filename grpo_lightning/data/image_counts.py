@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from grpo_lightning.data.image_values import has_empty_column
+from grpo_lightning.data.image_values import IMAGE_COLUMNS, has_empty_column, unread_column
 from grpo_lightning.data.lengths import Measured
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,12 @@ class ImageCounts:
     empty: Counter[str] = field(default_factory=Counter)
     """Rows with a column for images and none in it: they are asked as text."""
 
+    unread: dict[str, Counter[str]] = field(default_factory=dict)
+    """Rows without a column for images, by the one that holds the path of an image."""
+
+    without_column: Counter[str] = field(default_factory=Counter)
+    """Rows without a column for images, and without images in their messages."""
+
     left_out: Counter[str] = field(default_factory=Counter)
     """Rows left out for their images or boxes."""
 
@@ -32,6 +38,40 @@ class ImageCounts:
             self.with_images[prompt.source] += 1
         elif prompt is not None and has_empty_column(prompt.columns):
             self.empty[prompt.source] += 1
+        elif prompt is not None:
+            self.without_column[prompt.source] += 1
+            if column := unread_column(prompt.columns):
+                self.unread.setdefault(prompt.source, Counter())[column] += 1
+
+    def check_root(self, source: str, image_root: str | None) -> None:
+        """Check that an entry which says where its images are has some. Raises: ValueError if it has none."""
+        others = self.with_images[source] + self.empty[source] + self.left_out[source]
+        if image_root is None or others or not self.without_column[source]:
+            return
+        unread = ", ".join(f"{name!r}" for name in self.unread.get(source, ()))
+        remedy = (
+            f"Its images may be in {unread}: rename it (columns: {{{next(iter(self.unread[source]))}: image}})."
+            if unread
+            else "Leave image_root out, or give the rows their images."
+        )
+        raise ValueError(
+            f"{source!r} has image_root {image_root!r}, and none of its {self.without_column[source]} rows has an "
+            f"image: these are looked for in the columns {' and '.join(map(repr, IMAGE_COLUMNS))}, and in messages. "
+            f"{remedy}"
+        )
+
+    def warn_unread(self, source: str, *, so_far: bool = False) -> None:
+        """Say that a column of a source looks like its images, and is not read."""
+        for column, count in self.unread[source].items():
+            log.warning(
+                "%d rows of %r%s have paths of images in the column %r, which is not read as images, and are asked as "
+                "text: if they are what the question is about, rename it (columns: {%s: image}).",
+                count,
+                source,
+                " so far" if so_far else "",
+                column,
+                column,
+            )
 
     @property
     def mixed(self) -> dict[str, int]:

@@ -18,6 +18,9 @@ from grpo_lightning.images import ImageError, ImageRef
 IMAGE_COLUMNS = ("image", "images")
 """The columns that hold a prompt's images: VLM-R1's, and that of TRL and ms-swift."""
 
+_ALIKE = re.compile(r"(?:\w*_)?(?:image|img|picture|photo)s?(?:_\w*)?", re.IGNORECASE)
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
 EMPTY: tuple[Any, ...] = (None, "", [], ())
 """What a column without an image holds; a CSV file has no other way to say it than an empty cell."""
 
@@ -148,6 +151,22 @@ def has_empty_column(columns: Mapping[str, Any]) -> bool:
     """True if a row has a column for images, and none in it."""
     found = [columns[name] for name in IMAGE_COLUMNS if name in columns]
     return bool(found) and all(map(is_empty, found))
+
+
+def unread_column(columns: Mapping[str, Any]) -> str | None:
+    """A column that holds the path of an image, in a row without a column for images; None if there is none.
+
+    `image_path`, `img` and the like are not read: they may be there for a reward.
+    """
+    if any(name in columns for name in IMAGE_COLUMNS):
+        return None
+    return next((name for name, value in columns.items() if _ALIKE.fullmatch(name) and _is_image_path(value)), None)
+
+
+def _is_image_path(value: Any) -> bool:
+    """True for the name of an image's file, or a list that begins with one."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, str) and first.lower().endswith(_SUFFIXES)
 
 
 def _of_data_uri(text: str, what: str) -> bytes:

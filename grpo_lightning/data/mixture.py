@@ -90,6 +90,10 @@ def load_mixture(
         counts.add(m)
     for source in counts.mixed:
         counts.warn_empty(source)
+    for source, entry in named:
+        counts.check_root(source, entry.image_root)
+    for source in counts.unread:
+        counts.warn_unread(source)
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:

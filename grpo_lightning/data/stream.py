@@ -52,6 +52,9 @@ class PromptStream:
         self.said_empty: dict[str, int] = {}
         """Rows by source that were said to be asked without an image."""
 
+        self.said_unread: set[str] = set()
+        """Sources of which it was said that a column of images is not read."""
+
         self._heads: dict[int, list[Prompt]] = {}
 
     def order(self, seed: int | None) -> StreamOrder:
@@ -157,6 +160,9 @@ class StreamOrder:
         self.images.add(measured)
         for source in self.images.mixed.keys() - self.stream.said_empty.keys():
             self._say_empty(source, so_far=True)
+        for source in self.images.unread.keys() - self.stream.said_unread:
+            self.images.warn_unread(source, so_far=True)
+            self.stream.said_unread.add(source)
         if self.stream.limit is not None:
             if measured.prompt is None and self.stream.limit.overlong_prompts == "error":
                 self.stream.limit.check([measured], of="the stream")

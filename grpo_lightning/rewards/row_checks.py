@@ -27,16 +27,18 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     Raises:
         ValueError: If there are rows that a reward cannot judge, naming file, line and reward.
     """
-    refused, accepted = _Problems(), _Problems()
+    refused, accepted, lacking = _Problems(), _Problems(), _Lacking()
     for prompt in prompts:
         sizes = [image.known_size for image in prompt.images]
         for reward in rewards:
             if not applies(prompt, reward.name):
                 continue
+            lacking.add(prompt, reward)
             try:
                 reward.check_row(prompt.columns, sizes)
             except Exception as error:  # noqa: BLE001 - a check may be anybody's; what it raises is said of its row
                 (refused if reward.on_error == "raise" else accepted).add(prompt, reward.name, error)
+    lacking.say()
     if accepted.lines:
         log.warning("%s\nEvery batch that has one of them goes without the reward, as its on_error says.", accepted)
     if refused.lines:
@@ -45,6 +47,35 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
             "is to judge them, name it in the entry of their data set (rewards: [...]), or take ByMethod, which goes "
             "by every row's own method."
         )
+
+
+class _Lacking:
+    """Rows without a column that a reward needs, among rows of the same source that have it."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[tuple[str, str, str]] = Counter()
+        """By source, reward and column."""
+
+        self.have: Counter[tuple[str, str, str]] = Counter()
+
+    def add(self, prompt: Prompt, reward: WeightedReward) -> None:
+        """Count a row that the reward applies to."""
+        for column in reward.required_columns:
+            counted = self.have if column in prompt.columns else self.rows
+            counted[prompt.source, reward.name, column] += 1
+
+    def say(self) -> None:
+        """Say how many there are. An explicit null is somebody's wish, a missing column may be an accident."""
+        for (source, reward, column), count in self.rows.items():
+            if have := self.have[source, reward, column]:
+                log.warning(
+                    "%d of %d rows%s have no column %r: the reward %r gets None there, and most do not count then.",
+                    count,
+                    count + have,
+                    f" of {source!r}" if source else "",
+                    column,
+                    reward,
+                )
 
 
 class _Problems:

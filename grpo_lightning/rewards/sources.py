@@ -124,5 +124,6 @@ def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
     have = ", ".join(dict.fromkeys(name for source in used for name in source.columns)) or "none"
     raise ValueError(
         f"Reward {reward!r} needs the data column {column!r}, which the data{' of ' + names if names else ''} do not "
-        f"have; they have: {have}. Rename a column, or give the parameter a default."
+        f"have; they have: {have}. Tell the reward which one it is (answer_column, if it has that), rename a column "
+        "(columns in the data set's entry), or give the parameter a default."
     )

@@ -82,6 +82,8 @@ def test_copy_writes_the_file_and_says_what_to_run(tmp_path, monkeypatch, capsys
     main(["recipes", "copy", "objectives/dapo", *target])
     assert Path(path).read_bytes() == (SHIPPED / "objectives" / "dapo.yaml").read_bytes()
     assert f"grpo-lightning fit --config quickstart --config {path}" in capsys.readouterr().out
+    main(["recipes", "copy", "vlm/rec_lora", path, "--force"])
+    assert f"grpo-lightning fit --config {path}" in capsys.readouterr().out, "a whole recipe in a folder"
 
 
 def test_copy_overwrites_only_by_force(tmp_path, monkeypatch, capsys):

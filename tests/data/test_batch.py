@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
+from grpo_lightning.data.batch import LaterBatch, PromptBatch, _rows_of_columns, as_prompt, as_prompt_batch
 from grpo_lightning.types import Prompt
 
 
@@ -90,6 +90,31 @@ def test_messages_that_the_default_collate_mixed_up_are_refused(column):
     (batch,) = DataLoader([{"id": torch.tensor(1), "meta": {"level": torch.tensor(3)}}], batch_size=1)
     with pytest.raises(TypeError, match="Column 'meta'"):
         as_prompt_batch(batch)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "a", "numbers": [0, 1]}, {"prompt": "b", "numbers": [2, 3]}],  # [[0, 2], [1, 3]]
+        [{"prompt": "a", "solution": [10, 10, 60, 50]}, {"prompt": "b", "solution": [12, 8, 70, 40]}],
+        [{"prompt": "a", "names": ["x", "y"]}, {"prompt": "b", "names": ["z", "w"]}],
+    ],
+)
+def test_lists_that_the_default_collate_mixed_up_are_refused(rows):
+    column = list(rows[0])[1]
+    (batch,) = DataLoader(rows, batch_size=2)
+    with pytest.raises(TypeError, match=f"Column {column!r} of the batch holds lists.*mixes up between rows"):
+        as_prompt_batch(batch)
+    (batch,) = DataLoader(rows, batch_size=2, collate_fn=list)
+    assert [prompt.columns[column] for prompt in as_prompt_batch(batch).prompts] == [row[column] for row in rows]
+
+
+def test_tensors_of_rows_are_stacked_not_mixed_up():
+    rows = [{"id": torch.tensor([1, 2]), "answer": 3}, {"id": torch.tensor([4, 5]), "answer": 6}]
+    (batch,) = DataLoader([{"prompt": torch.tensor(0)} | row for row in rows], batch_size=2)
+    del batch["prompt"]
+    found = as_prompt_batch([{"prompt": "a"} | row for row in _rows_of_columns(batch)])
+    assert [prompt.columns for prompt in found.prompts] == [{"id": [1, 2], "answer": 3}, {"id": [4, 5], "answer": 6}]
 
 
 def test_a_later_batch_takes_its_prompts_once():

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,34 @@ def test_rows_with_an_empty_place_for_an_image_are_said(folder: Path, caplog: py
     assert sum(bool(prompt.images) for prompt in prompts) == 2
     assert said_empty(caplog) == ["3 of 4 rows of 'mixed'"]
     assert 'mixed\' have an empty column for their image (null, "" or []) and are asked as text: give' in caplog.text
+
+
+ELSEWHERE = [{"problem": "Where?", "image_path": "0.png", "n": n} for n in range(3)]
+
+
+def test_a_root_of_images_without_images_is_an_error(folder: Path):
+    entry = DatasetEntry(write("r.jsonl", ELSEWHERE), image_root="../coco")
+    message = r"'r' has image_root '\.\./coco', and none of its 3 rows .*rename it \(columns: {image_path: image}\)"
+    with pytest.raises(ValueError, match=message):
+        load(entry)
+    write("r.jsonl", [{"problem": "1 + 1?"}])
+    with pytest.raises(ValueError, match=r"none of its 1 rows has an image: .*Leave image_root out"):
+        load(entry)
+
+
+def test_a_column_of_images_that_is_not_read_is_said(folder: Path, caplog: pytest.LogCaptureFixture):
+    rows = [rec(0), *ELSEWHERE, {"problem": "1 + 1?", "image_path": "no file"}]
+    entry = DatasetEntry(write("r.jsonl", rows), image_root="../coco")
+    told = "3 rows of 'r' have paths of images in the column 'image_path', which is not read"
+    assert sum(bool(prompt.images) for prompt in load(entry)) == 1
+    assert told in caplog.text
+    caplog.clear()
+    order = stream_mixture([replace(entry, streaming=True)], seed=0).order(None)
+    order.take(0, 99)
+    assert caplog.text.count("in the column 'image_path', which is not read") == 1
+    caplog.clear()
+    load(DatasetEntry("r.jsonl", image_root="../coco", sampling_strategy="first:1"))
+    assert "image_path" not in caplog.text
 
 
 def test_a_stream_says_at_the_first_and_at_the_end_that_images_are_missing(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lightning.data.cells import RemoteFile
-from grpo_lightning.data.image_values import ImageFinder, has_empty_column, is_empty
+from grpo_lightning.data.image_values import ImageFinder, has_empty_column, is_empty, unread_column
 from grpo_lightning.images import ImageError, ImageRef
 from tests.tiny_vlms import picture
 
@@ -115,3 +115,19 @@ def test_columns_keep_their_shape():
     assert found == {"images": images}
     assert [image.source.name for image in images] == ["a.png", "b.png"]
     assert FINDER.columns({"image": "", "images": ["a.png"]})[0]["image"] == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "column"),
+    [
+        ({"image_path": "a.png"}, "image_path"),
+        ({"img": "a.JPG", "n": 1}, "img"),
+        ({"input_images": ["a.webp", "b.webp"]}, "input_images"),
+        ({"image": None, "image_path": "a.png"}, None),  # a column for images, which is empty
+        ({"image_path": "the path"}, None),
+        ({"imagination": "a.png", "figure": "b.png", "images_count": 3}, None),
+        ({"photos": []}, None),
+    ],
+)
+def test_columns_that_look_like_images(columns, column):
+    assert unread_column(columns) == column

@@ -215,3 +215,16 @@ def test_a_column_that_the_method_of_a_row_needs_is_missed():
     rows = [row(1, "2", method="own")]
     rows[0].columns["gold"] = None  # not scorable
     assert not problems(rows, reward)
+
+
+def test_rows_that_lack_a_column_which_others_have_are_counted(caplog: pytest.LogCaptureFixture):
+    """A null is somebody's wish; a column that is not there may be an accident."""
+    prompts = [row(n, [10, 10, 60, 50], source="rec") for n in range(3)] + [row(3, None, source="rec")]
+    for n in (0, 1):
+        prompts[n].columns = {}
+    with caplog.at_level(logging.WARNING):
+        RewardSet([IoU()]).check_rows(prompts)
+    assert "2 of 4 rows of 'rec' have no column 'solution': the reward 'iou' gets None there" in caplog.text
+    caplog.clear()
+    RewardSet([IoU()]).check_rows(prompts[2:])
+    assert not caplog.text
