@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.data.preflight import check_given
 from grpo_lightning.data.source import PromptSource, known_prompts, source_names
+from grpo_lightning.listing import listed
 from grpo_lightning.policy.tokenize import check_length, num_positions
 from grpo_lightning.types import Prompt
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import lightning as L
 
     from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.policy.processing import Encoder
 
 
 def check_columns(module: GRPOLightningModule, trainer: L.Trainer) -> None:
@@ -107,15 +109,15 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     Only prompts that may be too long are tokenized: a text has no more tokens than bytes.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or has
-            what the model cannot take: a video, or images where it takes text only.
+        ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or some
+            have what the model cannot take: a video, images where it takes text only, or another number of places
+            for images than of images. All of these are named.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
         return
     encoder = module.loader.load_encoder()
-    for prompt in prompts:
-        encoder.check(prompt)
+    _check_all(prompts, encoder)
     for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
         if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
             encoder.num_tokens(sample)
@@ -128,6 +130,20 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
             if prompt.images or num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
                 check_length(prompt, encoder.num_tokens(prompt), limit, longest)
+
+
+def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
+    """Check that a policy can take every prompt. Raises: ValueError naming all it cannot."""
+    problems: dict[str, None] = {}  # a row that is trained and validated on counts once
+    for prompt in prompts:
+        try:
+            encoder.check(prompt)
+        except ValueError as error:
+            problems[str(error)] = None
+    if len(problems) == 1:
+        raise ValueError(next(iter(problems)))
+    if problems:
+        raise ValueError(f"{len(problems)} prompts cannot be given to the policy:\n{listed(list(problems))}")
 
 
 TEMPLATE_TOKENS = 256

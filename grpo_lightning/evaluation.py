@@ -293,6 +293,7 @@ def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
             yield {
                 "source": prompt.source,
                 "prompt_index": prompt.index,
+                "row": prompt.where,
                 "prompt": content,
                 "completion": completion.text,
                 "length": len(completion.token_ids),

@@ -147,3 +147,16 @@ def test_columns_are_looked_at_before_images_are_read():
 def test_text_is_not_looked_at():
     with mock.patch("grpo_lightning.data.preflight.survey", side_effect=AssertionError):
         refusal(module(ExactMatch("solution")), PromptSource([{"prompt": "2 + 2?", "solution": ["4"]}], 1))
+
+
+def test_prompts_that_a_policy_cannot_take_are_named_together():
+    """Each once, though it is trained and validated on."""
+    rows = [{"problem": f"{n}?", "image": f"{n}.png", "solution": "a"} for n in range(3)]
+    entries = data(*rows, {"problem": "text", "solution": "a"})
+    module = make_module(rewards=[ExactMatch("solution")])
+    with pytest.raises(ValueError, match="prompts cannot be given to the policy") as caught:
+        make_trainer(max_steps=1).fit(module, datamodule=PromptDataModule(entries, entries))
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("3 prompts")
+    assert [line.split(" has ")[0] for line in lines] == [f"- rows.jsonl:{n}" for n in (1, 2, 3)]
+    assert all("the policy takes text only" in line for line in lines)

@@ -102,6 +102,7 @@ def test_records_have_what_a_reader_needs():
     assert first == {
         "source": "easy",
         "prompt_index": 0,
+        "row": "",
         "prompt": "p",
         "completion": "xx",
         "length": 2,

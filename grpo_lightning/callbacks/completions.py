@@ -27,11 +27,11 @@ from grpo_lightning.types import Prompt
 class CompletionLog(L.Callback):
     """Writes `completions.jsonl`, with the completions of all ranks, into the run's folder.
 
-    A line holds step, epoch, rollout, rank (the process that drew it), source, prompt_index, prompt, completion, length
-    (tokens), finish_reason, reward, rewards (by name), advantage, and what rewards gave to `log_extra`. null stands for
-    "not scorable". `step` is the number of optimizer steps that were done when the rollout was drawn: the `step` under
-    which the loggers have the rollout's metrics. The lines of a rollout are in the order of its prompts, whatever the
-    number of ranks.
+    A line holds step, epoch, rollout, rank (the process that drew it), source, prompt_index, row (file and line, where
+    its images and its answer are), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
+    advantage, and what rewards gave to `log_extra`. null stands for "not scorable". `step` is the number of optimizer
+    steps that were done when the rollout was drawn: the `step` under which the loggers have the rollout's metrics. The
+    lines of a rollout are in the order of its prompts, whatever the number of ranks.
 
     Weights & Biases also gets a table of every rollout, and TensorBoard the best, the worst and a few others, with
     the images of their prompts. Of images there are those of rank 0 only.

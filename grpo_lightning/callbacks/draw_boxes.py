@@ -128,6 +128,8 @@ class DrawBoxes(L.Callback):
                 chosen.append(prompt)
             if len(chosen) == wanted:
                 break
+        if not chosen and not num_others and trainer.is_global_zero:
+            log.warning("DrawBoxes draws nothing: there are no prompts to validate on. Give the data val_datasets.")
         if num_others and trainer.is_global_zero:
             log.warning(
                 "DrawBoxes: %d of the first %d prompts are not drawn: they do not have one image, and one box in the "

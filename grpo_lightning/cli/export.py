@@ -22,8 +22,10 @@ def run(args: list[str]) -> None:
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
     taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
-    tokenizer, model = ("processor", "ImageTextToText") if written.sees_images else ("tokenizer", "CausalLM")
-    print(f"Config, {tokenizer}{taken} are those of {written.policy}.")
+    sees_images = written.sees_images
+    tokenizer, model = ("processor", "ImageTextToText") if sees_images else ("tokenizer", "CausalLM")
+    limits = ", the processor's limits of images those of the run" if sees_images else ""
+    print(f"Config, {tokenizer}{taken} are those of {written.policy}{limits}.")
     if written.quantization != "none":
         what = "the adapter goes with" if written.is_adapter else "the adapter is merged into"
         print(f"The run kept frozen weights in {written.quantization}; {what} the full-precision ones.")

@@ -102,8 +102,8 @@ def load_mixture(
     prompts = [m.prompt for m in measured if m.prompt is not None]
     if not prompts:
         raise ValueError(
-            f"All prompts of the mixture ({listed}) are left out: they are too long (raise max_prompt_length), or "
-            "their images are bad."
+            f"All prompts of the mixture ({listed}) are left out: the warnings above say which for their length "
+            "(max_prompt_length) and which for their images or boxes (bad_images)."
         )
     return prompts
 

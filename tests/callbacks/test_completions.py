@@ -15,8 +15,8 @@ from grpo_lightning.types import Prompt
 from tests.module_runs import ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
 
-FIELDS = ["step", "epoch", "rollout", "rank", "source", "prompt_index", "prompt", "completion", "length"]
-FIELDS += ["finish_reason", "reward", "rewards", "advantage"]
+FIELDS = ["step", "epoch", "rollout", "rank", "source", "prompt_index", "row", "prompt", "completion"]
+FIELDS += ["length", "finish_reason", "reward", "rewards", "advantage"]
 
 
 def lines_of(path):
@@ -29,7 +29,7 @@ def lines_of(path):
 
 
 def test_one_line_per_completion(tmp_path):
-    prompts = [Prompt(f"p{i}", index=10 + i, source="train") for i in range(4)]
+    prompts = [Prompt(f"p{i}", index=10 + i, source="train", where=f"train.jsonl:{11 + i}") for i in range(4)]
     module = make_module(length=4, num_iterations=2)
     log = CompletionLog(dirpath=str(tmp_path / "new" / "folder"))
     fit(module, prompts, batch_size=2, shuffle=False, max_steps=6, callbacks=[log])
@@ -44,6 +44,7 @@ def test_one_line_per_completion(tmp_path):
     for line in lines:
         assert list(line) == FIELDS
         assert line["source"] == "train"
+        assert line["row"] == f"train.jsonl:{line['prompt_index'] + 1}"
         assert line["prompt"] == f"p{line['prompt_index'] - 10}"
         assert 1 <= line["length"] <= 4
         assert line["finish_reason"] in ("stop", "length")
