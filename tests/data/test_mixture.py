@@ -268,7 +268,10 @@ def test_long_prompts_are_dropped_and_counted(caplog: pytest.LogCaptureFixture):
     prompts = load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop"))
     assert [(p.content, p.index) for p in prompts] == [("a", 0), ("bcd", 2)]
     assert "2 of 4 prompts of the mixture have more than 4 tokens and are left out; the longest has 10" in caplog.text
-    with pytest.raises(ValueError, match=r"All prompts of the mixture \(a\.jsonl \(all\)\) are left out: the warnings above say .*max_prompt_length"):
+    with pytest.raises(
+        ValueError,
+        match=r"All prompts of the mixture \(a\.jsonl \(all\)\) are left out: .*max_prompt_length",
+    ):
         load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop", 0))
 
 
