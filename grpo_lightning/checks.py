@@ -57,6 +57,18 @@ def naming_key(key: str) -> Iterator[None]:
         raise ValueError(f"{key}: {error}") from error
 
 
+def _check_old_logprobs(module: GRPOLightningModule) -> None:
+    """Raises: ValueError if `old_logprobs` is no choice, or leaves nothing to correct."""
+    if module.old_logprobs not in ("recompute", "rollout"):
+        raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {module.old_logprobs!r}.")
+    correction = module.objective.rollout_correction
+    if module.old_logprobs == "rollout" and correction != "none":
+        raise ValueError(
+            f"model.objective.rollout_correction is {correction!r}, and model.old_logprobs 'rollout' takes the "
+            "engine's log-probs for the policy's: there is nothing to correct. Leave one of them out."
+        )
+
+
 def check_settings(module: GRPOLightningModule) -> None:
     """Check settings that cannot train.
 
@@ -77,8 +89,7 @@ def check_settings(module: GRPOLightningModule) -> None:
             f"model.num_generations must be at least 2, got {module.num_generations}: a lone completion has no group "
             "to be compared with."
         )
-    if module.old_logprobs not in ("recompute", "rollout"):
-        raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {module.old_logprobs!r}.")
+    _check_old_logprobs(module)
     if module.sampling.is_greedy:
         raise ValueError(
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from grpo_lightning.functional import equal_groups
+from grpo_lightning.functional import equal_groups, kl_divergence
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.policy.scoring import TokenScores
 from grpo_lightning.ranks import gather_objects
@@ -176,7 +176,10 @@ def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> No
 
 
 def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, terms: ObjectiveTerms) -> None:
-    """Loss, KL, entropy, ratio and clip fractions of a micro-batch, over its trained tokens."""
+    """Loss, KL, entropy, ratio and clip fractions of a micro-batch, over its trained tokens.
+
+    `rollout_kl` is that of the engine's distribution to the policy's at the start of the cycle, nats per token.
+    """
     per_token = {
         "entropy": scores.entropy,
         "ratio": terms.ratio,
@@ -186,6 +189,11 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, ter
     }
     if batch.ref_logprobs is not None:
         per_token["kl"] = terms.kl
+    if batch.old_logprobs is not None and batch.old_logprobs is not batch.rollout_logprobs:
+        engine = kl_divergence(batch.rollout_logprobs, batch.old_logprobs, batch.completion_mask)
+        per_token["rollout_kl"] = engine.detach()
+    if terms.rollout_weight is not None and terms.is_corrected is not None:
+        per_token |= {"rollout_weight": terms.rollout_weight, "rollout_corrected": terms.is_corrected}
     trained = batch.completion_mask.sum()
     for name, values in per_token.items():
         metrics.add(f"policy/{name}", (values * batch.completion_mask).sum(), trained)

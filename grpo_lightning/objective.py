@@ -8,14 +8,18 @@
 | DAPO        | token    | clip, high 0.28     | token     | group_std | 0    |
 | GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std | 0    |
 | CISPO       | token    | cispo, cap 1 + high | token     | group_std | 0    |
+| SAPO        | token    | sapo                | sequence  | group_std | 0    |
+| RLOO        | token    | clip                | constant  | none      | 0    |
 
 The rows are recipe fragments under `recipes/objectives/`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+import functools
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,7 +32,10 @@ from grpo_lightning.functional import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    keeps_sequence,
     kl_divergence,
+    rollout_weights,
+    sapo_surrogate,
 )
 from grpo_lightning.types import MicroBatch
 
@@ -61,19 +68,27 @@ class ObjectiveTerms(NamedTuple):
     ratio: Tensor
     """[B, T]."""
 
+    rollout_weight: Tensor | None = None
+    """[B, T] what makes up for tokens drawn by another distribution; None if nothing does."""
+
+    is_corrected: Tensor | None = None
+    """[B, T] bool, True where that weight was outside of its range, or the completion is left out as off-policy."""
+
 
 @dataclass
 class Objective:
     """The loss, as one choice per column.
 
-    loss = aggregate( surrogate(ratio, advantage) + beta * kl )
+    loss = aggregate( rollout_weight * surrogate(ratio, advantage) + beta * kl )
     """
 
-    ratio: Literal["token", "sequence"] = "token"
-    """Importance ratio of each token, or one per completion (GSPO)."""
+    ratio: Literal["token", "sequence", "sequence_token"] = "token"
+    """Importance ratio of each token, one per completion (GSPO), or that one with each token's own gradient
+    (GSPO-token)."""
 
-    surrogate: Literal["clip", "cispo"] = "clip"
-    """Clipped ratio times advantage (PPO), or capped constant ratio times advantage times log-prob (CISPO)."""
+    surrogate: Literal["clip", "cispo", "sapo"] = "clip"
+    """Clipped ratio times advantage (PPO), capped constant ratio times advantage times log-prob (CISPO), or a gate that
+    fades out (SAPO)."""
 
     epsilon: float = 0.2
     """The ratio is clipped below 1 - epsilon."""
@@ -99,6 +114,29 @@ class Objective:
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL."""
 
+    importance_corrected_kl: bool = False
+    """The KL of each token times its importance ratio: unbiased also after the policy has moved (DeepSeek-V3.2)."""
+
+    sapo_temperature: float = 1.0
+    """How fast SAPO's gate closes where the advantage is positive."""
+
+    sapo_temperature_negative: float = 1.05
+    """Likewise elsewhere."""
+
+    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Weigh the loss by the policy's probability over the engine's, of a token or a whole completion; weights out of
+    range are cut to it, or what they belong to is left out."""
+
+    rollout_correction_low: float = 0.0
+    """Least weight."""
+
+    rollout_correction_high: float = 2.0
+    """Largest weight."""
+
+    off_policy_threshold: float | None = None
+    """Completions of negative advantage are left out once the policy has moved away from them by more nats per token
+    (DeepSeek-V3.2). Null keeps all."""
+
     def __post_init__(self) -> None:
         """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
         for name, kind in get_type_hints(type(self)).items():
@@ -118,10 +156,39 @@ class Objective:
                 f"objective.dual_clip must be above 1 + epsilon_high = {1 + self.high:g}, got {self.dual_clip}. "
                 "Raise it, or set it to null."
             )
-        if self.surrogate == "cispo" and self.dual_clip is not None:
+        if self.surrogate != "clip" and self.dual_clip is not None:
             raise ValueError(
-                "objective.dual_clip has no meaning for the cispo surrogate: its ratio is capped. Set it to null."
+                f"objective.dual_clip has no meaning for the {self.surrogate} surrogate: its ratio is bounded. Set it "
+                "to null."
             )
+        self._check_unused()
+        if not 0 <= self.rollout_correction_low < self.rollout_correction_high:
+            raise ValueError(
+                "objective.rollout_correction_low must be at least 0 and below rollout_correction_high "
+                f"({self.rollout_correction_high}), got {self.rollout_correction_low}."
+            )
+
+    def _check_unused(self) -> None:
+        """Check that what is set is used. Raises: ValueError naming what is not, and why."""
+        is_sapo, is_corrected = self.surrogate == "sapo", self.rollout_correction != "none"
+        uses = {
+            "epsilon": (not is_sapo, "the sapo surrogate clips nothing"),
+            "epsilon_high": (not is_sapo, "the sapo surrogate clips nothing"),
+            "sapo_temperature": (is_sapo, "the surrogate is not sapo"),
+            "sapo_temperature_negative": (is_sapo, "the surrogate is not sapo"),
+            "importance_corrected_kl": (self.beta > 0, "beta is 0, which leaves the KL out"),
+            "rollout_correction_low": (is_corrected, "rollout_correction is none"),
+            "rollout_correction_high": (is_corrected, "rollout_correction is none"),
+        }
+        for setting in fields(self):
+            is_used, why = uses.get(setting.name, (True, ""))
+            if not is_used and getattr(self, setting.name) != setting.default:
+                raise ValueError(
+                    f"objective.{setting.name} is {getattr(self, setting.name)!r}, and {why}: leave it out."
+                )
+        for name in ("sapo_temperature", "sapo_temperature_negative"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"objective.{name} must be above 0, got {getattr(self, name)}.")
 
     @property
     def high(self) -> float:
@@ -158,21 +225,17 @@ class Objective:
         mask = batch.completion_mask
         advantages = batch.advantages[:, None]
         ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=self.ratio)
-        if self.surrogate == "cispo":
-            loss = cispo_surrogate(ratio, advantages, logprobs, epsilon_high=self.high)
-        else:
-            loss = clipped_surrogate(
-                ratio, advantages, epsilon=self.epsilon, epsilon_high=self.epsilon_high, dual_clip=self.dual_clip
-            )
+        loss = self._surrogate(ratio, advantages, logprobs)
+        correction = self._correction(logprobs, batch)
+        if correction is not None:
+            loss = torch.where(mask, loss, 0.0) * correction[0]
         kl = torch.zeros_like(logprobs)
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
+            if self.importance_corrected_kl:
+                kl = ratio * kl
             loss = loss + self.beta * kl
-        with torch.no_grad():
-            # CISPO caps a ratio whatever the advantage's sign, and bounds nothing from below.
-            sign = torch.ones_like(advantages) if self.surrogate == "cispo" else advantages
-            clipped_low = is_clipped_low(ratio, sign, epsilon=self.epsilon).expand_as(mask) & mask
-            clipped_high = is_clipped_high(ratio, sign, epsilon_high=self.high).expand_as(mask) & mask
+        clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
         total = aggregate(
             loss.expand_as(mask),
             mask,
@@ -181,4 +244,54 @@ class Objective:
             num_sequences=counts.num_sequences,
             max_completion_length=max_completion_length,
         )
-        return ObjectiveTerms(total, kl.detach(), clipped_low, clipped_high, ratio.detach().expand_as(mask) * mask)
+        spread = ratio.detach().expand_as(mask) * mask
+        return ObjectiveTerms(total, kl.detach(), clipped_low, clipped_high, spread, *(correction or ()))
+
+    def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+        """[B, T] or [B, 1] the loss of each token, before the KL."""
+        if self.surrogate == "cispo":
+            return cispo_surrogate(ratio, advantages, logprobs, epsilon_high=self.high)
+        if self.surrogate == "sapo":
+            return sapo_surrogate(
+                ratio,
+                advantages,
+                temperature_positive=self.sapo_temperature,
+                temperature_negative=self.sapo_temperature_negative,
+            )
+        return clipped_surrogate(
+            ratio, advantages, epsilon=self.epsilon, epsilon_high=self.epsilon_high, dual_clip=self.dual_clip
+        )
+
+    def _clipped(self, ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] bool: which trained tokens are clipped from below, and from above."""
+        if self.surrogate == "sapo":
+            return torch.zeros_like(mask), torch.zeros_like(mask)
+        # CISPO caps a ratio whatever the advantage's sign, and bounds nothing from below.
+        sign = torch.ones_like(advantages) if self.surrogate == "cispo" else advantages
+        low = is_clipped_low(ratio, sign, epsilon=self.epsilon).expand_as(mask) & mask
+        return low, is_clipped_high(ratio, sign, epsilon_high=self.high).expand_as(mask) & mask
+
+    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """[B, T] the weight of each token, and whether it was outside of what is allowed; None without a correction."""
+        mask, corrections = batch.completion_mask, []
+        if self.rollout_correction != "none":
+            assert batch.old_logprobs is not None
+            level: Any
+            outside: Any
+            level, outside = self.rollout_correction.split("_")
+            low, high = self.rollout_correction_low, self.rollout_correction_high
+            weights = functools.partial(
+                rollout_weights, batch.old_logprobs, batch.rollout_logprobs, mask, level=level, outside=outside
+            )
+            weight = weights(low=low, high=high)
+            corrections.append((weight, weight != weights(low=0.0, high=math.inf)))
+        if (threshold := self.off_policy_threshold) is not None:
+            advantages = batch.advantages[:, None]
+            is_kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
+            corrections.append((is_kept.float(), ~is_kept))
+        if not corrections:
+            return None
+        weight, is_corrected = torch.ones_like(logprobs).detach(), torch.zeros_like(mask)
+        for each, is_outside in corrections:
+            weight, is_corrected = weight * each, is_corrected | is_outside
+        return weight * mask, is_corrected & mask

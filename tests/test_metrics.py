@@ -207,6 +207,19 @@ def test_no_reference_no_kl():
     assert "policy/kl" not in metrics.pop()
 
 
+def test_a_correction_by_hand():
+    """Over the trained tokens; the engine was sure of every token, the policy gave it half the probability."""
+    metrics = StepMetrics()
+    batch, scores, terms = update_of(micro_batch([[True, True, False], [True, False, False]]), 1.0)
+    batch.old_logprobs = torch.full((2, 3), math.log(0.5))
+    weight = torch.tensor([[0.5, 2.0, 9.0], [0.5, 9.0, 9.0]])
+    add_update(metrics, batch, scores, terms._replace(rollout_weight=weight, is_corrected=weight == 2.0))
+    found = metrics.pop()
+    assert found["policy/rollout_kl"] == pytest.approx(0.5 + math.log(2) - 1)
+    assert found["policy/rollout_weight"] == pytest.approx(1.0)
+    assert found["policy/rollout_corrected"] == pytest.approx(1 / 3)
+
+
 def test_an_idle_micro_batch_changes_no_mean():
     metrics = StepMetrics()
     add_update(metrics, *update_of(micro_batch([[False] * 3] * 2), 1.0))

@@ -62,6 +62,7 @@ def test_every_metric_of_the_first_step():
     std = math.sqrt(8 / 3)
     advantage = 2 / (std + 1e-4)
     assert metrics.pop("policy/grad_norm") > 0
+    assert metrics.pop("policy/rollout_kl") > 0  # the script says that it was sure of every token
     assert metrics == {
         "rollout/length": pytest.approx(13 / 4),
         "rollout/length_stopped": pytest.approx((3 + 2 + 4) / 3),

@@ -185,6 +185,13 @@ def test_more_micro_batches_than_completions_are_refused_before_weights(settings
         trainer.fit(module, source)
 
 
+def test_a_correction_needs_the_policys_own_log_probs():
+    objective = Objective(rollout_correction="token_mask")
+    with pytest.raises(ValueError, match=r"rollout_correction is 'token_mask', and model\.old_logprobs 'rollout'"):
+        make_module(objective=objective, old_logprobs="rollout")
+    make_module(objective=objective)
+
+
 def test_boxes_are_turned_into_pixels_once(tmp_path):
     """By the data, or by the reward: both would be silent."""
     tiny_vlms.picture(0).save(tmp_path / "a.png")

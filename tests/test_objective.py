@@ -15,7 +15,10 @@ from grpo_lightning.functional import (
     clipped_surrogate,
     group_relative_advantages,
     importance_ratio,
+    keeps_sequence,
     kl_divergence,
+    rollout_weights,
+    sapo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.types import MicroBatch
@@ -40,7 +43,7 @@ def make_batch(with_reference=True):
         attention_mask=mask,
         completion_mask=mask,
         advantages=torch.tensor([1.0, -1.5, 0.5, -0.5]),
-        rollout_logprobs=old,
+        rollout_logprobs=old + torch.tensor([1.0, 0.2, 0.0, -0.9, -0.1] * 4).view(4, 5),
         old_logprobs=old,
         ref_logprobs=old - torch.rand(4, 5, generator=generator) if with_reference else None,
     )
@@ -54,13 +57,15 @@ def loss_and_gradient(objective):
     return loss.item(), logprobs.grad
 
 
-def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, by="token", beta=0.0, dual_clip=None):
+def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, is_sapo=False, by="token", beta=0.0, dual_clip=None):
     """Loss and gradient of the pieces, put together here."""
     logprobs, batch = make_batch()
     mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
     ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=level)
     if is_cispo:
         tokens = cispo_surrogate(ratio, advantages, logprobs, epsilon_high=high)
+    elif is_sapo:
+        tokens = sapo_surrogate(ratio, advantages)
     else:
         tokens = clipped_surrogate(ratio, advantages, epsilon=low, epsilon_high=high, dual_clip=dual_clip)
     tokens = tokens + beta * kl_divergence(logprobs, batch.ref_logprobs, mask, estimator="k3")
@@ -80,6 +85,12 @@ ROWS = {
     ),
     "cispo": ({"surrogate": "cispo", "epsilon_high": 4.0, "beta": 0.0}, {"is_cispo": True, "high": 4.0}),
     "dual clip": ({"dual_clip": 3.0, "beta": 0.0}, {"dual_clip": 3.0}),
+    "sapo": ({"surrogate": "sapo", "aggregate": "sequence", "beta": 0.0}, {"is_sapo": True, "by": "sequence"}),
+    "rloo": ({"aggregate": "constant", "scale": "none", "baseline": "leave_one_out", "beta": 0.0}, {"by": "constant"}),
+    "gspo token": (
+        {"ratio": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregate": "sequence", "beta": 0.0},
+        {"level": "sequence_token", "low": 3e-4, "high": 4e-4, "by": "sequence"},
+    ),
 }
 
 
@@ -93,7 +104,7 @@ def test_a_row_is_its_pieces(row):
     torch.testing.assert_close(gradient, want_gradient)
 
 
-@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo"])
 def test_the_fragments_are_the_rows(row):
     fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
     assert Objective(**fragment) == Objective(**ROWS[row][0])
@@ -103,7 +114,7 @@ def test_the_table_in_the_docstring_is_true():
     """Of every paper that has a fragment: ratio, surrogate, aggregation, scale and beta."""
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [row[0] for row in table] == ["GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO"]
+    assert [row[0] for row in table] == ["GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO"]
     for name, ratio, surrogate, by, scale, beta in table:
         path = FRAGMENTS / f"{name.lower().replace('. ', '_')}.yaml"
         settings = {} if name == "default" else yaml.safe_load(path.read_text())["model"]["objective"]
@@ -126,6 +137,17 @@ CHANGES = [
     {"beta": 0.2},
     {"kl": "k1"},
     {"kl": "k2"},
+    {"importance_corrected_kl": True},
+    {"ratio": "sequence_token"},
+    {"surrogate": "sapo"},
+    {"surrogate": "sapo", "sapo_temperature": 2.0},
+    {"surrogate": "sapo", "sapo_temperature_negative": 2.0},
+    {"rollout_correction": "token_truncate"},
+    {"rollout_correction": "token_truncate", "rollout_correction_high": 1.5},
+    {"rollout_correction": "token_mask", "rollout_correction_low": 0.9},
+    {"rollout_correction": "sequence_truncate"},
+    {"rollout_correction": "sequence_mask"},
+    {"off_policy_threshold": -1.0},
 ]
 
 
@@ -163,7 +185,7 @@ def test_epsilon_stands_in_for_epsilon_high():
 def test_what_the_logs_get():
     logprobs, batch = make_batch()
     terms = Objective(epsilon=0.2, epsilon_high=0.28)(logprobs, batch, COUNTS, LONGEST)
-    for tensor in terms[1:]:
+    for tensor in [tensor for tensor in terms[1:] if tensor is not None]:
         assert tensor.shape == (4, 5)
         assert not tensor.requires_grad
         assert not tensor[~batch.completion_mask].any(), "padding must count nowhere"
@@ -237,6 +259,17 @@ def test_unknown_old_logprobs_are_an_error():
         ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2, got 1\.2"),
         ({"dual_clip": 1.25, "epsilon_high": 0.28}, r"= 1\.28, got 1\.25"),
         ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no meaning for the cispo"),
+        ({"dual_clip": 3.0, "surrogate": "sapo"}, "dual_clip has no meaning for the sapo"),
+        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, and the sapo surrogate clips nothing"),
+        ({"epsilon_high": 0.3, "surrogate": "sapo"}, r"objective\.epsilon_high is 0\.3, and the sapo surrogate"),
+        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, and the surrogate is not sapo"),
+        ({"sapo_temperature": 0.0, "surrogate": "sapo"}, r"sapo_temperature must be above 0, got 0\.0"),
+        ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, and beta is 0"),
+        ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, and rollout_correction is none"),
+        (
+            {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
+            r"rollout_correction_low must be at least 0 and below rollout_correction_high \(2\.0\), got 2\.0",
+        ),
     ],
 )
 def test_refused_settings_are_named(settings, said):
@@ -249,7 +282,7 @@ def test_the_edges_are_allowed():
     Objective(dual_clip=1.21)
 
 
-@pytest.mark.parametrize("name", ["ratio", "surrogate", "aggregate", "baseline", "scale", "kl"])
+@pytest.mark.parametrize("name", ["ratio", "surrogate", "aggregate", "baseline", "scale", "kl", "rollout_correction"])
 def test_unknown_choices_are_named_before_anything_is_computed(name):
     with pytest.raises(ValueError, match=rf"objective\.{name} must be one of .*got 'nonsense'"):
         Objective(**{name: "nonsense"})
@@ -271,3 +304,47 @@ def test_cispo_reports_a_token_as_clipped_when_its_ratio_is_capped_whatever_the_
     terms = Objective(surrogate="cispo", epsilon_high=4.0, beta=0)(logprobs, batch, StepCounts(4, 2), 2)
     assert terms.clipped_high.tolist() == [[True, False], [True, False]]
     assert not terms.clipped_low.any()
+
+
+def test_corrections_multiply_the_surrogate_and_not_the_kl():
+    logprobs, batch = make_batch()
+    mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
+    objective = Objective(
+        beta=0.1, rollout_correction="token_mask", rollout_correction_low=0.5, off_policy_threshold=0.5
+    )
+    terms = objective(logprobs, batch, COUNTS, LONGEST)
+    ratio = importance_ratio(logprobs, batch.old_logprobs, mask)
+    weights = rollout_weights(
+        batch.old_logprobs, batch.rollout_logprobs, mask, level="token", outside="mask", low=0.5, high=2.0
+    )
+    kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=0.5)
+    tokens = clipped_surrogate(ratio, advantages, epsilon=0.2) * weights * kept
+    tokens = tokens + 0.1 * kl_divergence(logprobs, batch.ref_logprobs, mask)
+    want = aggregate(tokens, mask, by="token", num_tokens=23, num_sequences=7, max_completion_length=9)
+    assert terms.loss.item() == pytest.approx(want.item(), rel=1e-6)
+    assert terms.rollout_weight is not None
+    assert terms.is_corrected is not None
+    # e^-1 < 0.5 and e^.9 > 2 are out; e^-.2, 1 and e^.1 are in.
+    assert terms.is_corrected[0].tolist() == [True, False, False, True, False]
+    torch.testing.assert_close(terms.rollout_weight[0, 1], torch.tensor(-0.2).exp())
+    assert Objective()(logprobs, batch, COUNTS, LONGEST).rollout_weight is None
+
+
+def test_a_corrected_kl_is_the_kl_where_nothing_has_moved():
+    _, batch = make_batch()
+    plain, corrected = (
+        Objective(importance_corrected_kl=value)(batch.old_logprobs, batch, COUNTS, LONGEST).loss
+        for value in (False, True)
+    )
+    assert plain == corrected
+
+
+def test_gspo_token_has_the_gradient_of_gspo_where_advantages_are_those_of_sequences():
+    """By completion: GSPO gives every token the slope of the mean, GSPO-token the mean of every slope."""
+    settings = {"epsilon": 0.9, "epsilon_high": 9.0, "aggregate": "sequence", "beta": 0.0}
+    (loss, gradient), (token_loss, token_gradient) = (
+        loss_and_gradient(Objective(ratio=ratio, **settings)) for ratio in ("sequence", "sequence_token")
+    )
+    assert loss == pytest.approx(token_loss, rel=1e-6)
+    assert gradient.abs().sum() > 0
+    torch.testing.assert_close(gradient, token_gradient)

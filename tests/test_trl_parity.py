@@ -18,8 +18,11 @@ from grpo_lightning.functional import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    keeps_sequence,
     kl_divergence,
     masked_mean,
+    rollout_weights,
+    sapo_surrogate,
     step_counts,
     token_entropy,
     token_logprobs,
@@ -31,7 +34,7 @@ TEMPERATURE = 0.7
 MAX_COMPLETION_LENGTH = 8
 PROMPT_MASK = [[0, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 1]]
 LENGTHS = [5, 2, 1, 4]
-BY = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "cispo": "token", "dr_grpo": "constant"}
+BY = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "cispo": "token", "dr_grpo": "constant", "sapo": "sequence"}
 CLIPPED = ["grpo", "dapo", "bnpo", "dr_grpo"]
 
 
@@ -127,7 +130,12 @@ def configure(
     delta: float | None = None,
     level: str = "token",
     micro_batches: int = 1,
+    corrected_kl: bool = False,
+    threshold: float | None = None,
+    is_weighed: bool = False,
 ) -> None:
+    trainer.args.use_bias_correction_kl, trainer.off_policy_mask_threshold = corrected_kl, threshold
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = is_weighed
     trainer.loss_type, trainer.beta, trainer.importance_sampling_level = loss_type, beta, level
     trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta = 0.2, epsilon_high, delta
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = micro_batches
@@ -142,11 +150,20 @@ def ours(trainer: Any, batch: dict[str, Tensor], *, counts: tuple[int, int], tra
     ratio = importance_ratio(logprobs, batch.get("old_per_token_logps", logprobs), mask, level=level)
     if trainer.loss_type == "cispo":
         loss = cispo_surrogate(ratio, gain, logprobs, epsilon_high=trainer.epsilon_high - 1)  # TRL's is the cap itself
+    elif trainer.loss_type == "sapo":
+        positive, negative = trainer.args.sapo_temperature_pos, trainer.args.sapo_temperature_neg
+        loss = sapo_surrogate(ratio, gain, temperature_positive=positive, temperature_negative=negative)
     else:
         high, dual_clip = trainer.epsilon_high, trainer.args.delta
         loss = clipped_surrogate(ratio, gain, epsilon=trainer.epsilon_low, epsilon_high=high, dual_clip=dual_clip)
+    if trainer.off_policy_mask_threshold is not None:
+        drawn, threshold = batch["sampling_per_token_logps"], trainer.off_policy_mask_threshold
+        loss = loss * keeps_sequence(logprobs, drawn, mask, gain, threshold=threshold)
+    if trainer.use_vllm:
+        loss = loss * batch["importance_sampling_ratio"]
     if trainer.beta:
-        loss = loss + trainer.beta * kl_divergence(logprobs, batch["ref_per_token_logps"], mask)
+        kl = kl_divergence(logprobs, batch["ref_per_token_logps"], mask)
+        loss = loss + trainer.beta * (ratio * kl if trainer.args.use_bias_correction_kl else kl)
     by: Any = BY[trainer.loss_type]
     num_tokens, num_sequences = counts
     return aggregate(
@@ -198,6 +215,57 @@ def test_clip_higher_with_the_two_sided_clip(trainer: Any, step: dict[str, Tenso
 def test_cispo(trainer: Any, step: dict[str, Tensor], level: str, cap: float) -> None:
     configure(trainer, "cispo", level=level, epsilon_high=cap, beta=0.04)
     check(trainer, step)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_sapo(trainer: Any, step: dict[str, Tensor], level: str, beta: float) -> None:
+    configure(trainer, "sapo", level=level, beta=beta)
+    check(trainer, step)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_corrected_kl(trainer: Any, step: dict[str, Tensor], loss_type: str, level: str) -> None:
+    configure(trainer, loss_type, level=level, beta=1.0)
+    plain = trainer._compute_loss(trainer.model, step)
+    configure(trainer, loss_type, level=level, beta=1.0, corrected_kl=True)
+    assert (trainer._compute_loss(trainer.model, step) - plain).abs() > 1e-2
+    check(trainer, step)
+
+
+@pytest.mark.parametrize("loss_type", [*CLIPPED, "cispo", "sapo"])
+def test_the_off_policy_mask(trainer: Any, step: dict[str, Tensor], loss_type: str) -> None:
+    drawn = step["old_per_token_logps"] + torch.tensor([0.3, 0.1, 0.2, 0.9]).unsqueeze(1)
+    batch = {**step, "sampling_per_token_logps": drawn}
+    losses = []
+    for threshold in (None, 0.5, 100.0):
+        configure(trainer, loss_type, beta=0.04, threshold=threshold)
+        check(trainer, batch)
+        losses.append(trainer._compute_loss(trainer.model, batch).item())
+    assert losses[0] == losses[2] != losses[1]
+
+
+@pytest.mark.parametrize("loss_type", [*CLIPPED, "cispo", "sapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("outside", ["truncate", "mask"])
+def test_the_rollout_correction(
+    trainer: Any, step: dict[str, Tensor], loss_type: str, level: Any, outside: Any
+) -> None:
+    """Its weights as TRL computes them for vLLM, and what they do to the loss."""
+    mask, old = step["completion_mask"], step["old_per_token_logps"]
+    drawn = old + 0.8 * torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    difference = (old - drawn) * mask
+    theirs = torch.exp(difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference)
+    low, high = 0.4, 1.6
+    inside = (theirs >= low) & (theirs <= high)
+    theirs = theirs.clamp(low, high) if outside == "truncate" else theirs.masked_fill(~inside, 0.0)
+    weights = rollout_weights(old, drawn, mask.bool(), level=level, outside=outside, low=low, high=high)
+    assert_close(weights, theirs)
+    assert inside.any()
+    assert not inside.all()
+    configure(trainer, loss_type, beta=0.04, is_weighed=True)
+    check(trainer, {**step, "importance_sampling_ratio": weights, "sampling_per_token_logps": drawn})
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED)

@@ -1,6 +1,7 @@
 """The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes."""
 
 from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages
+from grpo_lightning.functional.correction import keeps_sequence, rollout_weights
 from grpo_lightning.functional.kl import kl_divergence
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.losses import (
@@ -9,6 +10,7 @@ from grpo_lightning.functional.losses import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    sapo_surrogate,
 )
 from grpo_lightning.functional.masking import aggregate, masked_mean, step_counts
 
@@ -21,8 +23,11 @@ __all__ = [
     "importance_ratio",
     "is_clipped_high",
     "is_clipped_low",
+    "keeps_sequence",
     "kl_divergence",
     "masked_mean",
+    "rollout_weights",
+    "sapo_surrogate",
     "step_counts",
     "token_entropy",
     "token_logprobs",

@@ -15,32 +15,43 @@ from grpo_lightning.functional.masking import masked_mean
 
 
 def importance_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: Literal["token", "sequence"] = "token"
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence", "sequence_token"] = "token",
 ) -> Tensor:
     """Probability of the tokens now over their probability when they were drawn.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
+        sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
     Args:
         logprobs: [B, T] nats, of the policy now.
         old_logprobs: [B, T] nats, of the policy at the start of the cycle; a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
-        level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7).
+        level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7);
+            "sequence_token" has its value and the gradient of each token's own log-prob, so that advantages may differ
+            between tokens (GSPO-token, eq. 14).
 
     Returns:
-        [B, T] for tokens, [B, 1] for sequences; exactly 1 where nothing has moved.
+        [B, T], for sequences [B, 1]; exactly 1 where nothing has moved.
 
     Raises:
-        ValueError: If the level is neither.
+        ValueError: If the level is none of the three.
     """
     # Masked before exp: an overflow at a padded position has a nan gradient even when it is masked afterwards.
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
     if level == "token":
         return log_ratio.exp()
-    if level == "sequence":
-        return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
-    raise ValueError(f"level must be 'token' or 'sequence', got {level!r}.")
+    if level in ("sequence", "sequence_token"):
+        of_sequence = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
+        if level == "sequence":
+            return of_sequence
+        own = torch.where(mask, logprobs - logprobs.detach(), 0.0)  # 0, with a gradient
+        return of_sequence.detach() * own.exp()
+    raise ValueError(f"level must be 'token', 'sequence' or 'sequence_token', got {level!r}.")
 
 
 def clipped_surrogate(
@@ -103,6 +114,29 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
         [B, T] the loss of each token, to be minimised. Its value means nothing; its gradient does.
     """
     return -ratio.clamp(max=1 + epsilon_high).detach() * advantages * logprobs
+
+
+def sapo_surrogate(
+    ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+) -> Tensor:
+    """Let a gate fade the gradient out as the ratio leaves 1, in place of a clip that cuts it off.
+
+        loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   tau by the sign of A
+
+    At r = 1 the gradient is that of r A. SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). Its value
+    means nothing; its gradient does.
+
+    Args:
+        ratio: [B, T], or [B, 1] for sequences.
+        advantages: [B, 1], or [B, T].
+        temperature_positive: tau where A > 0.
+        temperature_negative: tau elsewhere; larger fades sooner.
+
+    Returns:
+        The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
+    """
+    tau = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:

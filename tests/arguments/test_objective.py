@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.types import MicroBatch
@@ -15,8 +20,8 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 REWARDS = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 3.0]])
 
 
-def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0)) -> float:
-    """Of two completions of three and two tokens."""
+def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0), drawn: Tensor = OLD) -> float:
+    """Of two completions of three and two tokens, drawn with the probabilities `drawn`."""
     ids = torch.zeros(2, 1, dtype=torch.long)
     batch = MicroBatch(
         prompt_ids=ids[:1],
@@ -26,7 +31,7 @@ def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0)) ->
         attention_mask=MASK,
         completion_mask=MASK,
         advantages=torch.tensor(advantages),
-        rollout_logprobs=OLD,
+        rollout_logprobs=drawn,
         old_logprobs=OLD,
         ref_logprobs=OLD if objective.needs_reference else None,
     )
@@ -40,6 +45,8 @@ def test_ratio():
         (-3 * 1.5 ** (1 / 3) + 2 * 3**0.5) / 5, abs=1e-6
     )
     assert loss(Objective(beta=0.0, ratio="token")) == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
+    values = [loss(Objective(beta=0.0, ratio=ratio)) for ratio in ("sequence", "sequence_token")]
+    assert values[0] == pytest.approx(values[1])  # their gradients differ
 
 
 @case(Objective, "surrogate")
@@ -109,3 +116,60 @@ def test_kl():
     without = loss(Objective(beta=0.0))
     for estimator, kl in by_hand.items():
         assert loss(Objective(beta=1.0, kl=estimator)) - without == pytest.approx(kl.mean().item(), abs=1e-5)
+
+
+@case(Objective, "sapo_temperature", "sapo_temperature_negative")
+def test_sapo():
+    def gate(ratio: float, tau: float) -> float:
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+    def by_hand(positive: float, negative: float) -> float:
+        first = -sum(gate(ratio, positive) for ratio in (3, 0.5, 1))
+        return (first + gate(3, negative) + gate(1, negative)) / 5
+
+    sapo = functools.partial(Objective, beta=0.0, surrogate="sapo")
+    assert loss(sapo()) == pytest.approx(by_hand(1.0, 1.05))
+    assert loss(sapo(sapo_temperature=2.0)) == pytest.approx(by_hand(2.0, 1.05))
+    assert loss(sapo(sapo_temperature_negative=2.0)) == pytest.approx(by_hand(1.0, 2.0))
+
+
+@case(Objective, "importance_corrected_kl")
+def test_importance_corrected_kl():
+    distance = (NOW - OLD)[MASK]
+    kl = (-distance).exp() + distance - 1
+    plain, corrected = (loss(Objective(beta=1.0, importance_corrected_kl=value)) for value in (False, True))
+    assert corrected - plain == pytest.approx((distance.exp() * kl - kl).mean().item(), abs=1e-5)
+
+
+DRAWN = torch.log(torch.tensor([[0.1, 0.4, 0.4], [0.2, 0.6, 0.4]]))
+"""The policy's probabilities were 3, 1, 1.25 and 1, 1/2 times those; the products are 3.75 and 1/2."""
+
+
+@case(Objective, "rollout_correction", "rollout_correction_low", "rollout_correction_high")
+def test_rollout_correction():
+    def corrected(**settings: Any) -> float:
+        return loss(Objective(beta=0.0, **settings), drawn=DRAWN)
+
+    def by_hand(first: list[float], second: list[float]) -> float:
+        plain = [-1.2, -0.5, -1.0, 3.0, 1.0]
+        return sum(a * b for a, b in zip(plain, first + second, strict=True)) / 5
+
+    assert corrected() == pytest.approx(by_hand([1, 1, 1], [1, 1]))
+    assert corrected(rollout_correction="token_truncate") == pytest.approx(by_hand([2, 1, 1.25], [1, 0.5]))
+    assert corrected(rollout_correction="token_mask") == pytest.approx(by_hand([0, 1, 1.25], [1, 0.5]))
+    assert corrected(rollout_correction="sequence_truncate") == pytest.approx(by_hand([2, 2, 2], [0.5, 0.5]))
+    assert corrected(rollout_correction="sequence_mask") == pytest.approx(by_hand([0, 0, 0], [0.5, 0.5]))
+    higher = corrected(rollout_correction="sequence_mask", rollout_correction_high=4.0)
+    assert higher == pytest.approx(by_hand([3.75] * 3, [0.5, 0.5]))
+    lower = corrected(rollout_correction="token_truncate", rollout_correction_low=0.75)
+    assert lower == pytest.approx(by_hand([2, 1, 1.25], [1, 0.75]))
+
+
+@case(Objective, "off_policy_threshold")
+def test_off_policy_threshold():
+    # The first completion became more likely, 3 x 1/2 x 1; the second one too, 3 x 1: nothing to leave out.
+    assert loss(Objective(beta=0.0, off_policy_threshold=0.0)) == loss(Objective(beta=0.0))
+    # Had it been drawn with e times its probability, the policy would have moved away by 1 - log(3) / 2 = 0.45 nats.
+    kept, left_out = (loss(Objective(beta=0.0, off_policy_threshold=t), drawn=OLD + 1) for t in (0.46, 0.44))
+    assert kept == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
+    assert left_out == pytest.approx((-1.2 - 0.5 - 1) / 5)

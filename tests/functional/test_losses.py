@@ -19,14 +19,15 @@ from grpo_lightning.functional import (
     is_clipped_high,
     is_clipped_low,
     kl_divergence,
+    sapo_surrogate,
     step_counts,
 )
 
 quick = settings(deadline=None, max_examples=15, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")
 BY = ["token", "sequence", "constant"]
-LEVELS = ["token", "sequence"]
-SURROGATES = ["clip", "dual_clip", "cispo"]
+LEVELS = ["token", "sequence", "sequence_token"]
+SURROGATES = ["clip", "dual_clip", "cispo", "sapo"]
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
@@ -52,6 +53,8 @@ def share(rows: dict[str, Tensor], counts: tuple[int, int], *, by: Any, level: A
     ratio = importance_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"], level=level)
     if surrogate == "cispo":
         loss = cispo_surrogate(ratio, rows["advantages"], rows["logprobs"], epsilon_high=0.2)
+    elif surrogate == "sapo":
+        loss = sapo_surrogate(ratio, rows["advantages"])
     else:
         dual_clip = 2.0 if surrogate == "dual_clip" else None
         loss = clipped_surrogate(ratio, rows["advantages"], epsilon=0.2, epsilon_high=0.3, dual_clip=dual_clip)
@@ -77,6 +80,10 @@ def check_importance_ratio(importance_ratio: Any) -> None:
     # Slopes: the ratio itself per token; for a sequence shared by its two trained tokens.
     assert_close(torch.autograd.grad(token.sum(), logprobs)[0], torch.tensor([[2.0, 8.0, 0.0], [0.0, 0.0, 0.0]]))
     assert_close(torch.autograd.grad(sequence.sum(), logprobs)[0], torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]))
+    # GSPO-token has the value of the sequence, and of each token the slope that the sequence has over all of them.
+    both = importance_ratio(logprobs, old_logprobs, mask, level="sequence_token")
+    assert_close(both, torch.tensor([[4.0, 4.0, 4.0], [1.0, 1.0, 1.0]]))
+    assert_close(torch.autograd.grad(both[:, 0].sum(), logprobs)[0], torch.tensor([[4.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
 
 
 # Ratio, advantage, and with clip range [0.8, 1.3] the loss -min(r A, clip(r) A), its slope in r, clipped low, high.
@@ -146,7 +153,7 @@ def test_a_dual_clip_inside_the_trust_region_is_explained(dual_clip: float) -> N
 
 
 def test_an_unknown_level_is_named() -> None:
-    with pytest.raises(ValueError, match="level must be 'token' or 'sequence', got 'word'"):
+    with pytest.raises(ValueError, match="level must be 'token', 'sequence' or 'sequence_token', got 'word'"):
         importance_ratio(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1).bool(), level="word")  # type: ignore[arg-type]
 
 
@@ -172,6 +179,19 @@ def test_what_has_not_moved_has_ratio_exactly_one(level: Any) -> None:
 # --- parity with a loop
 
 
+def loop_surrogate(r: float, now: float, gain: float, surrogate: str) -> float:
+    """Of one token with ratio r."""
+    if surrogate == "cispo":
+        return -gain * now * (r if r < 1.2 else 1.2)
+    if surrogate == "sapo":
+        tau = 1.0 if gain > 0 else 1.05
+        return -4 / tau * gain / (1 + math.exp(-tau * (r - 1)))
+    if gain >= 0:
+        return -gain * (r if r < 1.3 else 1.3)
+    inner = gain * (r if r > 0.8 else 0.8)
+    return -max(inner, 2.0 * gain) if surrogate == "dual_clip" else -inner  # as the paper of the dual clip writes it
+
+
 def loop_loss(rows: dict[str, Tensor], *, by: str, level: str, surrogate: str) -> float:
     kept: list[list[float]] = []
     for row in range(len(rows["mask"])):
@@ -182,19 +202,12 @@ def loop_loss(rows: dict[str, Tensor], *, by: str, level: str, surrogate: str) -
         if not now:
             continue
         ratios = [math.exp(n) / math.exp(o) for n, o in zip(now, old, strict=True)]
-        if level == "sequence":
+        if level != "token":
             ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
         gain = rows["advantages"][row].item()
         losses = []
         for r, n, f in zip(ratios, now, ref, strict=True):
-            if surrogate == "cispo":
-                loss = -gain * n * (r if r < 1.2 else 1.2)
-            elif gain >= 0:
-                loss = -gain * (r if r < 1.3 else 1.3)
-            else:  # the dual clip as its paper writes it
-                inner = gain * (r if r > 0.8 else 0.8)
-                loss = -max(inner, 2.0 * gain) if surrogate == "dual_clip" else -inner
-            losses.append(loss + 0.1 * (math.exp(f) / math.exp(n) - 1 + n - f))
+            losses.append(loop_surrogate(r, n, gain, surrogate) + 0.1 * (math.exp(f) / math.exp(n) - 1 + n - f))
         kept.append(losses)
     if not kept:
         return 0.0
@@ -391,3 +404,27 @@ def test_a_broken_cispo_is_caught(broken: Any, old: str, new: str) -> None:
 def test_broken_clip_counts_are_caught(broken: Any, old: str, new: str) -> None:
     with pytest.raises(AssertionError):
         check_clipped(broken(is_clipped_low, old, new), broken(is_clipped_high, old, new))
+
+
+# --- SAPO
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05), (-2.0, 3.0)])
+def test_sapo_by_hand(advantage: float, tau: float) -> None:
+    ratio = torch.tensor([[0.5, 1.0, 3.0]], requires_grad=True)
+    options = {"temperature_positive": tau} if advantage > 0 else {"temperature_negative": tau}
+    loss = sapo_surrogate(ratio, torch.tensor([[advantage]]), **options)
+    gates = [1 / (1 + math.exp(-tau * (r - 1))) for r in (0.5, 1.0, 3.0)]
+    assert_close(loss, torch.tensor([[-4 / tau * gate * advantage for gate in gates]]))
+    slopes = torch.autograd.grad(loss.sum(), ratio)[0]
+    assert_close(slopes, torch.tensor([[-4 * gate * (1 - gate) * advantage for gate in gates]]))
+    assert_close(slopes[0, 1], torch.tensor(-advantage))  # at 1 that of the ratio itself
+
+
+def test_sapo_fades_where_clip_cuts() -> None:
+    ratio = torch.tensor([[0.3, 0.9, 1.0, 1.1, 4.0]], requires_grad=True)
+    slopes = torch.autograd.grad(sapo_surrogate(ratio, torch.tensor([[1.0]])).sum(), ratio)[0].abs()[0]
+    assert slopes[2] == slopes.max()
+    assert (slopes > 0).all()
+    assert slopes[4] < slopes[3] < slopes[2]
+    assert slopes[0] < slopes[1] < slopes[2]
