@@ -9,13 +9,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch.utils.data import DataLoader
 
 from grpo_lightning import box_checks, data_checks, limits, offload, sync_reference
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
+from grpo_lightning.overlong import OverlongFilter
 from grpo_lightning.policy.precision import check_masters
 from grpo_lightning.strategies import check_strategy, has_masters, reads
 
@@ -57,10 +58,13 @@ def naming_key(key: str) -> Iterator[None]:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _check_old_logprobs(module: GRPOLightningModule) -> None:
-    """Raises: ValueError if `old_logprobs` is no choice, or leaves nothing to correct."""
+def _check_choices(module: GRPOLightningModule) -> None:
+    """Raises: ValueError if a choice is none, or leaves nothing to correct."""
     if module.old_logprobs not in ("recompute", "rollout"):
         raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {module.old_logprobs!r}.")
+    filters = get_args(OverlongFilter)
+    if module.overlong_filter not in filters:
+        raise ValueError(f"model.overlong_filter must be one of {', '.join(filters)}, got {module.overlong_filter!r}.")
     correction = module.objective.rollout_correction
     if module.old_logprobs == "rollout" and correction != "none":
         raise ValueError(
@@ -89,7 +93,7 @@ def check_settings(module: GRPOLightningModule) -> None:
             f"model.num_generations must be at least 2, got {module.num_generations}: a lone completion has no group "
             "to be compared with."
         )
-    _check_old_logprobs(module)
+    _check_choices(module)
     if module.sampling.is_greedy:
         raise ValueError(
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "

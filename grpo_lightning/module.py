@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import checkpoints, checks, data_checks, optimization, ranks
+from grpo_lightning import checkpoints, checks, data_checks, optimization, overlong, ranks
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, records
 from grpo_lightning.hooks import notify
@@ -65,6 +65,7 @@ class GRPOLightningModule(L.LightningModule):
         num_iterations: Passes over a rollout.
         updates_per_rollout: Optimizer steps a rollout is divided over, per pass.
         old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
+        overlong_filter: What truncated completions are left out of: "none", the "loss", or their "group" as well.
         seed: Of sampling; null takes `seed_everything`.
     """
 
@@ -91,6 +92,7 @@ class GRPOLightningModule(L.LightningModule):
         num_iterations: int = 1,
         updates_per_rollout: int = 1,
         old_logprobs: Literal["recompute", "rollout"] = "recompute",
+        overlong_filter: overlong.OverlongFilter = "none",
         seed: int | None = None,
     ) -> None:
         arguments = dict(locals())
@@ -111,6 +113,7 @@ class GRPOLightningModule(L.LightningModule):
         self.num_iterations = num_iterations
         self.updates_per_rollout = updates_per_rollout
         self.old_logprobs = old_logprobs
+        self.overlong_filter = overlong_filter
         self.seed = seed
         checks.check_settings(self)
         self.save_hyperparameters(checkpoints.plain_settings(arguments, self.loader))
@@ -133,7 +136,7 @@ class GRPOLightningModule(L.LightningModule):
             self.policy.zero_grad()
             groups = self.sample(as_prompt_batch(batch).prompts)
             rewards = self.score_rewards(groups)
-            advantages = self.compare(rewards)
+            advantages = self.compare(overlong.comparable(rewards, groups, self.overlong_filter))
             self.rollout = self.plan_updates(groups, advantages)
         assert self.rollout is not None
         return self.update(self.rollout.next())
@@ -148,6 +151,7 @@ class GRPOLightningModule(L.LightningModule):
             groups = self.generate(prompts, self.num_generations, self.sampling, seeds)
             self.rollout_index += 1
         add_rollout(self.metrics, groups)
+        overlong.mask_truncated(groups, self.overlong_filter)
         return groups
 
     def score_rewards(self, groups: list[Group]) -> Tensor:

@@ -170,7 +170,11 @@ def plan_micro_batches(
     for update in split_updates(rows, updates, share or Share(len(groups))):
         trained = [sum(row.mask) for row in update]
         counts.append(StepCounts(sum(trained), sum(tokens > 0 for tokens in trained)))
-        kept = [row for row in update if row.advantage != 0 or not skip_zero_advantages]
+        kept = [
+            row
+            for row, tokens in zip(update, trained, strict=True)
+            if tokens and (row.advantage != 0 or not skip_zero_advantages)  # no token, no gradient
+        ]
         for part in split_update(kept, accumulate):
             micro_batches.append(collate(part, pad_id) if part else idle_micro_batch(rows, pad_id))
     return micro_batches, counts

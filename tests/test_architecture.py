@@ -20,6 +20,7 @@ LEVELS = {
     "objective": 2,
     "offload": 5,
     "optimization": 5,
+    "overlong": 4,
     "own_callbacks": 5,
     "policy": 2,
     "rollout": 3,

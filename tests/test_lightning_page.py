@@ -109,11 +109,14 @@ def trained(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Hi
     return module, before, history
 
 
-def test_skips_truncated_trains_on_none_of_them():
-    tokens = [[40 + g] * 4 for g in range(4)]
-    module, before, _ = trained("SkipsTruncated", engine=ScriptedEngine(tokens, "length"), rewards=[distinct])
-    assert are_equal(weights_of(module), before)
-    module, before, _ = trained("SkipsTruncated", engine=ScriptedEngine(tokens, "stop"), rewards=[distinct])
+def test_skips_repeated_trains_once_on_each_text():
+    tokens = [[40] * 4, [41] * 4, [40] * 4, [42] * 4]
+    module, before, _ = trained("SkipsRepeated", engine=ScriptedEngine(tokens), rewards=[distinct])
+    masks = torch.cat([batch.completion_mask.any(1) for batch in module.rollout.micro_batches])
+    groups, _, advantages = module.samples
+    assert [c.mask for c in groups[0].completions] == [None, None, [False] * 4, None]
+    assert advantages[0, 2] == advantages[0, 0] != 0, "it still counts"
+    assert module.rollout.counts[-1].num_sequences == 3 * len(groups) == masks.sum()
     assert not are_equal(weights_of(module), before)
 
 

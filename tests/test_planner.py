@@ -73,12 +73,13 @@ def test_one_micro_batch_by_hand():
     (batch,), counts = plan(groups, torch.tensor([[1.0, -1.0], [0.5, 0.0]]))
     assert batch.prompt_ids.tolist() == [[5, 6, 7], [PAD, PAD, 8]]
     assert batch.prompt_mask.tolist() == [[True] * 3, [False, False, True]]
-    assert batch.prompt_index.tolist() == [0, 0, 1, 1]
-    assert batch.completion_ids.tolist() == [[10, 11, PAD], [10, 11, 12], [10, PAD, PAD], [PAD] * 3]
-    assert batch.attention_mask.tolist() == [[True, True, False], [True] * 3, [True, False, False], [False] * 3]
-    assert batch.completion_mask.tolist() == [[True, False, False], [True] * 3, [True, False, False], [False] * 3]
-    assert batch.rollout_logprobs.tolist() == [[-1, -2, 0], [-1, -2, -3], [-1, 0, 0], [0, 0, 0]]
-    assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.0]
+    # The last one has no token to train on: it is left out.
+    assert batch.prompt_index.tolist() == [0, 0, 1]
+    assert batch.completion_ids.tolist() == [[10, 11, PAD], [10, 11, 12], [10, PAD, PAD]]
+    assert batch.attention_mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
+    assert batch.completion_mask.tolist() == [[True, False, False], [True] * 3, [True, False, False]]
+    assert batch.rollout_logprobs.tolist() == [[-1, -2, 0], [-1, -2, -3], [-1, 0, 0]]
+    assert batch.advantages.tolist() == [1.0, -1.0, 0.5]
     assert (batch.advantages.dtype, batch.rollout_logprobs.dtype) == (torch.float32, torch.float32)
     assert (batch.old_logprobs, batch.ref_logprobs) == (None, None)
     # 1 + 3 + 1 + 0 trained tokens, in 3 completions with any: the empty one does not count.

@@ -28,7 +28,7 @@ from tests.module_runs import (
     make_trainer,
     weights_of,
 )
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 
 def trained(steps: int = 1, **settings: Any) -> tuple[GRPOLightningModule, dict[str, float]]:
@@ -129,6 +129,17 @@ def test_old_logprobs():
     _, logged = trained(old_logprobs="rollout", engine=engine, rewards=[sum_of_ids])
     assert logged["policy/ratio"] == pytest.approx((batch.old_logprobs + 1).exp().mean().item(), rel=1e-4)
     assert logged["policy/ratio"] < 0.5
+
+
+@case(GRPOLightningModule, "overlong_filter")
+def test_overlong_filter():
+    engine = ScriptedEngine([[40 + g] for g in range(3)] + [[43, EOS]])  # the last one alone was not cut
+    counts = {}
+    for name in ("none", "loss", "group"):
+        module, _ = trained(overlong_filter=name, engine=engine, rewards=[sum_of_ids])
+        counts[name] = module.rollout.counts[0].num_sequences, bool(module.samples[2].any())
+    each = counts["none"][0]
+    assert counts == {"none": (each, True), "loss": (each // 4, True), "group": (each // 4, False)}
 
 
 # --------------------------------------------------------------------------------------------------------- validation

@@ -1,0 +1,98 @@
+"""Completions that the length limit cut: trained on, left out of the loss, or left out of their group too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_lightning.objective import Objective
+from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, weights_of
+from tests.tiny_models import EOS
+
+A, E, X = (ord(c) - 30 for c in "aex")
+COMPLETIONS = [[A, E, EOS], [X, A, X, X], [X, EOS], [X, X, A, EOS]]
+"""Vowels: 2, 1, 0, 1; the second is cut."""
+
+EVERY = ("none", "loss", "group")
+
+
+def num_vowels(completions: list[str]) -> list[float]:
+    return [float(sum(c in "aeiou" for c in text)) for text in completions]
+
+
+def trained(overlong_filter: Any, completions: Any = COMPLETIONS, beta: float = 0.0, **options: Any) -> Any:
+    """A module after one optimizer step on two prompts."""
+    module = make_module(
+        rewards=[num_vowels],
+        engine=ScriptedEngine(completions),
+        objective=Objective(beta=beta),
+        overlong_filter=overlong_filter,
+        **options,
+    )
+    fit(module, ["one", "a longer one"], batch_size=2, shuffle=False, max_steps=1)
+    return module
+
+
+def advantages(*rewards: float) -> list[float]:
+    """Of a group, by hand."""
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    mean = sum(known) / len(known)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in known) / (len(known) - 1))
+    return [0.0 if math.isnan(reward) else (reward - mean) / (std + 1e-4) for reward in rewards]
+
+
+@pytest.mark.parametrize(
+    ("overlong_filter", "rewards", "num_tokens"),
+    [("none", (2, 1, 0, 1), 13), ("loss", (2, 1, 0, 1), 9), ("group", (2, math.nan, 0, 1), 9)],
+)
+def test_by_hand(overlong_filter: str, rewards: tuple[float, ...], num_tokens: int):
+    module = trained(overlong_filter)
+    _, scores, found = module.samples
+    torch.testing.assert_close(found, torch.tensor([advantages(*rewards)] * 2))
+    assert scores.total.tolist() == [[2, 1, 0, 1]] * 2, "what is logged is the reward of all"
+    (counts,) = module.rollout.counts
+    assert counts == (2 * num_tokens, 2 * (3 if overlong_filter != "none" else 4))
+    tokens = sum(int(batch.completion_mask.sum()) for batch in module.rollout.micro_batches)
+    # Those of advantage 0 are not computed without a KL: in a group of 2, 1, 0, 1 the two in the middle.
+    assert tokens == {"none": 2 * 5, "loss": 2 * 5, "group": 2 * 5}[overlong_filter]
+
+
+def test_what_is_masked_is_not_computed():
+    """With a KL all trained completions are, and only these."""
+    rows = {name: trained(name, beta=0.04).rollout.micro_batches for name in EVERY}
+    assert {name: sum(len(batch.advantages) for batch in found) for name, found in rows.items()} == {
+        "none": 8,
+        "loss": 6,
+        "group": 6,
+    }
+
+
+@pytest.mark.parametrize("overlong_filter", EVERY)
+def test_nothing_is_cut(overlong_filter: str):
+    whole = [[A, E, EOS], [X, A, EOS], [X, EOS], [X, X, A, EOS]]
+    plain, filtered = (weights_of(trained(name, whole, lr=1e-2)) for name in ("none", overlong_filter))
+    assert are_equal(plain, filtered)
+
+
+@pytest.mark.parametrize("overlong_filter", ["loss", "group"])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_everything_is_cut(overlong_filter: str, beta: float):
+    """Finite, and nothing is learned."""
+    cut = [[A, E], [X, A], [X, X], [E, E]]
+    module = trained(overlong_filter, cut, beta, lr=1e-2)
+    assert are_equal(weights_of(module), weights_of(trained("none", cut, beta, lr=0.0)))
+    assert module.rollout.counts == [(0, 0)]
+
+
+def test_a_filter_changes_what_is_learned():
+    plain, loss, group = (weights_of(trained(name, lr=1e-2, beta=0.04)) for name in EVERY)
+    assert not are_equal(plain, loss)
+    assert not are_equal(loss, group)
+
+
+def test_an_unknown_filter_is_named():
+    with pytest.raises(ValueError, match=r"model\.overlong_filter must be one of none, loss, group, got 'drop'"):
+        make_module(overlong_filter="drop")
