@@ -136,7 +136,7 @@ class GRPOLightningModule(L.LightningModule):
             self.policy.zero_grad()
             groups = self.sample(as_prompt_batch(batch).prompts)
             rewards = self.score_rewards(groups)
-            advantages = self.compare(overlong.comparable(rewards, groups, self.overlong_filter))
+            advantages = self.compare(rewards)
             self.rollout = self.plan_updates(groups, advantages)
         assert self.rollout is not None
         return self.update(self.rollout.next())
@@ -155,14 +155,14 @@ class GRPOLightningModule(L.LightningModule):
         return groups
 
     def score_rewards(self, groups: list[Group]) -> Tensor:
-        """[N, G] the weighted reward of every completion; nan where it is not scorable."""
+        """[N, G] the weighted reward of every completion; nan where it is not scorable, or left out of its group."""
         with self.phase("reward"):
             scores = self.value(groups, self.num_generations)
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
         self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
-        return scores.total
+        return overlong.comparable(scores.total, groups, self.overlong_filter)
 
     def compare(self, rewards: Tensor) -> Tensor:
         """[N, G] the advantage of every completion over its group; the scale may be that of all ranks' rewards."""
