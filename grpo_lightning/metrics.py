@@ -181,7 +181,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, ter
     `rollout_kl` is that of the engine's distribution to the policy's at the start of the cycle, nats per token.
     """
     per_token = {
-        "entropy": scores.entropy,
+        "entropy": scores.entropy.detach(),
         "ratio": terms.ratio,
         "clip_fraction": terms.clipped_low | terms.clipped_high,
         "clip_fraction_low": terms.clipped_low,

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import checkpoints, checks, data_checks, optimization, overlong, ranks
+from grpo_lightning import checkpoints, checks, data_checks, fixed_logprobs, optimization, overlong, ranks
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, records
 from grpo_lightning.hooks import notify
@@ -185,20 +185,8 @@ class GRPOLightningModule(L.LightningModule):
         give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
         add_padding(self.metrics, micro_batches)
         micro_batches = [batch.to(self.device) for batch in micro_batches]
-        # The first update's own forward passes see the weights as they still are: they need no pass before.
-        later = micro_batches[self.trainer.accumulate_grad_batches :]
-        if self.old_logprobs == "rollout":
-            for batch in micro_batches:
-                batch.old_logprobs = batch.rollout_logprobs
-        elif later:
-            with torch.no_grad(), self.phase("old_logprobs"):
-                self.policy.train()
-                for batch in later:
-                    batch.old_logprobs = self.logprobs(self.policy, batch)
-        if self.reference is not None:
-            with torch.no_grad(), self.phase("ref_logprobs"), self.reference.scoring(self.policy) as model:
-                for batch in micro_batches:
-                    batch.ref_logprobs = self.logprobs(model, batch)
+        fixed_logprobs.add_old_logprobs(self, micro_batches)
+        fixed_logprobs.add_ref_logprobs(self, micro_batches)
         return Rollout(micro_batches, counts, self.num_iterations)
 
     def update(self, turn: Turn) -> Tensor:
@@ -208,10 +196,16 @@ class GRPOLightningModule(L.LightningModule):
         self.policy.train()
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
-            scores = self.scorer(self.policy, batch, temperature=self.sampling.temperature)
+            scores = self.scorer(
+                self.policy,
+                batch,
+                temperature=self.sampling.temperature,
+                trains_entropy=self.objective.trains_entropy,
+            )
         if batch.old_logprobs is None:
             batch.old_logprobs = scores.logprobs.detach()
-        terms = self.objective(scores.logprobs, batch, turn.counts, self.sampling.max_completion_length)
+        longest = self.sampling.max_completion_length
+        terms = self.objective(scores.logprobs, batch, turn.counts, longest, entropy=scores.entropy)
         add_update(self.metrics, batch, scores, terms)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)

@@ -80,6 +80,7 @@ class Objective:
     """The loss, as one choice per column.
 
     loss = aggregate( rollout_weight * surrogate(ratio, advantage) + beta * kl )
+           - entropy_coefficient * mean of entropy over tokens
     """
 
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
@@ -116,6 +117,10 @@ class Objective:
 
     importance_corrected_kl: bool = False
     """The KL of each token times its importance ratio: unbiased also after the policy has moved (DeepSeek-V3.2)."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the policy's entropy, exact over the vocabulary and the mean over all tokens whatever the aggregation;
+    it is made larger. 0 leaves it out."""
 
     sapo_temperature: float = 1.0
     """How fast SAPO's gate closes where the advantage is positive."""
@@ -203,14 +208,25 @@ class Objective:
     @property
     def trains_on_zero_advantages(self) -> bool:
         """False if a completion of advantage 0 adds nothing to the gradient and may be left out of the passes."""
-        return self.beta > 0
+        return self.beta > 0 or self.trains_entropy
+
+    @property
+    def trains_entropy(self) -> bool:
+        """True if the entropy is part of the loss."""
+        return self.entropy_coefficient != 0
 
     def compare(self, rewards: Tensor) -> Tensor:
         """Advantages [N, G] of rewards [N, G]."""
         return group_relative_advantages(rewards, baseline=self.baseline, scale=self.scale)
 
     def __call__(
-        self, logprobs: Tensor, batch: MicroBatch, counts: StepCounts, max_completion_length: int
+        self,
+        logprobs: Tensor,
+        batch: MicroBatch,
+        counts: StepCounts,
+        max_completion_length: int,
+        *,
+        entropy: Tensor | None = None,
     ) -> ObjectiveTerms:
         """The micro-batch's share of the step's loss.
 
@@ -219,6 +235,10 @@ class Objective:
             batch: Its `old_logprobs` must be known, and with beta > 0 its `ref_logprobs`.
             counts: Of the whole optimizer step over all ranks.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
+            entropy: [B, T] nats, of the policy now; with gradients if `trains_entropy`.
+
+        Raises:
+            ValueError: If the old log-probs are not known, or an entropy that is trained on is not.
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before the objective is computed.")
@@ -236,14 +256,18 @@ class Objective:
                 kl = ratio * kl
             loss = loss + self.beta * kl
         clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
-        total = aggregate(
-            loss.expand_as(mask),
-            mask,
-            by=self.aggregate,
+        mean = functools.partial(
+            aggregate,
+            mask=mask,
             num_tokens=counts.num_tokens,
             num_sequences=counts.num_sequences,
             max_completion_length=max_completion_length,
         )
+        total = mean(loss.expand_as(mask), by=self.aggregate)
+        if self.trains_entropy:
+            if entropy is None:
+                raise ValueError("objective.entropy_coefficient is set, and the entropies were not given.")
+            total = total - self.entropy_coefficient * mean(entropy, by="token")
         spread = ratio.detach().expand_as(mask) * mask
         return ObjectiveTerms(total, kl.detach(), clipped_low, clipped_high, spread, *(correction or ()))
 

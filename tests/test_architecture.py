@@ -40,6 +40,7 @@ LEVELS = {
     "data_checks": 5,
     "demo": 5,
     "export": 5,
+    "fixed_logprobs": 5,
     "hooks": 5,
     "limits": 5,
     "logged": 5,

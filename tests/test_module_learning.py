@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from grpo_lightning.module import GRPOLightningModule
-from tests.module_runs import History, are_equal, fit, make_module, weights_of
+from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
+from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 class ShuffledRewards(GRPOLightningModule):
@@ -119,3 +122,20 @@ def test_update_can_be_replaced():
     half, _ = one_sgd_step(OwnUpdate)
     for name, change in whole.items():
         torch.testing.assert_close(half[name], change / 2, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("coefficient", [1.0, -1.0])
+@pytest.mark.parametrize("head_chunk_size", [None, 4])
+def test_the_entropy_bonus_alone_moves_the_entropy(coefficient, head_chunk_size):
+    """Equal rewards teach nothing: what moves is what the coefficient asks for."""
+    history = History()
+    policy = PolicyLoader(
+        model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), head_chunk_size=head_chunk_size
+    )
+    objective = Objective(beta=0.0, entropy_coefficient=coefficient)
+    module = make_module(policy=policy, rewards=[lambda completions: [1.0] * len(completions)], objective=objective)
+    fit(module, max_steps=8, callbacks=[history])
+    entropies = [step["policy/entropy"] for step in history.steps]
+    moved = entropies[-1] - entropies[0]
+    assert moved * coefficient > 0.02
+    assert all(step["reward/equal_groups"] == 1 for step in history.steps)

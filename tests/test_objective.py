@@ -52,7 +52,7 @@ def make_batch(with_reference=True):
 
 def loss_and_gradient(objective):
     logprobs, batch = make_batch(objective.needs_reference)
-    loss = objective(logprobs, batch, COUNTS, LONGEST).loss
+    loss = objective(logprobs, batch, COUNTS, LONGEST, entropy=logprobs**2).loss
     loss.backward()
     return loss.item(), logprobs.grad
 
@@ -148,6 +148,7 @@ CHANGES = [
     {"rollout_correction": "sequence_truncate"},
     {"rollout_correction": "sequence_mask"},
     {"off_policy_threshold": -1.0},
+    {"entropy_coefficient": 0.1},
 ]
 
 
@@ -222,10 +223,11 @@ def test_without_a_reference_there_is_no_kl():
 
 def test_zero_advantages_may_be_left_out_only_without_kl():
     """What `trains_on_zero_advantages` promises, checked on the gradient."""
-    for objective in (Objective(beta=0.0), Objective(beta=0.1), Objective(surrogate="cispo", beta=0.0)):
+    for settings in ({}, {"beta": 0.1}, {"surrogate": "cispo"}, {"surrogate": "sapo"}, {"entropy_coefficient": 0.1}):
+        objective = Objective(**{"beta": 0.0} | settings)
         logprobs, batch = make_batch(objective.needs_reference)
         batch.advantages = torch.zeros(4)
-        objective(logprobs, batch, COUNTS, LONGEST).loss.backward()
+        objective(logprobs, batch, COUNTS, LONGEST, entropy=logprobs**2).loss.backward()
         assert bool(logprobs.grad.any()) == objective.trains_on_zero_advantages
 
 
@@ -348,3 +350,24 @@ def test_gspo_token_has_the_gradient_of_gspo_where_advantages_are_those_of_seque
     assert loss == pytest.approx(token_loss, rel=1e-6)
     assert gradient.abs().sum() > 0
     torch.testing.assert_close(gradient, token_gradient)
+
+
+@pytest.mark.parametrize("by", ["token", "sequence", "constant"])
+def test_the_entropy_is_a_mean_over_tokens_whatever_the_aggregation(by):
+    logprobs, batch = make_batch()
+    entropy = torch.arange(20.0).view(4, 5).requires_grad_()
+    plain, bonus = (
+        Objective(aggregate=by, entropy_coefficient=value)(logprobs, batch, COUNTS, LONGEST, entropy=entropy).loss
+        for value in (0.0, 0.5)
+    )
+    kept = entropy[batch.completion_mask]
+    assert (plain - bonus).item() == pytest.approx(0.5 * kept.sum().item() / 23, rel=1e-5)
+    bonus.backward()
+    torch.testing.assert_close(entropy.grad, -0.5 / 23 * batch.completion_mask)
+    assert Objective(entropy_coefficient=-0.1).trains_entropy, "less of it"
+
+
+def test_an_entropy_that_is_not_given_is_an_error():
+    logprobs, batch = make_batch()
+    with pytest.raises(ValueError, match="entropy_coefficient is set, and the entropies were not given"):
+        Objective(entropy_coefficient=0.1)(logprobs, batch, COUNTS, LONGEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,7 +134,9 @@ def configure(
     corrected_kl: bool = False,
     threshold: float | None = None,
     is_weighed: bool = False,
+    entropy_coefficient: float = 0.0,
 ) -> None:
+    trainer.entropy_coef, trainer._entropy_bonus_enabled = entropy_coefficient, entropy_coefficient != 0
     trainer.args.use_bias_correction_kl, trainer.off_policy_mask_threshold = corrected_kl, threshold
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = is_weighed
     trainer.loss_type, trainer.beta, trainer.importance_sampling_level = loss_type, beta, level
@@ -144,7 +147,7 @@ def configure(
 def ours(trainer: Any, batch: dict[str, Tensor], *, counts: tuple[int, int], trained: Tensor | None = None) -> Tensor:
     """Compose the loss that the trainer is configured for."""
     mask = batch["completion_mask"].bool() if trained is None else trained
-    logprobs, _ = policy(trainer.model, batch)
+    logprobs, entropies = policy(trainer.model, batch)
     gain = batch["advantages"].unsqueeze(1)
     level = trainer.importance_sampling_level
     ratio = importance_ratio(logprobs, batch.get("old_per_token_logps", logprobs), mask, level=level)
@@ -166,14 +169,14 @@ def ours(trainer: Any, batch: dict[str, Tensor], *, counts: tuple[int, int], tra
         loss = loss + trainer.beta * (ratio * kl if trainer.args.use_bias_correction_kl else kl)
     by: Any = BY[trainer.loss_type]
     num_tokens, num_sequences = counts
-    return aggregate(
-        loss,
-        mask,
-        by=by,
+    mean = functools.partial(
+        aggregate,
+        mask=mask,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         max_completion_length=MAX_COMPLETION_LENGTH,
     )
+    return mean(loss, by=by) - trainer.entropy_coef * mean(entropies, by="token")
 
 
 def gradients(trainer: Any, loss: Tensor) -> list[Tensor]:
@@ -266,6 +269,13 @@ def test_the_rollout_correction(
     assert not inside.all()
     configure(trainer, loss_type, beta=0.04, is_weighed=True)
     check(trainer, {**step, "importance_sampling_ratio": weights, "sampling_per_token_logps": drawn})
+
+
+@pytest.mark.parametrize("loss_type", [*CLIPPED, "cispo", "sapo"])
+@pytest.mark.parametrize("coefficient", [0.1, -1.0])
+def test_the_entropy_bonus(trainer: Any, step: dict[str, Tensor], loss_type: str, coefficient: float) -> None:
+    configure(trainer, loss_type, beta=0.04, entropy_coefficient=coefficient)
+    check(trainer, step)
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED)

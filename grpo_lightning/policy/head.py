@@ -57,10 +57,12 @@ class WholeHead:
     Args:
         temperature: Divides the logits.
         never: Token ids that the policy never draws: they are no part of its distribution.
+        trains_entropy: Entropies have a gradient.
     """
 
     temperature: float
     never: Sequence[int] = ()
+    trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """[N, 1, V] logits."""
@@ -68,7 +70,8 @@ class WholeHead:
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
         """All tokens at once, padding too."""
-        return token_scores(aligned(model(**inputs).logits), ids, self.temperature, self.never)
+        logits = aligned(model(**inputs).logits)
+        return token_scores(logits, ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
 
 
 @dataclass
@@ -80,12 +83,14 @@ class SlicedHead:
         chunk_size: Tokens of a slice. A single slice keeps its logits for the backward pass.
         scale: What the model multiplies its head's output by (`logit_scale`).
         never: Token ids that the policy never draws: they are no part of its distribution.
+        trains_entropy: Entropies have a gradient.
     """
 
     temperature: float
     chunk_size: int
     scale: float = 1.0
     never: Sequence[int] = ()
+    trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """[N, 1, H] hidden states; the head runs on them with the completions."""
@@ -125,21 +130,26 @@ class SlicedHead:
 
     def score_slice(self, logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
         """[S, 2] of one slice: hidden states [S, H], tokens [S]."""
-        return token_scores(logits(hidden), ids, self.temperature, self.never)
+        return token_scores(logits(hidden), ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
 
 
 NO_CHANCE = -1e4
 """The logit of a token that is never drawn: a probability of 0, and finite, for the entropy."""
 
 
-def token_scores(logits: Tensor, ids: Tensor, temperature: float, never: Sequence[int] = ()) -> Tensor:
-    """[..., 2] log-prob, and entropy without a gradient, of tokens [...] under logits [..., V] without some tokens."""
+def token_scores(
+    logits: Tensor, ids: Tensor, temperature: float, never: Sequence[int] = (), *, trains_entropy: bool = False
+) -> Tensor:
+    """[..., 2] log-prob and entropy of tokens [...] under logits [..., V] without some tokens.
+
+    The entropy has a gradient if it is trained on.
+    """
     # Some families have a token for images that the head does not know.
     if known := [token for token in never if token < logits.shape[-1]]:
         logits = logits.index_fill(-1, torch.tensor(known, device=logits.device), NO_CHANCE)
     logprobs = token_logprobs(logits, ids, temperature=temperature)
     # Last: a recompute stops at the last tensor that the backward pass asks for.
-    with torch.no_grad():
+    with torch.set_grad_enabled(trains_entropy and torch.is_grad_enabled()):
         entropy = token_entropy(logits, temperature=temperature)
     return torch.stack([logprobs, entropy], -1)
 

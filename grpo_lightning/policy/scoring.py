@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class TokenScores(NamedTuple):
     """[B, T] float32 nats at the sampling temperature."""
 
     entropy: Tensor
-    """[B, T] float32 nats, detached."""
+    """[B, T] float32 nats; with a gradient only if it is trained on."""
 
 
 @dataclass
@@ -59,10 +59,19 @@ class Scorer:
     logit_scale: float = 1.0
     never: tuple[int, ...] = ()
 
-    def __call__(self, model: nn.Module, batch: MicroBatch, *, temperature: float) -> TokenScores:
-        """Score every completion of the micro-batch: [B, T] log-probs and entropies, in the batch's row order."""
+    def __call__(
+        self, model: nn.Module, batch: MicroBatch, *, temperature: float, trains_entropy: bool = False
+    ) -> TokenScores:
+        """Score every completion of the micro-batch: [B, T] log-probs and entropies, in the batch's row order.
+
+        Args:
+            model: The policy, or the reference.
+            batch: The completions.
+            temperature: Of sampling.
+            trains_entropy: Keep what the gradient of the entropies needs.
+        """
         refuse_transformers_checkpointing(model)
-        head = self.head(temperature)
+        head = replace(self.head(temperature), trains_entropy=trains_entropy)
         score = extended_chunks(model, batch, head) if self.path == "extended" else dense_chunks(model, batch, head)
         is_recomputed = self.checkpoint_chunks and torch.is_grad_enabled()
         chunks = self.chunks(batch)
@@ -74,9 +83,9 @@ class Scorer:
             original_order = torch.cat(chunks)[:count].argsort()  # type: ignore[arg-type]
             scores = scores[original_order]
         scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
-        return TokenScores(scores[..., 0], scores[..., 1].detach())
+        return TokenScores(scores[..., 0], scores[..., 1] if trains_entropy else scores[..., 1].detach())
 
-    def head(self, temperature: float) -> Head:
+    def head(self, temperature: float) -> WholeHead | SlicedHead:
         """How the vocabulary head is run."""
         if self.head_chunk_size is None:
             return WholeHead(temperature, self.never)

@@ -35,7 +35,8 @@ def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0), dr
         old_logprobs=OLD,
         ref_logprobs=OLD if objective.needs_reference else None,
     )
-    return objective(NOW, batch, StepCounts(num_tokens=5, num_sequences=2), max_completion_length=10).loss.item()
+    entropy = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])
+    return objective(NOW, batch, StepCounts(5, 2), max_completion_length=10, entropy=entropy).loss.item()
 
 
 @case(Objective, "ratio")
@@ -163,6 +164,13 @@ def test_rollout_correction():
     assert higher == pytest.approx(by_hand([3.75] * 3, [0.5, 0.5]))
     lower = corrected(rollout_correction="token_truncate", rollout_correction_low=0.75)
     assert lower == pytest.approx(by_hand([2, 1, 1.25], [1, 0.75]))
+
+
+@case(Objective, "entropy_coefficient")
+def test_entropy_coefficient():
+    # 1, 2, 3 and 4, 5 nats: their mean is 3
+    plain, bonus = (loss(Objective(beta=0.0, entropy_coefficient=value)) for value in (0.0, 0.1))
+    assert bonus == pytest.approx(plain - 0.1 * 3)
 
 
 @case(Objective, "off_policy_threshold")

@@ -81,6 +81,39 @@ def test_slices_equal_whole_logits(kind, path):
         assert worst_difference(found, gradients) < 1e-5, changed
 
 
+@pytest.mark.parametrize("path", ["extended", "dense"])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3 capped", "qwen3_moe"])
+def test_entropies_are_trained_on_if_asked(kind, path):
+    """The gradient of slices, chunks and whole logits is that of a plain forward pass; without asking there is none."""
+    model, batch = model_of(kind), ragged_batch(seed=1)
+    weights = row_weights(batch)
+
+    def gradients(scorer):
+        model.zero_grad()
+        scores = scorer(model, batch, temperature=0.7, trains_entropy=True)
+        (scores.entropy * weights).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def by_hand():
+        model.zero_grad()
+        total = torch.zeros(())
+        for row, prompt in enumerate(batch.prompt_index.tolist()):
+            start, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
+            if length:
+                ids = torch.cat([start, batch.completion_ids[row, :length]])
+                logprobs = torch.log_softmax(model(ids[None]).logits[0, len(start) - 1 : -1].float() / 0.7, -1)
+                total = total - ((logprobs.exp() * logprobs).sum(-1) * weights[row, :length]).sum()
+        total.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    want = by_hand()
+    sliced, _ = choose_head(Scorer(path, head_chunk_size=4), model)
+    for changes in ({}, {"head_chunk_size": None}, {"chunk_size": 4, "checkpoint_chunks": True}):
+        scorer = dataclasses.replace(sliced, **changes)
+        assert whole_difference(gradients(scorer), want) < 1e-5, changes
+    assert not sliced(model, batch, temperature=0.7).entropy.requires_grad
+
+
 @settings(max_examples=15)
 @given(
     head_chunk_size=st.integers(1, 60),
