@@ -3,6 +3,7 @@
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import Reward, RewardLike, WeightedReward, completion_text
 from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.countdown import Countdown
 from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
 from grpo_lightning.rewards.grounding import FormatRec, IoU
 from grpo_lightning.rewards.judge import LLMJudge
@@ -20,6 +21,7 @@ __all__ = [
     "BoxRepetition",
     "ByMethod",
     "Cosine",
+    "Countdown",
     "Counting",
     "DetectionMAP",
     "ExactMatch",

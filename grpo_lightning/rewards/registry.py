@@ -16,6 +16,7 @@ from typing import Any
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
 from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.countdown import Countdown
 from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
 from grpo_lightning.rewards.grounding import FormatRec, IoU
 from grpo_lightning.rewards.judge import LLMJudge
@@ -34,6 +35,7 @@ SHIPPED: dict[str, type] = {
     "box_repetition": BoxRepetition,
     "by_method": ByMethod,
     "cosine": Cosine,
+    "countdown": Countdown,
     "counting": Counting,
     "detection_map": DetectionMAP,
     "exact_match": ExactMatch,

@@ -17,6 +17,7 @@ from grpo_lightning.rewards import (
     BoxRepetition,
     ByMethod,
     Cosine,
+    Countdown,
     Counting,
     DetectionMAP,
     ExactMatch,
@@ -109,6 +110,18 @@ def test_repetition():
     assert value(Repetition(n_grams=3), text) == pytest.approx(-2 / 4)
     assert value(Repetition(n_grams=3, max_penalty=-0.5), text) == pytest.approx(-1 / 4)
     assert value(Repetition(n_grams=3, unit="tokens"), text, tokens=9) == 0  # its token ids are all different
+
+
+@case(Countdown, "numbers_column", "target_column", "uses")
+def test_countdown():
+    def rewards(**options: Any) -> list[float | None]:
+        rows = {"nums": [[1, 2, 3]], "target": [6], "have": [[1, 2]], "want": [3]}
+        return Countdown(**options)(completions=["1 + 2"], **rows)
+
+    assert rewards() == [0]
+    assert rewards(numbers_column="have", target_column="want") == [1]
+    assert rewards(numbers_column="have") == rewards(target_column="want") == [0]
+    assert rewards(target_column="want", uses="some") == [1]
 
 
 @case(BoxRepetition, "n_grams", "max_penalty")

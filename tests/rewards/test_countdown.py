@@ -1,0 +1,185 @@
+"""Expressions of given numbers: by hand, against Python's own arithmetic, and texts that would hang it."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_lightning.rewards import Countdown, RewardSet
+from grpo_lightning.rewards.arithmetic import Expression, evaluated
+from grpo_lightning.types import Prompt
+
+
+def value(text: str, nums: Any = (3, 4, 5, 6), target: Any = 28, **options: Any) -> float | None:
+    """The reward of an answer between tags, behind a thought, and bare."""
+    forms = [f"<think>1 + 1</think><answer>{text}</answer>", f"<think>9 * 9</think> {text}", text]
+    first, *others = Countdown(**options)(completions=forms, nums=[nums] * 3, target=[target] * 3)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("(3 + 5) * 4 - 6 + 0", 0),  # a number that is not there
+        ("(6 - 3) * 5 + 4", 0),  # 19
+        ("4 * (5 + 6) / 3", 0),  # 44 / 3
+        ("4 * 6 + 3 + 5 - 4", 0),  # a number twice
+        ("4 * 6 + 5 - 3", 0),  # 26
+        ("5 * 6 - 4 / (3 - 1)", 0),
+        ("3 * 4 + 5 + 6", 0),  # 23
+        ("4 * 3 + 5 * 6", 0),
+        ("6 * 5 + 4 - 3", 0),  # 31
+        ("(3 * 6 - 4) * 5 / 5", 0),
+        ("28", 0),
+        ("four", 0),
+        ("", 0),
+        ("4 * (3 + 5) - 6", 0),  # 26
+        ("3 * 6 + 4 + 5", 0),  # 27
+        ("5 * 4 + 6 + 3", 0),  # 29
+        ("6 * 3 + 5 * (4 - 2)", 0),
+        ("(6 + 5 - 4) * 3", 0),  # 21
+    ],
+)
+def test_wrong_by_hand(text: str, reward: float):
+    assert value(text) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "nums", "target"),
+    [
+        ("3 * 4 + 5 + 6", (3, 4, 5, 6), 23),
+        ("((3 * 4)) + (5) + 6", (6, 5, 4, 3), 23),
+        ("3*4+5+6 = 23", (3, 4, 5, 6), 23),
+        ("3 × 4 + 5 + 6", (3, 4, 5, 6), 23),
+        ("1 / 3 * 3", (1, 3, 3), 1),  # exact: floats give 1.0 here, and 0.9999 elsewhere
+        ("6 / (1 - 5 / 7)", (6, 1, 5, 7), 21),
+        ("-3 + 5", (3, 5), 2),
+        ("2 - -3", (2, 3), 5),
+        ("2 * -3", (2, 3), -6),
+        ("-(2 + 3) * 4", (2, 3, 4), -20),
+        ("8 - 3 - 2", (8, 3, 2), 3),
+        ("8 / 4 / 2", (8, 4, 2), 1),
+        ("2 + 3 * 4 - 6 / 2", (2, 2, 3, 4, 6), 11),
+        ("007", (7,), 7),
+    ],
+)
+def test_right_by_hand(text: str, nums: Any, target: int):
+    assert value(text, nums, target) == 1
+    assert value(text, nums, target + 1) == 0
+    assert value(text, (*nums, 99), target) == 0, "not all are used"
+    assert value(text, (*nums, 99), target, uses="some") == 1
+    assert value(text, nums[1:] or (99,), target, uses="some") == 0, "one is not there"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "99**98**97",
+            "9**9",
+            "2^3",
+            "1 +",
+            "+ 1",
+            "* 1",
+            "1 2",
+            "(1",
+            "1)",
+            ")1(",
+            "()",
+            "(",
+            "1 + ()",
+            "--1",
+            "1..2",
+        ),
+        *("1.0", "1e3", "__import__('os')", "1 if 1 else 2", "1/0", "1/(2-2)", "1//2", "1%2", "1,2", "٣", "²", "1_0"),
+        *("= 23", "3 * 4 + 5 + 6 = 24", "3 * 4 + 5 + 6 = 23 = 23", "23 = 3 * 4 + 5 + 6"),
+    ],
+)
+def test_what_is_no_expression_is_wrong(text: str):
+    assert value(text, (1, 2, 3, 4, 5, 6, 98, 99), 23, uses="some") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "99**98**97",
+        "9**9**9**9**9",
+        "(" * 100_000 + "1" + ")" * 100_000,
+        "9" * 100_000,
+        "-" * 100_000 + "1",
+        "1+" * 100_000,
+    ],
+)
+def test_hostile_answers_are_answers(text: str):
+    expected = 1 if text.startswith("(") else 0
+    assert value(text, (1,), 1) == expected
+
+
+def tree(draw: random.Random, depth: int) -> str:
+    """A random expression, with parentheses that Python reads alike."""
+    if not depth or draw.random() < 0.2:
+        return str(draw.randrange(20))
+    left, right = tree(draw, depth - 1), tree(draw, depth - 1)
+    text = f"{left} {draw.choice('+-*/')} {right}"
+    text = f"({text})" if draw.random() < 0.5 else text
+    return f"-{text}" if text.startswith("(") and draw.random() < 0.2 else text
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10**9))
+def test_the_value_is_that_of_python(seed: int):
+    text = tree(random.Random(seed), 4)
+    wrapped = "".join(f"Fraction({part})" if part.isdigit() else part for part in _parts(text))
+    try:
+        want = eval(wrapped, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        want = None
+    found = evaluated(text, max_numbers=100)
+    assert (found and found.value) == want
+    if found is not None:
+        assert found.numbers == [int(part) for part in _parts(text) if part.isdigit()]
+
+
+def _parts(text: str) -> list[str]:
+    """Numbers and what stands between them."""
+    import re
+
+    return re.findall(r"[0-9]+|[^0-9]", text)
+
+
+def test_limits_of_an_expression():
+    assert evaluated("1 + 2", max_numbers=2) == Expression(Fraction(3), [1, 2])
+    assert evaluated("1 + 2 + 3", max_numbers=2) is None
+    assert evaluated("123", max_numbers=2, max_digits=2) is None
+
+
+def test_rows_that_cannot_be_judged_are_named():
+    bad = [
+        ({"nums": [1, 2], "target": "3"}, "'target' must hold a whole number, got '3'"),
+        ({"nums": [1, 2.5], "target": 3}, "'nums' must hold whole numbers of at least 0, got 2.5"),
+        ({"nums": [1, -2], "target": 3}, "'nums' must hold whole numbers of at least 0, got -2"),
+        ({"nums": "1 2", "target": 3}, "'nums' must hold a list of whole numbers, got '1 2'"),
+        ({"nums": [], "target": 3}, "'nums' must hold a list"),
+        ({"nums": [1], "target": True}, "'target' must hold a whole number, got True"),
+        ({"nums": [1], "target": float("nan")}, "'target' must hold a whole number, got nan"),
+    ]
+    prompts = [Prompt("q", columns, where=f"a.jsonl:{n}") for n, (columns, _) in enumerate(bad)]
+    with pytest.raises(ValueError, match="7 rows cannot be judged") as caught:
+        RewardSet([Countdown()]).check_rows(prompts)
+    for n, (_, said) in enumerate(bad):
+        assert f"a.jsonl:{n}: reward 'countdown': column {said}" in str(caught.value)
+
+
+def test_a_row_without_a_target_is_not_scorable():
+    assert Countdown()(completions=["1", "1"], nums=[[1], None], target=[1.0, None]) == [1, None]
+
+
+def test_an_unknown_use_is_named():
+    with pytest.raises(ValueError, match="uses must be one of all, some, got 'none'"):
+        Countdown(uses="none")  # type: ignore[arg-type]
