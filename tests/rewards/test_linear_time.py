@@ -61,7 +61,6 @@ SHAPES = {
     "words": "so it is ",
     "parentheses": "(",
     "powers": "9**",
-    "signs": "-",
     "sums": "1+",
     "numbers in a list": "1,",
     "pieces of boxes": "[1, 2, 3,",
