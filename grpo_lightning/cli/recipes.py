@@ -35,10 +35,14 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path | None:
-    """The file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if there is none."""
+    """The file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if there is none.
+
+    One in a folder may be called without it ("rec_lora"), if no other has its name.
+    """
     plain = re.sub(r"^(\./)?recipes/", "", name)
     plain = re.sub(r"\.ya?ml$", "", plain)
-    return folder() / f"{plain}.yaml" if plain in names() else None
+    called = [plain] if plain in names() else [known for known in names() if known.endswith(f"/{plain}")]
+    return folder() / f"{called[0]}.yaml" if len(called) == 1 else None
 
 
 def named(name: str) -> Path:

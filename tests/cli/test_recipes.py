@@ -35,12 +35,25 @@ def test_a_recipe_is_found_by_every_spelling(name):
     assert recipes.find(name) == recipes.folder() / "quickstart.yaml"
 
 
+@pytest.mark.parametrize(
+    ("name", "path"), [("dapo", "objectives/dapo"), ("rec_lora.yaml", "vlm/rec_lora"), ("zero3", "strategies/zero3")]
+)
+def test_a_recipe_in_a_folder_is_found_by_its_last_name(name, path, tmp_path, monkeypatch):
+    assert recipes.find(name) == recipes.folder() / f"{path}.yaml"
+    shutil.copytree(SHIPPED, tmp_path / "recipes")
+    shutil.copy(SHIPPED / f"{path}.yaml", tmp_path / "recipes" / "vlm" / f"other_{path.rpartition('/')[2]}.yaml")
+    (tmp_path / "recipes" / "more").mkdir()
+    shutil.copy(SHIPPED / f"{path}.yaml", tmp_path / "recipes" / "more" / f"{path.rpartition('/')[2]}.yaml")
+    monkeypatch.setattr(recipes, "PACKAGE", tmp_path)
+    assert recipes.find(name) is None, "of two it is not known which"
+
+
 @pytest.mark.parametrize("name", ["", "quick", "../README", "recipes", "objectives"])
 def test_what_is_no_recipe_is_not_found(name):
     assert recipes.find(name) is None
 
 
-@pytest.mark.parametrize(("name", "near"), [("quikstart", "quickstart"), ("dapo", "objectives/dapo")])
+@pytest.mark.parametrize(("name", "near"), [("quikstart", "quickstart"), ("rec_lroa", "vlm/rec_lora")])
 def test_the_nearest_name_is_offered(name, near):
     with pytest.raises(ConfigurationError, match=f"There is no recipe '{name}'. Did you mean .*{near}"):
         recipes.named(name)
