@@ -1,7 +1,7 @@
 """What makes up for tokens that another distribution drew than the one that is trained.
 
-An engine computes in other precisions, with other kernels or older weights than the policy, so its log-probs differ
-from those of the policy at the start of the cycle. Left out on purpose: the ratio of the policy now to the policy then,
+An engine computes in other precisions, with other kernels or older weights than the policy, so that its log-probs are
+not those of the policy at the start of the cycle. Left out on purpose: the ratio of the policy now to the policy then,
 which is the importance ratio of the loss (`losses.importance_ratio`).
 """
 

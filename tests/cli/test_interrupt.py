@@ -109,6 +109,15 @@ class SingleProcess:
     is_global_zero = True
 
 
+@pytest.fixture
+def interruptible():
+    """A shell's background jobs ignore Ctrl-C, and so would the tests that one of them runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_second_signal_is_handled_as_ever(tmp_path, capfd):
     before = [signal.getsignal(signum) for signum in SIGNALS]
     callback = GracefulStop(tmp_path)
