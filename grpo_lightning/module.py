@@ -155,14 +155,15 @@ class GRPOLightningModule(L.LightningModule):
         return groups
 
     def score_rewards(self, groups: list[Group]) -> Tensor:
-        """[N, G] the weighted reward of every completion; nan where it is not scorable, or left out of its group."""
+        """[N, G] what completions are compared by; nan where one is not scorable, or left out of its group."""
         with self.phase("reward"):
             scores = self.value(groups, self.num_generations)
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
         self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
-        return overlong.comparable(scores.total, groups, self.overlong_filter)
+        rewards = self.objective.comparable(scores.total, scores.by_reward, self.reward_set.weights)
+        return overlong.comparable(rewards, groups, self.overlong_filter)
 
     def compare(self, rewards: Tensor) -> Tensor:
         """[N, G] the advantage of every completion over its group; the scale may be that of all ranks' rewards."""

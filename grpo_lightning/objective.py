@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -34,6 +35,7 @@ from grpo_lightning.functional import (
     is_clipped_low,
     keeps_sequence,
     kl_divergence,
+    normalized_sum,
     rollout_weights,
     sapo_surrogate,
 )
@@ -105,6 +107,10 @@ class Objective:
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What a reward is compared with."""
+
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
+    with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     """What the difference is divided by (unbiased std + 1e-4)."""
@@ -214,6 +220,22 @@ class Objective:
     def trains_entropy(self) -> bool:
         """True if the entropy is part of the loss."""
         return self.entropy_coefficient != 0
+
+    def comparable(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
+        """What completions are compared by.
+
+        Args:
+            total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
+            by_reward: [N, G] of every reward.
+            weights: One per reward.
+
+        Returns:
+            [N, G], nan where the total is.
+        """
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            return total
+        summed = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor(weights))
+        return summed.masked_fill(total.isnan(), torch.nan)
 
     def compare(self, rewards: Tensor) -> Tensor:
         """Advantages [N, G] of rewards [N, G]."""

@@ -17,6 +17,7 @@ from grpo_lightning.functional import (
     importance_ratio,
     keeps_sequence,
     kl_divergence,
+    normalized_sum,
     rollout_weights,
     sapo_surrogate,
 )
@@ -160,7 +161,7 @@ def test_each_option_changes_the_gradient(change):
 
 
 def test_every_option_is_in_the_tests():
-    tested = {name for change in CHANGES for name in change} | {"baseline", "scale"}
+    tested = {name for change in CHANGES for name in change} | {"baseline", "scale", "multi_objective_aggregation"}
     assert tested == {field.name for field in dataclasses.fields(Objective)}
 
 
@@ -284,7 +285,10 @@ def test_the_edges_are_allowed():
     Objective(dual_clip=1.21)
 
 
-@pytest.mark.parametrize("name", ["ratio", "surrogate", "aggregate", "baseline", "scale", "kl", "rollout_correction"])
+@pytest.mark.parametrize(
+    "name",
+    ["ratio", "surrogate", "aggregate", "baseline", "scale", "kl", "rollout_correction", "multi_objective_aggregation"],
+)
 def test_unknown_choices_are_named_before_anything_is_computed(name):
     with pytest.raises(ValueError, match=rf"objective\.{name} must be one of .*got 'nonsense'"):
         Objective(**{name: "nonsense"})
@@ -371,3 +375,17 @@ def test_an_entropy_that_is_not_given_is_an_error():
     logprobs, batch = make_batch()
     with pytest.raises(ValueError, match="entropy_coefficient is set, and the entropies were not given"):
         Objective(entropy_coefficient=0.1)(logprobs, batch, COUNTS, LONGEST)
+
+
+def test_rewards_are_compared_one_by_one():
+    total = torch.tensor([[3.0, float("nan"), 1.0], [2.0, 2.0, 2.0]])
+    a, b = torch.tensor([[0.0, 1.0, 1.0], [0.0, 2.0, 1.0]]), torch.tensor([[3.0, 1.0, 0.0], [2.0, 0.0, 1.0]])
+    by_reward = {"a": a, "b": b}
+    summed = Objective().comparable(total, by_reward, [1.0, 1.0])
+    assert summed is total
+    each = Objective(multi_objective_aggregation="normalize_then_sum").comparable(total, by_reward, [1.0, 2.0])
+    want = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor([1.0, 2.0]))
+    assert each.isnan().tolist() == [[False, True, False], [False] * 3]
+    torch.testing.assert_close(each[0, [0, 2]], want[0, [0, 2]])
+    # Their sum is the same for all of the second group; the rewards themselves are not, and they weigh differently.
+    torch.testing.assert_close(each[1], torch.tensor([1.0, -1.0, 0.0]), atol=1e-3, rtol=0)

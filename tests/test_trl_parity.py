@@ -22,6 +22,7 @@ from grpo_lightning.functional import (
     keeps_sequence,
     kl_divergence,
     masked_mean,
+    normalized_sum,
     rollout_weights,
     sapo_surrogate,
     step_counts,
@@ -341,3 +342,17 @@ def test_advantages(scale: Any) -> None:
     elif scale == "batch_std":
         theirs = theirs / (utils.nanstd(rewards) + 1e-4)
     assert_close(group_relative_advantages(rewards, scale=scale), theirs.nan_to_num(0.0), rtol=1e-6, atol=1e-6)
+
+
+def test_rewards_normalized_and_then_summed() -> None:
+    """As `multi_objective_aggregation="normalize_then_sum"` writes it."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    nan = float("nan")
+    first = torch.tensor([[0.0, 1.0, 1.0, 0.5], [2.0, nan, -1.0, 0.25], [1.0, 0.0, 0.0, 3.0]])
+    second = torch.tensor([[9.0, -7.0, 1.0, 0.5], [2.0, 5.0, -1.0, nan], [nan, nan, nan, nan]])
+    values, weights = torch.stack([first, second]), torch.tensor([1.0, 0.3])
+    each = (values - values.nanmean(dim=2, keepdim=True)) / (utils.nanstd(values, dim=2, keepdim=True) + 1e-4)
+    summed = (each * weights[:, None, None]).nansum(dim=0)
+    theirs = (summed - summed.mean()) / (utils.nanstd(summed) + 1e-4)
+    ours = group_relative_advantages(normalized_sum(values, weights), scale="batch_std")
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

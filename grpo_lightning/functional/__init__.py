@@ -1,6 +1,6 @@
 """The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes."""
 
-from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages
+from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages, normalized_sum
 from grpo_lightning.functional.correction import keeps_sequence, rollout_weights
 from grpo_lightning.functional.kl import kl_divergence
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
@@ -26,6 +26,7 @@ __all__ = [
     "keeps_sequence",
     "kl_divergence",
     "masked_mean",
+    "normalized_sum",
     "rollout_weights",
     "sapo_surrogate",
     "step_counts",

@@ -69,6 +69,27 @@ def group_relative_advantages(
     return torch.where(is_scorable & ~equal_groups(rewards).unsqueeze(1), scaled, 0.0)
 
 
+def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """Compare completions by each reward for itself, then sum: no reward drowns the others by its spread.
+
+        s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
+
+    Summed first, two rewards that pull against each other cancel, and one in larger units decides alone. GDPO
+    (arXiv:2601.05242) and TRL (`normalize_then_sum`) divide the sum by its spread over the batch: `scale="batch_std"`
+    of `group_relative_advantages`.
+
+    Args:
+        by_reward: [K, N, G]; nan where a reward does not apply or gives nothing: it then adds nothing.
+        weights: [K].
+        eps: Added to each std.
+
+    Returns:
+        [N, G], not yet an advantage; groups have mean 0.
+    """
+    compared = torch.stack([group_relative_advantages(values, eps=eps) for values in by_reward])
+    return (compared * weights.to(compared)[:, None, None]).sum(dim=0)
+
+
 def equal_groups(rewards: Tensor) -> Tensor:
     """Say which groups teach nothing: their scorable rewards are all equal, or fewer than two are scorable.
 

@@ -181,3 +181,16 @@ def test_off_policy_threshold():
     kept, left_out = (loss(Objective(beta=0.0, off_policy_threshold=t), drawn=OLD + 1) for t in (0.46, 0.44))
     assert kept == pytest.approx((-1.2 - 0.5 - 1 + 3 + 1) / 5)
     assert left_out == pytest.approx((-1.2 - 0.5 - 1) / 5)
+
+
+@case(Objective, "multi_objective_aggregation")
+def test_multi_objective_aggregation():
+    by_reward = {"small": torch.tensor([[0.0, 1.0, 0.5]]), "large": torch.tensor([[90.0, 0.0, 0.0]])}
+    total = by_reward["small"] + by_reward["large"]
+    summed, each = (
+        Objective(multi_objective_aggregation=value).comparable(total, by_reward, [1.0, 1.0])
+        for value in ("sum_then_normalize", "normalize_then_sum")
+    )
+    assert summed.tolist() == [[90.0, 1.0, 0.5]]
+    small, large = -0.5 / 0.5, 60 / math.sqrt((60**2 + 2 * 30**2) / 2)
+    assert each[0, 0].item() == pytest.approx(small + large, abs=1e-3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import equal_groups, group_relative_advantages
+from grpo_lightning.functional import equal_groups, group_relative_advantages, normalized_sum
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
@@ -235,3 +235,52 @@ def test_broken_advantages_are_caught(broken: Any, old: str, new: str) -> None:
 def test_broken_equal_groups_are_caught(broken: Any, old: str, new: str) -> None:
     with pytest.raises(AssertionError):
         check_equal_groups(broken(equal_groups, old, new))
+
+
+# --- rewards compared one by one
+
+
+def check_normalized_sum(normalized_sum: Any) -> None:
+    # The first reward of group 1: std 1, deviations -1 0 1; the second: 200 times that, turned around.
+    # Of group 2 the second does not apply, and gives the third completion of group 1 nothing.
+    first = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 4.0]])
+    second = torch.tensor([[400.0, 0.0, NAN], [NAN, NAN, NAN]])
+    found = normalized_sum(torch.stack([first, second]), torch.tensor([1.0, 0.5]), eps=0.0)
+    root = math.sqrt(0.5)  # deviations 200 -200 over the std of 400 and 0
+    by_hand = [[-1 + 0.5 * root, -0.5 * root, 1.0], [-1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3)]]
+    assert_close(found, torch.tensor(by_hand))
+
+
+def test_normalized_sum_by_hand() -> None:
+    check_normalized_sum(normalized_sum)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda values, weights, eps: group_relative_advantages(values.nansum(0), eps=eps),  # summed first
+        lambda values, weights, eps: normalized_sum(values, torch.ones(2), eps=eps),  # without the weights
+        lambda values, weights, eps: normalized_sum(values.nan_to_num(0.0), weights, eps=eps),  # nothing is 0
+        lambda values, weights, eps: (values * weights[:, None, None]).nansum(0),
+    ],
+)
+def test_a_broken_sum_is_seen(broken: Any) -> None:
+    with pytest.raises(AssertionError):
+        check_normalized_sum(broken)
+
+
+@quick
+@given(reward_groups(), st.floats(0.1, 10.0), st.floats(-5.0, 5.0))
+def test_units_of_a_reward_do_not_matter(rewards: Tensor, factor: float, shift: float) -> None:
+    other = torch.randn(rewards.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    one = normalized_sum(torch.stack([rewards, other]), weights, eps=0.0)
+    scaled = normalized_sum(torch.stack([factor * rewards + shift, other]), weights, eps=0.0)
+    assert_close(one, scaled, rtol=1e-6, atol=1e-6)
+    assert_close(one.sum(1), torch.zeros(len(one), dtype=torch.float64), rtol=0.0, atol=1e-9)
+
+
+@quick
+@given(reward_groups())
+def test_one_reward_is_its_advantage(rewards: Tensor) -> None:
+    assert_close(normalized_sum(rewards[None], torch.ones(1)), group_relative_advantages(rewards))
