@@ -11,7 +11,7 @@
 | SAPO        | token    | sapo                | sequence  | group_std | 0    |
 | RLOO        | token    | clip                | constant  | none      | 0    |
 
-The rows are recipe fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one, under any loss.
+The rows are recipe fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
 """
 
 from __future__ import annotations
