@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from grpo_lightning.callbacks.box_pictures import question
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
 from grpo_lightning.data.source import as_prompt_batch, known_prompts
 from grpo_lightning.evaluation import Evaluation, evaluation_tables
@@ -187,9 +188,8 @@ def validation_loader(trainer: L.Trainer) -> Any:
 
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
-    """(prompt, completion) of the first prompts; of a chat, its last message."""
-    contents = [group.prompt.content for group in evaluation.groups[:count]]
-    texts = [content if isinstance(content, str) else str(content[-1]["content"]) for content in contents]
+    """(prompt, completion) of the first prompts; of a chat, the text of its last message."""
+    texts = [question(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 

@@ -235,3 +235,10 @@ def test_the_images_that_it_was_measured_on_are_counted(tmp_path):
     summary = summary_of(tmp_path)
     assert (summary["num_prompts"], summary["images"]) == (3, 2)
     assert summary["iou_after"] == 1.0
+
+
+def test_of_a_chat_with_an_image_the_text_is_shown():
+    parts = [{"type": "image"}, {"type": "text", "text": "Where is it?"}]
+    prompt = Prompt([{"role": "user", "content": parts}])
+    groups = [Group(prompt, [1], [Completion([2], [-1.0], "stop", text="there")])]
+    assert samples(Evaluation(groups, None), 1) == [("Where is it?", "there")]
