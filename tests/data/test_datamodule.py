@@ -325,6 +325,7 @@ def test_a_split_is_the_same_on_every_rank_and_in_every_stage(rows):
 
 
 def test_a_split_leaves_something_to_train_on(rows):
+    assert [p.content for p in ready(rows["train"], val_split=3.0, seed=1).val_prompts] == first, "as a float"
     with pytest.raises(ValueError, match=r"data.val_split 10 leaves none of the 10 prompts"):
         ready(rows["train"], val_split=10)
 
