@@ -319,13 +319,13 @@ def test_a_split_is_the_same_on_every_rank_and_in_every_stage(rows):
     assert len(first) == 3
     assert [p.content for p in fits[1].val_prompts] == first
     assert [p.content for p in ready(rows["train"], val_split=3, seed=1, stage="validate").val_prompts] == first
+    assert [p.content for p in ready(rows["train"], val_split=3.0, seed=1).val_prompts] == first, "as a float"
     assert {p.content for p in fits[0].train_prompts} == {f"train{i}" for i in range(10)} - set(first)
     shares = of_ranks(fits[0].val_dataloader())
     assert sorted(itertools.chain(*shares)) == sorted(first)
 
 
 def test_a_split_leaves_something_to_train_on(rows):
-    assert [p.content for p in ready(rows["train"], val_split=3.0, seed=1).val_prompts] == first, "as a float"
     with pytest.raises(ValueError, match=r"data.val_split 10 leaves none of the 10 prompts"):
         ready(rows["train"], val_split=10)
 
