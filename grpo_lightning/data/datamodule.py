@@ -90,10 +90,9 @@ class PromptDataModule(L.LightningDataModule):
                 raise ValueError(f"data.{name} must be at least {limit}, got {given[name]}.")
         check_limit_settings(max_prompt_length, overlong_prompts)
         check_setting(bad_images)
+        # Which of its two types a command line makes of "200" depends on what else was imported.
         if isinstance(val_split, float) and val_split > 1 and val_split.is_integer():
-            val_split = int(
-                val_split
-            )  # which of the two types a command line makes of "200" depends on what was imported
+            val_split = int(val_split)
         _check_val_split(val_split, has_val_datasets=val_datasets is not None)
         # Entries are checked now; what a YAML file names may still have to be made by `prepare`.
         self.datasets, self.val_datasets, self.test_datasets = (
