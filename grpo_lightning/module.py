@@ -163,7 +163,7 @@ class GRPOLightningModule(L.LightningModule):
             add_sources(self.metrics, groups, scores)
         self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
         rewards = self.objective.comparable(scores.total, scores.by_reward, self.reward_set.weights)
-        return overlong.comparable(rewards, groups, self.overlong_filter)
+        return overlong.without_truncated(rewards, groups, self.overlong_filter)
 
     def compare(self, rewards: Tensor) -> Tensor:
         """[N, G] the advantage of every completion over its group; the scale may be that of all ranks' rewards."""

@@ -28,8 +28,8 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
                 completion.mask = [False] * len(completion.token_ids)
 
 
-def comparable(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """The rewards that completions are compared by. Args: rewards: [N, G].
+def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
+    """The rewards, without those that the filter leaves out of their groups. Args: rewards: [N, G].
 
     Returns:
         [N, G]; with the filter "group" nan (not scorable) for completions that were cut.

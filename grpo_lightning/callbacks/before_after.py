@@ -16,12 +16,12 @@ import torch
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from grpo_lightning.callbacks.box_pictures import question
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
 from grpo_lightning.data.source import as_prompt_batch, known_prompts
 from grpo_lightning.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.ranks import gather_objects
+from grpo_lightning.rewards.base import completion_text
 from grpo_lightning.seeding import run_seed
 
 Numbers = dict[str, dict[str, float]]
@@ -189,7 +189,7 @@ def validation_loader(trainer: L.Trainer) -> Any:
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
     """(prompt, completion) of the first prompts; of a chat, the text of its last message."""
-    texts = [question(group.prompt.content) for group in evaluation.groups[:count]]
+    texts = [completion_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 

@@ -85,15 +85,7 @@ def load_mixture(
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
-    counts = ImageCounts()
-    for m in measured:
-        counts.add(m)
-    for source in counts.mixed:
-        counts.warn_empty(source)
-    for source, entry in named:
-        counts.check_root(source, entry.image_root)
-    for source in counts.unread:
-        counts.warn_unread(source)
+    _check_images(measured, named)
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
@@ -106,6 +98,19 @@ def load_mixture(
             "(max_prompt_length) and which for their images or boxes (bad_images)."
         )
     return prompts
+
+
+def _check_images(measured: Sequence[Measured], named: Sequence[tuple[str, DatasetEntry]]) -> None:
+    """Say which rows are asked without an image, and may not be meant to. Raises: ValueError as `check_root`."""
+    counts = ImageCounts()
+    for m in measured:
+        counts.add(m)
+    for source, entry in named:
+        counts.check_root(source, entry.image_root)
+    for source in counts.mixed:
+        counts.warn_empty(source)
+    for source in counts.unread:
+        counts.warn_unread(source)
 
 
 def stream_mixture(
