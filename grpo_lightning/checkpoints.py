@@ -179,11 +179,13 @@ KEPT_ARGUMENTS = (
     "objective",
     "validation",
     "sync_reference",
+    "dynamic_sampling",
     "offload",
     "num_generations",
     "num_iterations",
     "updates_per_rollout",
     "old_logprobs",
+    "overlong_filter",
     "seed",
 )
 """Arguments of the module that a checkpoint keeps: plain values. Functions and models are given anew."""

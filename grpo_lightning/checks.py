@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch.utils.data import DataLoader
 
-from grpo_lightning import box_checks, data_checks, limits, offload, sync_reference
+from grpo_lightning import box_checks, data_checks, dynamic_sampling, limits, offload, sync_reference
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.overlong import OverlongFilter
@@ -47,6 +47,11 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
         meant = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
     return kind(**(value or {}))
+
+
+def optional(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
+    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
+    return None if value is None else settings_of(kind, value, key)
 
 
 @contextlib.contextmanager
@@ -101,6 +106,7 @@ def check_settings(module: GRPOLightningModule) -> None:
         )
     sync_reference.check(module.sync_reference, beta=module.objective.beta, has_lora=module.loader.lora is not None)
     offload.check(module.offload, has_copy=module.objective.needs_reference and module.loader.lora is None)
+    dynamic_sampling.check(module.dynamic_sampling, module.reward_set.names)
     module.reward_set.check(module.sampling.max_completion_length)
     module.validation.check_names(module.reward_set.names)
     success = module.validation.success
@@ -206,6 +212,9 @@ def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     loader, cycle = trainer.fit_loop._data_source.instance, module.cycle_length(trainer.accumulate_grad_batches)
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
         raise ValueError(wrong_cycle(module, trainer, loader.cycle, is_from_source=True))
+    needs_more = module.dynamic_sampling is not None
+    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "draws_more", False):
+        raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(wrong_cycle(module, trainer, 1, is_from_source=False))
     owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.data.preflight import check_given
-from grpo_lightning.data.source import PromptSource, known_prompts, source_names
+from grpo_lightning.data.readable import known_prompts, source_names
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.listing import listed
 from grpo_lightning.policy.tokenize import check_length, num_positions
 from grpo_lightning.types import Prompt

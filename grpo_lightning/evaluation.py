@@ -112,9 +112,7 @@ class Evaluation:
     def of_source(self, source: str) -> Evaluation:
         """The part of one source of the data."""
         rows = [n for n, group in enumerate(self.groups) if group.prompt.source == source]
-        by_reward = {name: values[rows] for name, values in self.scores.by_reward.items()}
-        scores = dataclasses.replace(self.scores, total=self.scores.total[rows], by_reward=by_reward, extras={})
-        return Evaluation([self.groups[n] for n in rows], scores)
+        return Evaluation([self.groups[n] for n in rows], self.scores.select(rows))
 
 
 class FurtherMetrics(nn.ModuleList):
@@ -270,6 +268,13 @@ def evaluation_tables(
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
     draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
     return {kind: EvaluationTable(rewards, size, validation, sources).to(device) for kind, size in draws.items()}
+
+
+def numbers_of(tables: Mapping[str, EvaluationTable], stage: str) -> dict[str, float]:
+    """The numbers of every table by their log names: `<stage>/...` of sampled, `<stage>/greedy/...` of greedy ones."""
+    prefixes = {kind: f"{stage}/greedy" if kind == "greedy" else stage for kind in tables}
+    computed = {prefixes[kind]: table.compute() for kind, table in tables.items()}
+    return {f"{prefix}/{name}": value for prefix, numbers in computed.items() for name, value in numbers.items()}
 
 
 def means(evaluations: Sequence[Evaluation], validation: Validation | None = None) -> dict[str, float]:

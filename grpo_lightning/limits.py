@@ -44,7 +44,7 @@ def num_batches(trainer: L.Trainer) -> int:
     loader = trainer.fit_loop._data_source.dataloader()
     try:
         return len(loader)
-    except TypeError as error:  # a stream
+    except TypeError as error:  # a stream, or dynamic sampling
         raise ValueError(
             f"limit_train_batches {trainer.limit_train_batches} is a share of a loader without length. Give a number "
             "of micro-steps, or set max_steps."
@@ -61,7 +61,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     if type(every) is not int or trainer.check_val_every_n_epoch is None or not trainer.limit_val_batches:
         return
     loader, limit = trainer.fit_loop._data_source.dataloader(), trainer.limit_train_batches
-    if isinstance(loader, PromptSource) and loader.is_stream:
+    if isinstance(loader, PromptSource) and not loader.has_length:
         return
     batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
     if every > batches:
@@ -79,7 +79,7 @@ def recount_batches(trainer: L.Trainer) -> None:
     end the epoch too early, with prompts left over, or too late.
     """
     loader = trainer.train_dataloader
-    if not isinstance(loader, PromptSource) or loader.is_stream or loader.resume_from is None:
+    if not isinstance(loader, PromptSource) or not loader.has_length or loader.resume_from is None:
         return
     state = loader.resume_from
     if state.get("batch_size", 0) * state.get("world_size", 0) in (0, loader.batch_size * loader.world_size):

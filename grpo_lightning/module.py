@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from grpo_lightning import checkpoints, checks, data_checks, fixed_logprobs, optimization, overlong, ranks
 from grpo_lightning.data.source import as_prompt_batch
-from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, records
+from grpo_lightning.dynamic_sampling import DynamicSampling, resample
+from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.hooks import notify
 from grpo_lightning.limits import keep_overfit_batches, round_up_limits
 from grpo_lightning.messages import show_messages
@@ -65,6 +66,7 @@ class GRPOLightningModule(L.LightningModule):
         num_iterations: Passes over a rollout.
         updates_per_rollout: Optimizer steps a rollout is divided over, per pass.
         old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
+        dynamic_sampling: Replaces prompts whose completions all get the same reward by further ones; null keeps them.
         overlong_filter: What truncated completions are left out of: "none", the "loss", or their "group" as well.
         seed: Of sampling; null takes `seed_everything`.
     """
@@ -92,6 +94,7 @@ class GRPOLightningModule(L.LightningModule):
         num_iterations: int = 1,
         updates_per_rollout: int = 1,
         old_logprobs: Literal["recompute", "rollout"] = "recompute",
+        dynamic_sampling: DynamicSampling | None = None,
         overlong_filter: overlong.OverlongFilter = "none",
         seed: int | None = None,
     ) -> None:
@@ -104,8 +107,8 @@ class GRPOLightningModule(L.LightningModule):
         self.sampling = checks.settings_of(SamplingParams, sampling, "model.sampling")
         self.objective = checks.settings_of(Objective, objective, "model.objective")
         self.validation = checks.settings_of(Validation, validation, "model.validation")
-        given = sync_reference  # none is none, not the defaults
-        self.sync_reference = given and checks.settings_of(SyncReference, given, "model.sync_reference")
+        self.sync_reference = checks.optional(SyncReference, sync_reference, "model.sync_reference")
+        self.dynamic_sampling = checks.optional(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
         self.offload = offload or []
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
@@ -120,7 +123,7 @@ class GRPOLightningModule(L.LightningModule):
 
         self.rollout: Rollout | None = None
         self.rollout_index = 0
-        self.is_broken_off = False
+        self.is_broken_off = self.has_said_filled = False
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
         self.sources: list[str] = []
@@ -136,20 +139,23 @@ class GRPOLightningModule(L.LightningModule):
             self.policy.zero_grad()
             groups = self.sample(as_prompt_batch(batch).prompts)
             rewards = self.score_rewards(groups)
+            groups, rewards = self.resample(groups, rewards)
             advantages = self.compare(rewards)
             self.rollout = self.plan_updates(groups, advantages)
         assert self.rollout is not None
         return self.update(self.rollout.next())
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Draw G completions for each of N prompts from the current weights."""
+    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> list[Group]:
+        """Draw G completions for each of N prompts from the current weights.
+
+        `numbers` are those of the prompts among all that the ranks draw in the cycle, by default the first, in turn.
+        What is drawn for a prompt depends on its number, not on how many ranks there are.
+        """
         with self.phase("rollout"), offloaded(self.offload, self):
             self.engine.sync_weights(self.policy)
-            # By its number among the prompts of all ranks: what is drawn does not depend on how many there are.
-            numbers = (ranks.rank() + i * ranks.world_size() for i in range(len(prompts)))
+            numbers = ranks.own_numbers(len(prompts)) if numbers is None else numbers
             seeds = [derived_seed(run_seed(self.seed), "rollout", self.rollout_index, number) for number in numbers]
             groups = self.generate(prompts, self.num_generations, self.sampling, seeds)
-            self.rollout_index += 1
         add_rollout(self.metrics, groups)
         overlong.mask_truncated(groups, self.overlong_filter)
         return groups
@@ -165,6 +171,10 @@ class GRPOLightningModule(L.LightningModule):
         rewards = self.objective.comparable(scores.total, scores.by_reward, self.reward_set.weights)
         return overlong.without_truncated(rewards, groups, self.overlong_filter)
 
+    def resample(self, groups: list[Group], rewards: Tensor) -> tuple[list[Group], Tensor]:
+        """The groups and their rewards [N, G]; with `dynamic_sampling`, others in place of those that teach nothing."""
+        return resample(self, groups, rewards) if self.dynamic_sampling else (groups, rewards)
+
     def compare(self, rewards: Tensor) -> Tensor:
         """[N, G] the advantage of every completion over its group; the scale may be that of all ranks' rewards."""
         everyone = ranks.gather_objects(rewards)
@@ -172,6 +182,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def plan_updates(self, groups: list[Group], advantages: Tensor) -> Rollout:
         """Cut the rollout into micro-batches and score them with the weights they were drawn with."""
+        self.rollout_index += 1
         if self.samples is not None:
             self.samples = (*self.samples[:2], advantages)
         micro_batches, counts = plan_over_ranks(
@@ -275,10 +286,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/...` of sampled and `val/greedy/...` of greedy completions, over all prompts of all ranks."""
-        stage = "test" if self.trainer.testing else "val"
-        for kind, table in self.tables.items():
-            prefix = f"{stage}/greedy" if kind == "greedy" else stage
-            self.log_dict({f"{prefix}/{name}": value for name, value in table.compute().items()}, sync_dist=True)
+        self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
 
     # `test` is validation under another name.
     on_test_epoch_start = on_validation_epoch_start

@@ -27,6 +27,11 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def own_numbers(count: int) -> list[int]:
+    """The numbers of this rank's `count` things among those of all ranks, which take turns."""
+    return [rank() + i * world_size() for i in range(count)]
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The elementwise sum of every rank's tensor; all have one shape."""
     return _reduced(values, dist.ReduceOp.SUM)

@@ -16,7 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from grpo_lightning.callbacks.before_after import validation_loader
 from grpo_lightning.callbacks.box_pictures import Answer, Panel, draw_grid, question, thumbnail
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
-from grpo_lightning.data.source import PromptSource, as_prompt_batch, known_prompts
+from grpo_lightning.data.readable import known_prompts
+from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.grounding import right_of, target_of
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.ranks import gather_objects

@@ -206,6 +206,7 @@ class PromptDataModule(L.LightningDataModule):
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
             seed=run_seed(self.seed),
             num_workers=self._image_workers(prompts),
+            draws_more=trainer.lightning_module.dynamic_sampling is not None,
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:

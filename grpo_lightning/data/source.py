@@ -10,22 +10,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
-
-from torch.utils.data import DataLoader
+from typing import Any
 
 from grpo_lightning.data.ahead import ImageReader
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
-from grpo_lightning.data.cells import with_cells, without_decoding
-from grpo_lightning.data.listed import LazyPrompts, ListedOrder
-from grpo_lightning.data.stream import PromptStream, StreamOrder, stream_of
+from grpo_lightning.data.listed import ListedOrder
+from grpo_lightning.data.readable import readable
+from grpo_lightning.data.stream import PromptStream, StreamOrder
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.ranks import rank as group_rank
 from grpo_lightning.ranks import world_size as group_size
 from grpo_lightning.seeding import derived_seed
 from grpo_lightning.types import Prompt
 
-__all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch", "known_prompts", "source_names"]
+__all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch"]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,8 @@ class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
     Every epoch is one pass: the last cycle may have fewer prompts, none is dropped. A stream has no length: the run
-    needs `trainer.max_steps`, and an epoch ends where the stream does.
+    needs `trainer.max_steps`, and an epoch ends where the stream does. Nor has an epoch whose cycles draw more prompts
+    than `batch_size`: it ends where they are used up.
 
     An image that several prompts of a cycle have is read once for all of them. Before a run, all images of a list are
     read, of other data sets those of the first prompts; bad ones are named before any weights load. No row is left out:
@@ -53,6 +52,7 @@ class PromptSource:
         shuffle_buffer: Of a stream: rows kept to draw the next one from.
         num_workers: Threads that decode the images of the next cycle while this one is trained on, and read the rows of
             a stream ahead of their use.
+        draws_more: True for a module with `dynamic_sampling`, which draws further prompts in a cycle.
 
     Raises:
         ValueError: If there is no prompt, a size is below 1, or a row has no prompt.
@@ -74,6 +74,7 @@ class PromptSource:
         template: PromptTemplate | None = None,
         shuffle_buffer: int = 1000,
         num_workers: int = 0,
+        draws_more: bool = False,
     ) -> None:
         for name, value in {"batch_size": batch_size, "cycle": cycle, "world_size": world_size}.items():
             if value is not None and value < 1:
@@ -83,25 +84,33 @@ class PromptSource:
         if isinstance(prompts, PromptStream) and (template, shuffle_buffer, num_workers) != (None, 1000, 0):
             raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
-        self.prompts = _readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
+        self.prompts = readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
         if not self.is_stream and shuffle_buffer != 1000:
             log.info("shuffle_buffer has no effect: the data set has a length, and is no stream.")
         self.images = ImageReader(prompts.num_workers if isinstance(prompts, PromptStream) else num_workers)
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
+        self.draws_more = draws_more
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
         self.prompts_used = 0  # of this epoch, over all ranks; the running cycle's are used
         self.cycle_start = 0  # where in the order the running cycle's prompts begin
         self.position = 0  # micro-steps of the running cycle that were used; 0 between cycles
         self.cycle_prompts: list[Prompt] = []
-        self.resume_from: dict[str, int] | None = None
+        self.cycle_size = 0  # prompts of all ranks that the running cycle has used
+        self.settled: list[list[int]] = []  # by rank, which of them are trained on; empty: the first, in turn
+        self.resume_from: dict[str, Any] | None = None
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
     def is_stream(self) -> bool:
         """True if the data are read as they are used, and have no length."""
         return isinstance(self.prompts, PromptStream)
+
+    @property
+    def has_length(self) -> bool:
+        """True if it is known how many micro-steps an epoch has."""
+        return not self.is_stream and not self.draws_more
 
     @property
     def rank(self) -> int:
@@ -114,9 +123,14 @@ class PromptSource:
         return group_size() if self.given_world_size is None else self.given_world_size
 
     def __len__(self) -> int:
-        """Micro-steps of an epoch. Raises: TypeError for a stream, as Python asks of what has no length."""
+        """Micro-steps of an epoch. Raises: TypeError without a length, as Python asks for."""
         if isinstance(self.prompts, PromptStream):
             raise TypeError("A stream of prompts has no length. Set trainer.max_steps to say when the run ends.")
+        if self.draws_more:
+            raise TypeError(
+                "How many cycles an epoch has is not known, as they draw further prompts (dynamic_sampling). Set "
+                "trainer.max_steps to say when the run ends."
+            )
         return -(-len(self.prompts) // (self.batch_size * self.world_size)) * self.cycle
 
     @property
@@ -146,7 +160,7 @@ class PromptSource:
         is_first = True
         while is_first or not self.is_epoch_over():
             batch = LaterBatch(self.cycle, functools.partial(self.step, is_first=is_first))
-            if not self.is_stream:
+            if self.has_length:
                 batch.use()  # with a length, no batch is asked for ahead of its use
             yield batch
             batch.use()
@@ -157,8 +171,10 @@ class PromptSource:
         if is_first:
             self.begin()
         if not self.position:
-            self.cycle_start = self.prompts_used
-            self.cycle_prompts = self.take(self.batch_size * self.world_size)
+            self.cycle_start, self.settled = self.prompts_used, []
+            block, self.prompts_used = self.order.take(self.prompts_used, self.batch_size * self.world_size)
+            self.cycle_size = len(block)
+            self.cycle_prompts = self.read(block[self.rank :: self.world_size])
             self.look_ahead()
         position = self.position
         self.position = (position + 1) % self.cycle
@@ -180,7 +196,12 @@ class PromptSource:
             resume[name] for name in ("prompts_used", "cycle_start", "position")
         )
         if self.position:
-            self.cycle_prompts = self.images.take(self.share(self.cycle_start, self.batch_size))
+            self.settled = resume.get("settled", [])
+            self.cycle_size = resume.get("cycle_size", self.batch_size * self.world_size)
+            block, _ = self.order.take(self.cycle_start, self.cycle_size)
+            first = range(min(len(block), self.batch_size * self.world_size))
+            chosen = self.settled[self.rank] if self.settled else first[self.rank :: self.world_size]
+            self.cycle_prompts = self.read([block[number] for number in chosen])
         elif self.is_epoch_over():
             raise ValueError("The prompt source has no prompts: the stream is empty, or all of it is left out.")
 
@@ -188,14 +209,14 @@ class PromptSource:
         """True if the last cycle is finished and no prompt is left."""
         return self.position == 0 and not len(self.order.take(self.prompts_used, 1)[0])
 
-    def share(self, start: int, size: int) -> list[Prompt]:
-        """This rank's part of the `size` prompts per rank that begin at `start`."""
-        block, _ = self.order.take(start, size * self.world_size)
-        return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
-
     def upcoming(self, size: int) -> list[Prompt]:
         """The next `size` prompts of this rank in this epoch, fewer at its end; they stay unused."""
-        return self.share(self.prompts_used, size)
+        block, _ = self.order.take(self.prompts_used, size * self.world_size)
+        return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
+
+    def read(self, block: Sequence[Any]) -> list[Prompt]:
+        """The prompts of a part of a block of the order, their images decoded."""
+        return self.images.take(self.order.share(block))
 
     def look_ahead(self) -> None:
         """Begin to decode the images of the next cycle, if it is in this epoch."""
@@ -206,23 +227,37 @@ class PromptSource:
         except (ValueError, OSError) as error:  # a row that is none: it is not used yet, and may never be
             log.debug("Not read ahead: %s", error)
 
-    def more(self, size: int) -> list[Prompt]:
-        """Use up to `size` further prompts of this rank now: they do not come again in this epoch.
+    def more(self, num_prompts: int, own: Sequence[int]) -> tuple[int, list[Prompt]]:
+        """Use further prompts in the running cycle: they do not come again in this epoch.
 
-        Every rank must call it with the same `size`, as all draw from one order. Of a stream, one prompt is left to the
-        batch that Lightning has asked for already.
+        Args:
+            num_prompts: How many, of all ranks; each must ask for the same number, as all draw from one order.
+            own: Which of them are this rank's, by their numbers from 0.
+
+        Returns:
+            How many there were, and this rank's of them. There are fewer at the end of an epoch, whose last prompt is
+            left to the batch that Lightning has asked for already.
+
+        Raises:
+            ValueError: If the source was not told that cycles draw more.
         """
-        if self.is_stream:
-            rest, _ = self.order.take(self.prompts_used, size * self.world_size + 1)
-            return self.take(min(size * self.world_size, max(0, len(rest) - 1)))
-        return self.take(size * self.world_size)
+        if not self.draws_more:
+            raise ValueError("Cycles of this PromptSource draw no further prompts: give it draws_more=True.")
+        rest, _ = self.order.take(self.prompts_used, num_prompts + 1)
+        block, self.prompts_used = self.order.take(self.prompts_used, min(num_prompts, max(0, len(rest) - 1)))
+        self.cycle_size += len(block)
+        return len(block), self.read([block[number] for number in own if number < len(block)])
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """Use the next `num_prompts` prompts of all ranks. Returns: this rank's."""
-        block, self.prompts_used = self.order.take(self.prompts_used, num_prompts)
-        return self.images.take(self.order.share(block[self.rank :: self.world_size]))  # type: ignore[arg-type]
+    def settle(self, chosen: list[list[int]], prompts: list[Prompt]) -> None:
+        """Say what the rest of the running cycle is trained on, now that further prompts were drawn.
 
-    def state_dict(self) -> dict[str, int]:
+        Args:
+            chosen: By rank, the numbers of its prompts among all that the cycle has used.
+            prompts: This rank's.
+        """
+        self.settled, self.cycle_prompts = chosen, prompts
+
+    def state_dict(self) -> dict[str, Any]:
         """The position in the data: the same on every rank."""
         if self.resume_from is not None:
             return dict(self.resume_from)
@@ -232,13 +267,15 @@ class PromptSource:
             "prompts_used": 0 if is_epoch_over else self.prompts_used,
             "cycle_start": 0 if is_epoch_over else self.cycle_start,
             "position": self.position,
+            "cycle_size": self.cycle_size if self.position else 0,
+            "settled": self.settled if self.position else [],
             "shuffle": self.shuffle,
             "batch_size": self.batch_size,
             "world_size": self.world_size,
             **self._identity(),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. That `shuffle` is as it was is checked when the epoch begins.
 
         Positions count the prompts of all ranks: at the end of a cycle, a run goes on with any number of them.
@@ -281,42 +318,3 @@ def _other_settings(changed: Sequence[str]) -> str:
         f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original ones, "
         "or start a new run from the checkpoint's weights."
     )
-
-
-def known_prompts(data: Sequence[Prompt] | PromptStream) -> list[Prompt]:
-    """The prompts that can be known without reading a data set: all of a list, the first of what is read when used."""
-    return data.head() if isinstance(data, LazyPrompts | PromptStream) else list(data)
-
-
-def source_names(data: Sequence[Prompt] | PromptStream) -> list[str]:
-    """The names of the data's sources, sorted: all of a mixture, of other streams those of the first prompts."""
-    if isinstance(data, PromptStream) and data.sources:
-        return sorted(set(data.sources))
-    return sorted({prompt.source for prompt in known_prompts(data)})
-
-
-def _readable(data: Any, convert: Any, **stream: int) -> Sequence[Prompt] | PromptStream:
-    """The prompts of whatever was given as data set: lists are converted now, others as they are used."""
-    if isinstance(data, DataLoader):
-        raise TypeError("PromptSource makes batches itself: give it the data set, not a DataLoader (loader.dataset).")
-    if isinstance(data, PromptStream):
-        return data
-    if isinstance(data, Mapping | str) or (not isinstance(data, Iterable) and not hasattr(data, "__getitem__")):
-        raise TypeError(
-            f"PromptSource needs a data set: a list of prompts, texts or rows, or a datasets.Dataset, got "
-            f"{type(data).__name__} ({data!r:.80}). Put a single row into a list."
-        )
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"PromptSource reads the data once per epoch, and a {type(data).__name__} can be read only once. Give a "
-            "list, or a datasets.IterableDataset (datasets.IterableDataset.from_generator)."
-        )
-    if not hasattr(data, "__len__"):
-        return stream_of(cast(Iterable[Any], without_decoding(data)), convert, **stream)
-    if not len(data):
-        raise ValueError("The prompt source has no prompts: the data set is empty.")
-    if isinstance(data, list | tuple):
-        # Prompts stay the objects they are, and the list the one the caller has.
-        is_done = all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data)
-        return data if is_done else [convert(row, number) for number, row in enumerate(data)]
-    return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the data set"), convert)

@@ -11,7 +11,8 @@ from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
 from grpo_lightning.rewards.registry import Plugin, available, reward
 from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
-from grpo_lightning.rewards.reward_set import RewardSet, Scores
+from grpo_lightning.rewards.reward_set import RewardSet
+from grpo_lightning.rewards.scores import Scores
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
 
 __all__ = [

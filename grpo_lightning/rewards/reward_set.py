@@ -6,7 +6,6 @@ import collections
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,30 +14,9 @@ from torch import Tensor
 from grpo_lightning.rewards.base import RewardLike, WeightedReward
 from grpo_lightning.rewards.call import FAILURES, RewardCall
 from grpo_lightning.rewards.row_checks import check_rows
+from grpo_lightning.rewards.scores import Scores
 from grpo_lightning.rewards.sources import Source, applies, check_sources, sources_of
 from grpo_lightning.types import Group, Prompt
-
-
-@dataclass
-class Scores:
-    """What the rewards say about N groups of G completions."""
-
-    total: Tensor
-    """[N, G] float32: the weighted sum of the rewards that apply; NaN where a completion is not scorable."""
-
-    by_reward: dict[str, Tensor]
-    """[N, G] float32 per reward, before its weight; NaN where it gave None."""
-
-    metrics: dict[str, float]
-    """The mean of the values each name was given by `log_metric`."""
-
-    extras: dict[str, list[Any]]
-    """[N * G] values per column, from `log_extra`; None where the reward does not apply. A column that several rewards
-    log is `<reward>/<column>` for each."""
-
-    failures: dict[str, int]
-    """Completions per `reward/failure` (see `FAILURES`); every key is always there."""
-
 
 RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
 """Log names of the total and of completions; a reward of the same name would be mixed up with them."""

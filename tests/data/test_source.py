@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.listed import LazyPrompts
-from grpo_lightning.data.source import PromptSource, known_prompts, source_names
+from grpo_lightning.data.readable import known_prompts, source_names
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.stream import PromptStream, stream_of
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.types import Prompt
@@ -129,21 +130,78 @@ def test_upcoming_looks_and_leaves():
     assert [p.content for p in source.upcoming(10)] == ["p4", "p5", "p6"]  # no further than the epoch
 
 
+def more(source, num_prompts, own=None):
+    """What `more` gives a rank, as texts."""
+    used, prompts = source.more(num_prompts, range(num_prompts) if own is None else own)
+    return used, [prompt.content for prompt in prompts]
+
+
 def test_more_uses_prompts_up():
-    source = source_of(7, 2, cycle=2, shuffle=False)
+    source = source_of(7, 2, cycle=2, shuffle=False, draws_more=True)
     steps = iter(source)
-    next(steps)
-    assert [p.content for p in source.more(3)] == ["p2", "p3", "p4"]
+    batch = next(steps)
+    assert names(batch) == ["p0", "p1"]
+    assert more(source, 3) == (3, ["p2", "p3", "p4"])
     assert [names(batch) for batch in steps] == [["p0", "p1"], ["p5", "p6"], ["p5", "p6"]]
-    assert source.more(1) == []
+    assert more(source, 1) == (0, [])
 
 
-def test_more_is_shared_by_the_ranks():
-    sources = [source_of(12, 1, rank=rank, world_size=2, shuffle=False) for rank in (0, 1)]
+def test_each_rank_takes_its_own_of_more():
+    sources = [source_of(12, 1, rank=rank, world_size=2, shuffle=False, draws_more=True) for rank in (0, 1)]
     steps = [iter(source) for source in sources]
     assert [names(next(step)) for step in steps] == [["p0"], ["p1"]]
-    assert [[p.content for p in source.more(2)] for source in sources] == [["p2", "p4"], ["p3", "p5"]]
-    assert [names(next(step)) for step in steps] == [["p6"], ["p7"]]
+    assert more(sources[0], 3, own=[0, 2]) == (3, ["p2", "p4"])
+    assert more(sources[1], 3, own=[1]) == (3, ["p3"])
+    assert [names(next(step)) for step in steps] == [["p5"], ["p6"]]
+
+
+def test_more_is_refused_where_an_epoch_has_a_length():
+    source = source_of(12, 2)
+    next(iter(source))
+    with pytest.raises(ValueError, match="draws_more=True"):
+        source.more(1, [0])
+    assert source.has_length
+    assert len(source) == 6
+
+
+def test_an_epoch_has_no_length_where_cycles_draw_more():
+    source = source_of(12, 2, draws_more=True)
+    assert not source.has_length
+    with pytest.raises(TypeError, match="dynamic_sampling"):
+        len(source)
+
+
+def test_settled_prompts_are_those_of_the_rest_of_the_cycle_also_after_a_resume():
+    def cycle_of(rank):
+        return source_of(12, 2, cycle=3, rank=rank, world_size=2, draws_more=True)
+
+    whole = names(next(iter(source_of(12, 12))))  # the same order
+    for rank, chosen in ((0, [0, 5]), (1, [4, 3])):
+        source = cycle_of(rank)
+        steps = iter(source)
+        batch = next(steps)
+        assert names(batch) == [whole[rank], whole[rank + 2]]
+        assert more(source, 2, own=[1 - rank]) == (2, [whole[5 - rank]])
+        prompts = {prompt.content: prompt for prompt in source.prompts}
+        source.settle([[0, 5], [4, 3]], [prompts[whole[number]] for number in chosen])
+        assert names(next(steps)) == [whole[number] for number in chosen]
+        again = cycle_of(rank)
+        again.load_state_dict(source.state_dict())
+        rest = [names(batch) for batch in again]
+        assert rest == [names(batch) for batch in steps]
+        assert rest[0] == [whole[number] for number in chosen]
+        assert rest[1] == [whole[6 + rank], whole[8 + rank]]
+
+
+def test_a_cycle_forgets_what_the_one_before_settled():
+    source = source_of(12, 2, draws_more=True, shuffle=False)
+    steps = iter(source)
+    next(steps).use()
+    more(source, 2)
+    source.settle([[2, 3]], list(source.prompts[2:4]))
+    assert names(next(steps)) == ["p4", "p5"]
+    assert source.settled == []
+    assert source.cycle_size == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ state
@@ -188,18 +246,18 @@ def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next():
     }
     next(steps)
     want = {"epoch": 1, "prompts_used": 0, "cycle_start": 0, "position": 0, "num_prompts": 4, "seed": 0, "cycle": 2}
-    want |= {"shuffle": True, "batch_size": 2, "world_size": 1}
+    want |= {"shuffle": True, "batch_size": 2, "world_size": 1, "cycle_size": 0, "settled": []}
     assert source.state_dict() == want
     assert next(steps, None) is None
     assert source.state_dict() == want
 
 
 def test_the_state_knows_what_more_has_used():
-    source = source_of(9, 2, cycle=2, shuffle=False)
+    source = source_of(9, 2, cycle=2, shuffle=False, draws_more=True)
     steps = iter(source)
-    next(steps)
-    source.more(3)
-    resumed = source_of(9, 2, cycle=2, shuffle=False)
+    next(steps).use()
+    more(source, 3)
+    resumed = source_of(9, 2, cycle=2, shuffle=False, draws_more=True)
     resumed.load_state_dict(source.state_dict())
     assert [names(batch) for batch in resumed] == [names(batch) for batch in steps]
 
@@ -491,28 +549,30 @@ def test_a_stream_resumes_at_any_micro_step(count, batch_size, cycle, world_size
     assert list(walk(source, epochs=3, start=state["epoch"])) == whole[done:]
 
 
-def test_more_of_a_stream_comes_before_a_batch_that_waits():
-    source = streaming(9, 2, shuffle=False)
+@pytest.mark.parametrize("make", [streaming, source_of])
+def test_more_comes_before_a_batch_that_waits(make):
+    source = make(9, 2, shuffle=False, draws_more=True)
     steps = iter(source)
     waiting = next(steps)
     batch, waiting = waiting, next(steps)
     assert names(batch) == ["p0", "p1"]
     assert [p.content for p in source.upcoming(2)] == ["p2", "p3"]
-    assert [p.content for p in source.more(3)] == ["p2", "p3", "p4"]
-    resumed = streaming(9, 2, shuffle=False)
+    assert more(source, 3) == (3, ["p2", "p3", "p4"])
+    resumed = make(9, 2, shuffle=False, draws_more=True)
     resumed.load_state_dict(source.state_dict())
     assert [names(b) for b in resumed] == [["p5", "p6"], ["p7", "p8"]]
     assert [names(b) for b in (waiting, *steps)] == [["p5", "p6"], ["p7", "p8"]]
 
 
-def test_more_leaves_a_prompt_to_a_batch_that_waits():
-    source = streaming(6, 2, shuffle=False)
+@pytest.mark.parametrize("make", [streaming, source_of])
+def test_more_leaves_a_prompt_to_a_batch_that_waits(make):
+    source = make(6, 2, shuffle=False, draws_more=True)
     steps = iter(source)
     batch, waiting = next(steps), next(steps)
     assert names(batch) == ["p0", "p1"]
-    assert [p.content for p in source.more(10)] == ["p2", "p3", "p4"]
+    assert more(source, 10) == (3, ["p2", "p3", "p4"])
     assert names(waiting) == ["p5"]
-    assert source.more(1) == []
+    assert more(source, 1) == (0, [])
     assert next(steps, None) is None
 
 

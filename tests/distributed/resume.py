@@ -2,7 +2,8 @@
 
 Two epochs over seven prompts on two ranks, two updates of two micro-batches per rollout, two iterations, a KL, AdamW, a
 cosine schedule and clipping. A checkpoint after every optimizer step; the last two are kept. The subject says whether
-the prompts are `text`, or some of them have `images`, which are read anew in the run that goes on.
+the prompts are `text`, or some of them have `images`, which are read anew in the run that goes on; of `further prompts`
+and `further images` there are more, and those that teach nothing give way to them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from grpo_lightning import ranks
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
@@ -40,6 +42,7 @@ SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d",
 """Numbers stand for pictures."""
 
 FAMILY = "qwen2_5_vl"
+FURTHER = "further"
 CYCLE = 2 * 2 * 2
 MICRO_STEPS_PER_EPOCH = 2 * CYCLE
 MICRO_STEPS = 2 * MICRO_STEPS_PER_EPOCH
@@ -62,15 +65,17 @@ def train(
 ) -> Any:
     """From the newest complete checkpoint to the kill or the end; returns the whole weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    has_images = subject == "images"
+    has_images, draws_more = "images" in subject, FURTHER in subject
+    reward = vision.capitals if has_images else vowel_share
     module = GRPOLightningModule(
         PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **settings),
-        rewards=[vision.capitals if has_images else vowel_share],
+        rewards=[functools.partial(of_some, reward) if draws_more else reward],
         sampling=SamplingParams(max_completion_length=6),
         objective=Objective(beta=0.04),
         optimizer=functools.partial(AdamW, lr=3e-3),
         scheduler=functools.partial(Cosine, warmup_ratio=0.1),
         sync_reference=None if settings.get("lora") else SyncReference(every_n_steps=5, mixup_alpha=0.6),
+        dynamic_sampling=DynamicSampling(2) if draws_more else None,
         num_generations=4,
         num_iterations=2,
         updates_per_rollout=2,
@@ -95,6 +100,7 @@ def train(
         devices=ranks_of(strategy),
         strategy=STRATEGIES[strategy](),
         max_epochs=2,
+        max_steps=8 if draws_more else -1,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         logger=False,
@@ -103,9 +109,17 @@ def train(
         callbacks=[saving, Final(), *([Kill(kill["micro_step"], kill["hook"])] if is_hit(kill) else [])],
     )
     seen = [vision.with_files(parts, folder, index) for index, parts in enumerate(SEEN)]
-    source = PromptSource(seen if has_images else PROMPTS, 4 // ranks_of(strategy), cycle=module.cycle_length(2))
+    prompts = (seen if has_images else PROMPTS) * (3 if draws_more else 1)
+    size, cycle = 4 // ranks_of(strategy), module.cycle_length(2)
+    source = PromptSource(prompts, size, cycle=cycle, draws_more=draws_more)
     trainer.fit(module, source, ckpt_path=newest(checkpoints))
     return final
+
+
+def of_some(reward: Any, completions: list[Any], prompts: list[Any]) -> list[float]:
+    """The reward, of prompts with an even number of characters; the same for all completions of the others."""
+    values = reward(completions=completions)
+    return [value if len(str(p)) % 2 == 0 else 0.5 for p, value in zip(prompts, values, strict=True)]
 
 
 def ranks_of(strategy: str) -> int:
@@ -166,7 +180,7 @@ def kill_and_resume(
     Returns:
         `equal` (bit for bit), the largest `difference`, and the checkpoint that the run went on from.
     """
-    if subject == "images":
+    if "images" in subject:
         vision.save_policy(folder, FAMILY)
     else:
         save_policy(folder)

@@ -1,0 +1,107 @@
+"""Dynamic sampling on one rank or several: `python -m tests.distributed.dynamic STRATEGY FOLDER`.
+
+Completions are drawn by the policy itself: sharded weights are gathered by all ranks, also by one that needs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from grpo_lightning import PolicyLoader, ranks
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.dynamic_sampling import DynamicSampling
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.types import SamplingParams
+from tests.distributed.steps import STRATEGIES
+from tests.module_runs import vowel_share
+
+OPEN, EQUAL = "open", "equal"
+
+CASES: dict[str, list[str]] = {
+    # Of two ranks, the first needs all rounds and is left with what it had; the second needs none.
+    "one rank all rounds, one none": [EQUAL, OPEN, EQUAL, OPEN, *[EQUAL] * 6, OPEN],
+    "one rank some rounds": [EQUAL, OPEN, OPEN, OPEN, EQUAL, OPEN, OPEN],
+    "both ranks, unlike": [EQUAL, EQUAL, OPEN, EQUAL, EQUAL, OPEN, OPEN, EQUAL, OPEN, OPEN],
+    "the epoch ends within a round": [EQUAL, EQUAL, EQUAL, OPEN, OPEN, OPEN, OPEN],
+    "nothing is left to draw": [EQUAL, OPEN, EQUAL, OPEN],
+    "a rank without prompts": [EQUAL],
+}
+"""What kind each prompt is, in the order of the data; a rollout has four."""
+
+
+def prompts_of(case: str) -> list[str]:
+    """The prompts, numbered."""
+    return [f"{kind} {number}" for number, kind in enumerate(CASES[case])]
+
+
+def differs_if_open(completions: list[str], prompts: list[str]) -> list[float]:
+    """A half for prompts that are equal; for the others the vowels, and their number in the group, so that no two are alike."""
+    return [
+        0.5 if EQUAL in prompt else share + place % 3
+        for place, (prompt, share) in enumerate(zip(prompts, vowel_share(completions), strict=True))
+    ]
+
+
+class Found(L.Callback):
+    """What the first rollout was trained on, and its metrics."""
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self.metrics: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        if not self.metrics:
+            groups, _, advantages = pl_module.samples
+            ids = [[completion.token_ids for completion in group.completions] for group in groups]
+            self.groups = list(zip((g.prompt.content for g in groups), ids, advantages.tolist(), strict=True))
+            names = ("resample_rounds", "skipped_prompts", "filled_groups")
+            self.metrics = {name: float(trainer.callback_metrics[f"rollout/{name}"]) for name in names}
+
+
+def run(strategy: str, folder: Path, case: str) -> tuple[list[Any], dict[str, float]]:
+    """Train a step on a case. Returns: this rank's groups (prompt, completions, advantages) and the metrics."""
+    module = GRPOLightningModule(
+        PolicyLoader(str(folder / "policy")),
+        rewards=[differs_if_open],
+        sampling=SamplingParams(max_completion_length=6),
+        objective=Objective(beta=0.04),
+        optimizer=functools.partial(AdamW, lr=1e-3),
+        dynamic_sampling=DynamicSampling(),
+        num_generations=3,
+        seed=0,
+    )
+    world_size, found = 1 if strategy == "one" else 2, Found()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=STRATEGIES[strategy](),
+        max_steps=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[found],
+    )
+    source = PromptSource(prompts_of(case), 4 // world_size, shuffle=False, draws_more=True)
+    trainer.fit(module, source)
+    return found.groups, found.metrics
+
+
+def main(strategy: str, folder: str) -> None:
+    """Run all cases, and save what each rank trained on."""
+    torch.set_num_threads(1)
+    found = {case: run(strategy, Path(folder), case) for case in CASES}
+    torch.save(found, Path(folder) / f"{strategy}-{ranks.rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
