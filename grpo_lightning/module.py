@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from grpo_lightning import checkpoints, checks, data_checks, fixed_logprobs, optimization, overlong, ranks
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.dynamic_sampling import DynamicSampling, resample
+from grpo_lightning.evaluate import evaluate
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.hooks import notify
 from grpo_lightning.limits import keep_overfit_batches, round_up_limits
@@ -264,15 +265,9 @@ class GRPOLightningModule(L.LightningModule):
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
-    @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed."""
-        num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
-        self.engine.sync_weights(self.policy)
-        names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
-        seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
-        groups = self.generate(prompts, num_generations, sampling, seeds)
-        return Evaluation(groups, self.value(groups, num_generations))
+        return evaluate(self, prompts, is_greedy=is_greedy)
 
     def on_validation_epoch_start(self) -> None:
         """Begin a table of every kind of completions."""

@@ -12,6 +12,7 @@ import lightning as L
 from grpo_lightning import optimizers, schedules
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
@@ -30,6 +31,7 @@ SETTINGS: dict[str, list[Any]] = {
     "data.datasets": [DatasetEntry],
     "data.val_datasets": [DatasetEntry],
     "model": [GRPOLightningModule],
+    "model.dynamic_sampling": [DynamicSampling],
     "model.engine": [LocalEngine],
     "model.objective": [Objective],
     "model.optimizer": [optimizers.AdamW],

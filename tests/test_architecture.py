@@ -27,6 +27,8 @@ LEVELS = {
     "rewards": 3,
     "data": 4,
     "metrics": 4,
+    "dynamic_sampling": 5,
+    "evaluate": 5,
     "evaluation": 4,
     "grounding": 4,
     "planner": 4,

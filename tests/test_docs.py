@@ -21,6 +21,7 @@ from grpo_lightning.cli.main import COMMANDS, instantiate, main, parse
 from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
@@ -115,7 +116,7 @@ def test_methods_named_exist():
 
 def test_metrics_named_are_logged():
     """Those of a run with a reference and validation; an example's own and `time/...` are no metrics of ours."""
-    module = make_module(objective=Objective(), num_iterations=2)
+    module = make_module(objective=Objective(), num_iterations=2, dynamic_sampling=DynamicSampling())
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, make_source(module), PromptSource(PROMPTS[:2], 2))
     pattern = r"`((?:reward|policy|rollout|val)/[\w/]+)`"

@@ -1,10 +1,12 @@
 """`load_from_checkpoint` rebuilds a module from its file; what is no plain value is given anew."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_lightning.checkpoints import KEPT_ARGUMENTS
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
@@ -37,6 +39,11 @@ def trained(**options):
 
 def load(**arguments):
     return GRPOLightningModule.load_from_checkpoint("run.ckpt", weights_only=True, **arguments)
+
+
+def test_every_plain_argument_is_kept():
+    given_anew = {"self", "policy", "rewards", "tokenizer", "engine", "optimizer", "scheduler"}
+    assert {*KEPT_ARGUMENTS} == {*inspect.signature(GRPOLightningModule.__init__).parameters} - given_anew
 
 
 def test_only_the_rewards_are_given_anew(folder):

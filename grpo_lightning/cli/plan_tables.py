@@ -98,6 +98,17 @@ def run_length(config: Namespace, batches: BatchPlan, num_prompts: int | None) -
     )
 
 
+def further_prompts(config: Namespace) -> list[str]:
+    """What dynamic sampling adds to a rollout, at most."""
+    settings = config.model.dynamic_sampling
+    if settings is None:
+        return []
+    return [
+        f"With dynamic_sampling, a rollout may take up to {settings.max_resample_times + 1} times the prompts and the "
+        "time to draw, and an epoch may have fewer steps."
+    ]
+
+
 def length_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: Known) -> list[str]:
     """Steps per epoch and in all."""
     trainer, lines = config.trainer, []
@@ -110,6 +121,7 @@ def length_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: 
             f"{count(len(known.train_prompts), 'prompt')}: {count(rollouts, 'rollout')} = "
             f"{count(length.steps_per_epoch, 'optimizer step')} per epoch."
         )
+    lines += further_prompts(config)
     limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs, "max_time": trainer.max_time}
     if trainer.fast_dev_run:
         limits = {"fast_dev_run": trainer.fast_dev_run}

@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from grpo_lightning import offload
+from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
+from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.schedules import Linear
 from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import SamplingParams
 from tests.arguments.registry import case
 from tests.module_runs import (
+    PROMPTS,
     SMALL,
     History,
     ScriptedEngine,
@@ -239,6 +242,40 @@ def test_how_the_reference_follows():
     further = reference_after(2, SyncReference(every_n_steps=2, mixup_alpha=0.9))[0] - start
     assert moved.any()
     assert torch.allclose(further, moved * 0.9 / 0.6, rtol=1e-3, atol=1e-7)
+
+
+def drawn_further(settings: DynamicSampling | None) -> tuple[float, float]:
+    """(Rounds, groups left equal) of a rollout whose prompts teach nothing but by a second reward, all but the last."""
+
+    def of_last(prompts: list[str]) -> list[float]:
+        return [float(place % 2) if prompt == PROMPTS[-2] else 0.5 for place, prompt in enumerate(prompts)]
+
+    def of_all(prompts: list[str]) -> list[float]:
+        return [float(place) for place, _ in enumerate(prompts)]
+
+    history = History()
+    fit(
+        make_module(rewards=[of_last, WeightedReward(of_all, 0.1)], dynamic_sampling=settings),
+        batch_size=2,
+        shuffle=False,
+        max_steps=1,
+        callbacks=[history],
+    )
+    step = history.steps[-1]
+    return step.get("rollout/resample_rounds", -1.0), step.get("rollout/filled_groups", -1.0)
+
+
+@case(GRPOLightningModule, "dynamic_sampling")
+def test_whether_further_prompts_are_drawn():
+    assert drawn_further(None) == (-1, -1)
+    assert drawn_further(DynamicSampling()) == (0, 0), "the second reward differs in every group"
+
+
+@case(DynamicSampling, "max_resample_times", "reward")
+def test_which_prompts_give_way_and_how_often():
+    assert drawn_further(DynamicSampling()) == (0, 0)
+    assert drawn_further(DynamicSampling(reward="of_last")) == (3, 1)
+    assert drawn_further(DynamicSampling(max_resample_times=1, reward="of_last")) == (1, 2)
 
 
 @case(GRPOLightningModule, "offload")

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from grpo_lightning.data.lengths import LengthLimit, Measured
-from grpo_lightning.data.source import PromptSource, source_names
+from grpo_lightning.data.readable import source_names
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.images import ImageRef
@@ -52,6 +53,12 @@ def test_source():
     assert contents(PromptSource(TEXTS, 3, shuffle=True)) != [TEXTS[:3], TEXTS[3:]]
     assert contents(ordered(TEXTS, 3, world_size=2, rank=0)) == [TEXTS[0::2]]
     assert contents(ordered(TEXTS, 3, world_size=2, rank=1)) == [TEXTS[1::2]]
+
+
+@case(PromptSource, "draws_more")
+def test_a_source_that_draws_more():
+    assert PromptSource(TEXTS, 3).has_length
+    assert not PromptSource(TEXTS, 3, draws_more=True).has_length
 
 
 @case(PromptSource, "seed", "world_size", "template")

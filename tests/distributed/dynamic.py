@@ -43,7 +43,7 @@ def prompts_of(case: str) -> list[str]:
 
 
 def differs_if_open(completions: list[str], prompts: list[str]) -> list[float]:
-    """A half for prompts that are equal; for the others the vowels, and their number in the group, so that no two are alike."""
+    """A half for prompts that are equal; for the others vowels and the number in the group: no two are alike."""
     return [
         0.5 if EQUAL in prompt else share + place % 3
         for place, (prompt, share) in enumerate(zip(prompts, vowel_share(completions), strict=True))
