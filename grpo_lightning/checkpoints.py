@@ -175,6 +175,7 @@ def is_between_steps(trainer: L.Trainer) -> bool:
 
 KEPT_ARGUMENTS = (
     "reward_weights",
+    "reward_workers",
     "sampling",
     "objective",
     "validation",

@@ -106,7 +106,8 @@ def check_settings(module: GRPOLightningModule) -> None:
         )
     sync_reference.check(module.sync_reference, beta=module.objective.beta, has_lora=module.loader.lora is not None)
     offload.check(module.offload, has_copy=module.objective.needs_reference and module.loader.lora is None)
-    dynamic_sampling.check(module.dynamic_sampling, module.reward_set.names)
+    is_kl_in_reward = module.objective.kl_in == "reward"
+    dynamic_sampling.check(module.dynamic_sampling, module.reward_set.names, is_kl_in_reward=is_kl_in_reward)
     module.reward_set.check(module.sampling.max_completion_length)
     module.validation.check_names(module.reward_set.names)
     success = module.validation.success

@@ -126,8 +126,13 @@ def wrong_loader(*, is_on: bool) -> str:
     )
 
 
-def check(settings: DynamicSampling | None, reward_names: list[str]) -> None:
-    """Raises: ValueError if the reward that must differ is none of the run's."""
+def check(settings: DynamicSampling | None, reward_names: list[str], *, is_kl_in_reward: bool) -> None:
+    """Raises: ValueError if the reward that must differ is none of the run's, or rewards always differ."""
+    if settings is not None and settings.reward is None and is_kl_in_reward:
+        raise ValueError(
+            "model.objective.kl_in is 'reward', so that rewards differ in every group, and model.dynamic_sampling "
+            "would find none that teaches nothing: name the reward that must differ in model.dynamic_sampling.reward."
+        )
     if settings is not None and settings.reward is not None and settings.reward not in reward_names:
         raise ValueError(
             f"model.dynamic_sampling.reward names the reward whose values must differ within a group, got "

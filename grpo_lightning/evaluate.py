@@ -23,4 +23,4 @@ def evaluate(module: GRPOLightningModule, prompts: Sequence[Prompt], *, is_greed
     names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
     seeds = [derived_seed(run_seed(module.seed), "evaluation", name) for name in names]
     groups = module.generate(prompts, num_generations, sampling, seeds)
-    return Evaluation(groups, module.value(groups, num_generations))
+    return Evaluation(groups, module.begin_rewards(groups, num_generations).finish())

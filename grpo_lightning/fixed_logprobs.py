@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from grpo_lightning.types import MicroBatch
+from grpo_lightning import ranks
+from grpo_lightning.rollout_batches import micro_batches_of
+from grpo_lightning.types import Completion, Group, MicroBatch
 
 if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
@@ -28,9 +32,41 @@ def add_old_logprobs(module: GRPOLightningModule, micro_batches: Sequence[MicroB
                 batch.old_logprobs = module.logprobs(module.policy, batch)
 
 
-def add_ref_logprobs(module: GRPOLightningModule, micro_batches: Sequence[MicroBatch]) -> None:
-    """Score the rollout with the reference, if there is one."""
-    if module.reference is not None:
-        with torch.no_grad(), module.phase("ref_logprobs"), module.reference.scoring(module.policy) as model:
-            for batch in micro_batches:
-                batch.ref_logprobs = module.logprobs(model, batch)
+def add_ref_logprobs(module: GRPOLightningModule, groups: Sequence[Group]) -> None:
+    """Give completions their log-probs under the reference, if there is one and they have none; every rank takes part.
+
+    Completions that are not trained on are left out, unless the KL is part of the rewards.
+    """
+    if module.reference is None:
+        return
+    is_all = module.objective.kl_in == "reward"
+    scored = [c for group in groups for c in group.completions if is_all or c.mask is None or any(c.mask)]
+    if not ranks.is_any(any(completion.ref_logprobs is None for completion in scored)):
+        return
+    rows: Sequence[Group] = groups
+    if is_all:
+        rows = [replace(group, completions=[replace(c, mask=None) for c in group.completions]) for group in groups]
+    with torch.no_grad(), module.phase("ref_logprobs"), module.reference.scoring(module.policy) as model:
+        for batch in micro_batches_of(module, rows, None)[0]:
+            logprobs = module.logprobs(model, batch).float().tolist()
+            for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):
+                if number >= 0:  # none that only stands in
+                    completion = groups[batch.groups[prompt]].completions[number]
+                    completion.ref_logprobs = logprobs[row][: len(completion.token_ids)]
+
+
+def without_kl(module: GRPOLightningModule, groups: Sequence[Group], rewards: Tensor) -> Tensor:
+    """Rewards [N, G] less the KL to the reference where it belongs there: k1, summed over a completion's tokens.
+
+    reward - beta * sum over t of (rollout_logprob[t] - ref_logprob[t])
+    """
+    if module.objective.kl_in != "reward" or module.reference is None:
+        return rewards
+    sums = [[_kl(completion) for completion in group.completions] for group in groups]
+    return rewards - module.objective.beta * torch.tensor(sums, dtype=torch.float32).view_as(rewards)
+
+
+def _kl(completion: Completion) -> float:
+    """The sum over a completion's tokens, in nats."""
+    assert completion.ref_logprobs is not None
+    return sum(own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True))

@@ -29,17 +29,20 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.offload import Offloadable, offloaded
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.own_callbacks import own_callbacks
-from grpo_lightning.planner import Rollout, Turn, give_images, plan_over_ranks
+from grpo_lightning.planner import Rollout, Turn
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
 from grpo_lightning.policy.reference import FrozenCopy, make_reference
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.rewards import RewardLike, RewardSet, Scores
+from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
+from grpo_lightning.rewards.scoring import Scoring
+from grpo_lightning.rewards.trainer_state import TrainerState
 from grpo_lightning.rollout.base import RolloutEngine
-from grpo_lightning.rollout.groups import GroupSource, vision_of
+from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout_batches import micro_batches_of
 from grpo_lightning.schedules import SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.strategies import sharding_of
@@ -54,6 +57,7 @@ class GRPOLightningModule(L.LightningModule):
         policy: The model to train: hub name, folder, `PolicyLoader`, or a model or config in memory.
         rewards: What completions are rewarded for: functions, `Reward`s or `WeightedReward`s.
         reward_weights: One per reward; null takes each reward's own weight (1 by default).
+        reward_workers: The processes that rewards run in, and their limits.
         tokenizer: Of a policy given in memory, or instead of the policy's own.
         engine: What draws the completions; the policy itself by default.
         sampling: The distribution completions are drawn from, and their longest length.
@@ -82,6 +86,7 @@ class GRPOLightningModule(L.LightningModule):
         rewards: list[RewardLike],
         *,
         reward_weights: list[float] | None = None,
+        reward_workers: RewardWorkers | None = None,
         tokenizer: Any = None,
         engine: RolloutEngine | None = None,
         sampling: SamplingParams | None = None,
@@ -103,7 +108,8 @@ class GRPOLightningModule(L.LightningModule):
         super().__init__()
         show_messages()
         self.loader = PolicyLoader.of(policy, tokenizer)
-        self.reward_set = RewardSet(rewards, reward_weights)
+        workers = checks.settings_of(RewardWorkers, reward_workers, "model.reward_workers")
+        self.reward_set = RewardSet(rewards, reward_weights, workers)
         self.engine: RolloutEngine = engine or LocalEngine()
         self.sampling = checks.settings_of(SamplingParams, sampling, "model.sampling")
         self.objective = checks.settings_of(Objective, objective, "model.objective")
@@ -164,12 +170,17 @@ class GRPOLightningModule(L.LightningModule):
     def score_rewards(self, groups: list[Group]) -> Tensor:
         """[N, G] what completions are compared by; nan where one is not scorable, or left out of its group."""
         with self.phase("reward"):
-            scores = self.value(groups, self.num_generations)
+            scoring = self.begin_rewards(groups, self.num_generations)
+        if self.dynamic_sampling is None or self.objective.kl_in == "reward":  # no group is scored in vain
+            fixed_logprobs.add_ref_logprobs(self, groups)  # while rewards run in processes of their own
+        with self.phase("reward"):
+            scores = scoring.finish()
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
         self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
         rewards = self.objective.comparable(scores.total, scores.by_reward, self.reward_set.weights)
+        rewards = fixed_logprobs.without_kl(self, groups, rewards)
         return overlong.without_truncated(rewards, groups, self.overlong_filter)
 
     def resample(self, groups: list[Group], rewards: Tensor) -> tuple[list[Group], Tensor]:
@@ -186,20 +197,10 @@ class GRPOLightningModule(L.LightningModule):
         self.rollout_index += 1
         if self.samples is not None:
             self.samples = (*self.samples[:2], advantages)
-        micro_batches, counts = plan_over_ranks(
-            groups,
-            advantages,
-            updates=self.updates_per_rollout,
-            accumulate=self.trainer.accumulate_grad_batches,
-            pad_id=self.tokenizer.pad_token_id,
-            skip_zero_advantages=not self.objective.trains_on_zero_advantages,
-            num_chunks=self.scorer.num_chunks,
-        )
-        give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
+        fixed_logprobs.add_ref_logprobs(self, groups)
+        micro_batches, counts = micro_batches_of(self, groups, advantages)
         add_padding(self.metrics, micro_batches)
-        micro_batches = [batch.to(self.device) for batch in micro_batches]
         fixed_logprobs.add_old_logprobs(self, micro_batches)
-        fixed_logprobs.add_ref_logprobs(self, micro_batches)
         return Rollout(micro_batches, counts, self.num_iterations)
 
     def update(self, turn: Turn) -> Tensor:
@@ -252,12 +253,10 @@ class GRPOLightningModule(L.LightningModule):
         source = GroupSource(self.engine, self.encoder, self.sharding, self.rollout_index)
         return source.draw(prompts, num_generations, sampling, seeds, progress)
 
-    def value(self, groups: list[Group], num_generations: int) -> Scores:
-        """What the rewards say, by the length limit of training also where completions are only evaluated."""
-        limit = self.sampling.max_completion_length
-        return self.reward_set.score(
-            groups, trainer_state=self.trainer, max_completion_length=limit, num_generations=num_generations
-        )
+    def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
+        """Ask all rewards, by the length limit of training also where completions are only evaluated."""
+        limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
+        return self.reward_set.begin(groups, limit, state, num_generations)
 
     def logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """[B, T] log-probs under a model, at the sampling temperature."""

@@ -121,6 +121,10 @@ class Objective:
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL."""
 
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes: into the loss of each token, or off the reward of a completion, summed over its tokens (PPO's
+    way, arXiv:2203.02155: k1, whatever `kl` is)."""
+
     importance_corrected_kl: bool = False
     """The KL of each token times its importance ratio: unbiased also after the policy has moved (DeepSeek-V3.2)."""
 
@@ -182,21 +186,18 @@ class Objective:
     def _check_unused(self) -> None:
         """Check that what is set is used. Raises: ValueError naming what is not, and why."""
         is_sapo, is_corrected = self.surrogate == "sapo", self.rollout_correction != "none"
-        uses = {
-            "epsilon": (not is_sapo, "the sapo surrogate clips nothing"),
-            "epsilon_high": (not is_sapo, "the sapo surrogate clips nothing"),
-            "sapo_temperature": (is_sapo, "the surrogate is not sapo"),
-            "sapo_temperature_negative": (is_sapo, "the surrogate is not sapo"),
-            "importance_corrected_kl": (self.beta > 0, "beta is 0, which leaves the KL out"),
-            "rollout_correction_low": (is_corrected, "rollout_correction is none"),
-            "rollout_correction_high": (is_corrected, "rollout_correction is none"),
-        }
+        uses = [
+            (not is_sapo, "the sapo surrogate clips nothing", ["epsilon", "epsilon_high"]),
+            (is_sapo, "the surrogate is not sapo", ["sapo_temperature", "sapo_temperature_negative"]),
+            (self.beta > 0, "beta is 0, which leaves the KL out", ["kl_in"]),
+            (self.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
+            (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),
+        ]
+        unused = {name: why for is_used, why, names in uses if not is_used for name in names}
         for setting in fields(self):
-            is_used, why = uses.get(setting.name, (True, ""))
-            if not is_used and getattr(self, setting.name) != setting.default:
-                raise ValueError(
-                    f"objective.{setting.name} is {getattr(self, setting.name)!r}, and {why}: leave it out."
-                )
+            value = getattr(self, setting.name)
+            if setting.name in unused and value != setting.default:
+                raise ValueError(f"objective.{setting.name} is {value!r}, and {unused[setting.name]}: leave it out.")
         for name in ("sapo_temperature", "sapo_temperature_negative"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"objective.{name} must be above 0, got {getattr(self, name)}.")
@@ -208,13 +209,18 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the KL term is trained on."""
+        """True if the KL is part of what is trained on."""
         return self.beta > 0
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """True if the KL is a term of the loss."""
+        return self.beta > 0 and self.kl_in == "loss"
 
     @property
     def trains_on_zero_advantages(self) -> bool:
         """False if a completion of advantage 0 adds nothing to the gradient and may be left out of the passes."""
-        return self.beta > 0 or self.trains_entropy
+        return self.has_kl_loss or self.trains_entropy
 
     @property
     def trains_entropy(self) -> bool:
@@ -276,7 +282,8 @@ class Objective:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
             if self.importance_corrected_kl:
                 kl = ratio * kl
-            loss = loss + self.beta * kl
+            if self.has_kl_loss:
+                loss = loss + self.beta * kl
         clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
         mean = functools.partial(
             aggregate,

@@ -35,6 +35,9 @@ class Row:
     completion: Completion
     advantage: float
 
+    number: int = -1
+    """Of the completion in its group."""
+
     @property
     def length(self) -> int:
         """Completion tokens."""
@@ -161,8 +164,8 @@ def plan_micro_batches(
     """
     rows = [
         [
-            Row(index, group.prompt_ids, completion, advantage)
-            for completion, advantage in zip(group.completions, group_advantages, strict=True)
+            Row(index, group.prompt_ids, completion, advantage, number)
+            for number, (completion, advantage) in enumerate(zip(group.completions, group_advantages, strict=True))
         ]
         for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
     ]
@@ -308,11 +311,15 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
         prompt_mask=prompt_mask,
         prompt_index=torch.tensor([position[row.group] for row in rows]),
         groups=list(prompts),
+        numbers=[row.number for row in rows],
         completion_ids=padded(lambda row: row.completion.token_ids, pad_id, torch.long),
         attention_mask=padded(lambda row: [True] * row.length, False, torch.bool),
         completion_mask=padded(lambda row: row.mask, False, torch.bool),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
         rollout_logprobs=padded(lambda row: row.completion.logprobs, 0.0, torch.float32),
+        ref_logprobs=padded(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
+        if any(row.completion.ref_logprobs is not None for row in rows)
+        else None,
     )
 
 

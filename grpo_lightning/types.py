@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from grpo_lightning.images import ImageRef
+
+if TYPE_CHECKING:  # processes that run rewards do without
+    import torch
+    from torch import Tensor
 
 Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
@@ -188,6 +189,9 @@ class Completion:
     Tokens the policy did not draw (tool output) are False.
     """
 
+    ref_logprobs: list[float] | None = None
+    """[T] nats: of each token under the reference; None until they are known, or without one."""
+
     @property
     def is_truncated(self) -> bool:
         """True if the length limit ended the completion."""
@@ -317,10 +321,15 @@ class MicroBatch:
     groups: Sequence[int] = ()
     """[N] the number of each prompt among the groups of its rollout, -1 for none of them."""
 
+    numbers: Sequence[int] = ()
+    """[B] the number of each completion in its group, -1 for one that only stands in."""
+
     vision: VisionInputs | None = None
     """The images of the prompts; None if the policy sees none."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
+        from torch import Tensor
+
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))

@@ -13,6 +13,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
+from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.types import Completion, SamplingParams
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -39,6 +40,8 @@ def make_module(
     settings: dict[str, Any] = {
         "policy": tiny_model("qwen2", dtype=dtype, **SMALL),
         "rewards": [vowel_share],
+        # Another process would load all of a test's module first; `tests/rewards/test_workers.py` is about workers.
+        "reward_workers": RewardWorkers(num_workers=0),
         "tokenizer": tiny_tokenizer(),
         "sampling": SamplingParams(max_completion_length=length),
         "objective": objective or Objective(beta=0.0),

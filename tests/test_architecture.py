@@ -33,6 +33,7 @@ LEVELS = {
     "grounding": 4,
     "planner": 4,
     "optimizers": 4,
+    "rollout_batches": 5,
     "schedules": 4,
     "box_checks": 5,
     "callbacks": 5,

@@ -150,6 +150,11 @@ def test_skipping_what_teaches_nothing_changes_nothing(aggregate, monkeypatch):
     assert relative_difference(skipped, whole) < 1e-5
 
 
+class Spoil(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        pl_module.policy.eval()  # as after loading a checkpoint inside a cycle
+
+
 def test_modes_and_frozen_parameters():
     """The policy samples in eval mode and trains in train mode; the reference is in eval mode, without gradients."""
     seen = []
@@ -171,6 +176,10 @@ def test_modes_and_frozen_parameters():
             assert all(p.grad is None for p in self.policy.parameters())  # the last step's would take up memory
             return super().sample(prompts)
 
+        def score_rewards(self, groups):
+            self.now = "reward"
+            return super().score_rewards(groups)
+
         def plan_updates(self, groups, advantages):
             self.now = "plan"
             return super().plan_updates(groups, advantages)
@@ -178,10 +187,6 @@ def test_modes_and_frozen_parameters():
         def update(self, turn):
             self.now = "update"
             return super().update(turn)
-
-    class Spoil(L.Callback):
-        def on_train_batch_start(self, trainer, pl_module, *args):
-            pl_module.policy.eval()  # as after loading a checkpoint inside a cycle
 
     model = tiny_model("qwen2", **SMALL)
     model.model.layers[0].requires_grad_(False)
@@ -192,8 +197,8 @@ def test_modes_and_frozen_parameters():
     fit(module, max_epochs=1, callbacks=[Spoil()])
     assert set(seen[1:]) == {
         ("sample", "policy", False),
+        ("reward", "reference", False),
         ("plan", "policy", True),
-        ("plan", "reference", False),
         ("update", "policy", True),
     }
     assert all(not module.training for module in module.reference.modules())

@@ -138,6 +138,7 @@ CHANGES = [
     {"beta": 0.2},
     {"kl": "k1"},
     {"kl": "k2"},
+    {"kl_in": "reward"},
     {"importance_corrected_kl": True},
     {"ratio": "sequence_token"},
     {"surrogate": "sapo"},
@@ -158,6 +159,14 @@ def test_each_option_changes_the_gradient(change):
     _, before = loss_and_gradient(BASE)
     _, after = loss_and_gradient(dataclasses.replace(BASE, **change))
     assert (after - before).abs().max() > 1e-4
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss():
+    _, without = loss_and_gradient(Objective(beta=0.0))
+    _, gradient = loss_and_gradient(Objective(beta=0.1, kl_in="reward"))
+    torch.testing.assert_close(gradient, without)
+    assert Objective(beta=0.1, kl_in="reward").needs_reference
+    assert not Objective(beta=0.1, kl_in="reward").trains_on_zero_advantages
 
 
 def test_every_option_is_in_the_tests():
@@ -268,6 +277,8 @@ def test_unknown_old_logprobs_are_an_error():
         ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, and the surrogate is not sapo"),
         ({"sapo_temperature": 0.0, "surrogate": "sapo"}, r"sapo_temperature must be above 0, got 0\.0"),
         ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, and beta is 0"),
+        ({"importance_corrected_kl": True, "kl_in": "reward"}, "or kl_in is reward: the loss has no KL"),
+        ({"kl_in": "reward", "beta": 0.0}, "kl_in is 'reward', and beta is 0"),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, and rollout_correction is none"),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
@@ -287,7 +298,10 @@ def test_the_edges_are_allowed():
 
 @pytest.mark.parametrize(
     "name",
-    ["ratio", "surrogate", "aggregate", "baseline", "scale", "kl", "rollout_correction", "multi_objective_aggregation"],
+    [
+        *("ratio", "surrogate", "aggregate", "baseline", "scale", "kl", "kl_in", "rollout_correction"),
+        "multi_objective_aggregation",
+    ],
 )
 def test_unknown_choices_are_named_before_anything_is_computed(name):
     with pytest.raises(ValueError, match=rf"objective\.{name} must be one of .*got 'nonsense'"):

@@ -1,19 +1,27 @@
-"""Rewards: what a completion is worth."""
+"""Rewards: what a completion is worth.
 
-from grpo_lightning.rewards.accuracy import Accuracy
-from grpo_lightning.rewards.base import Reward, RewardLike, WeightedReward, completion_text
-from grpo_lightning.rewards.by_method import ByMethod
-from grpo_lightning.rewards.countdown import Countdown
-from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
-from grpo_lightning.rewards.grounding import FormatRec, IoU
-from grpo_lightning.rewards.judge import LLMJudge
-from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
-from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
-from grpo_lightning.rewards.registry import Plugin, available, reward
-from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
-from grpo_lightning.rewards.reward_set import RewardSet
-from grpo_lightning.rewards.scores import Scores
-from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
+The names load on first use: a process that runs a reward loads what that reward needs, and not torch for one of text.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_lightning.rewards.accuracy import Accuracy
+    from grpo_lightning.rewards.base import Reward, RewardLike, WeightedReward, completion_text
+    from grpo_lightning.rewards.by_method import ByMethod
+    from grpo_lightning.rewards.countdown import Countdown
+    from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
+    from grpo_lightning.rewards.grounding import FormatRec, IoU
+    from grpo_lightning.rewards.judge import LLMJudge
+    from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
+    from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+    from grpo_lightning.rewards.registry import Plugin, available, reward
+    from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
+    from grpo_lightning.rewards.reward_set import RewardSet
+    from grpo_lightning.rewards.scores import Scores
+    from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
+    from grpo_lightning.rewards.workers import RewardWorkers
 
 __all__ = [
     "Accuracy",
@@ -39,6 +47,7 @@ __all__ = [
     "Reward",
     "RewardLike",
     "RewardSet",
+    "RewardWorkers",
     "Scores",
     "SoftOverlong",
     "TextSimilarity",
@@ -49,3 +58,55 @@ __all__ = [
     "completion_text",
     "reward",
 ]
+
+_HOMES = {
+    "Accuracy": "accuracy",
+    "AllMatch": "methods",
+    "AnyAnswer": "methods",
+    "BoxRepetition": "repetition",
+    "ByMethod": "by_method",
+    "Cosine": "length",
+    "Countdown": "countdown",
+    "Counting": "methods",
+    "DetectionMAP": "detection",
+    "ExactMatch": "text",
+    "Format": "text",
+    "FormatRec": "grounding",
+    "IoU": "grounding",
+    "LLMJudge": "judge",
+    "Length": "length",
+    "MultipleChoice": "methods",
+    "OdLength": "detection",
+    "Plugin": "registry",
+    "ReactFormat": "text",
+    "Repetition": "repetition",
+    "Reward": "base",
+    "RewardLike": "base",
+    "RewardSet": "reward_set",
+    "RewardWorkers": "workers",
+    "Scores": "scores",
+    "SoftOverlong": "length",
+    "TextSimilarity": "methods",
+    "WeightedReward": "base",
+    "WeightedSum": "detection",
+    "YesNo": "methods",
+    "available": "registry",
+    "completion_text": "base",
+    "reward": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name where it is defined (PEP 562). Raises: AttributeError if there is none of that name."""
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'grpo_lightning.rewards' has no attribute {name!r}; there are: {', '.join(__all__)}."
+        )
+    value = getattr(import_module(f"grpo_lightning.rewards.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next access is a plain attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    """Names to complete, those not loaded yet included."""
+    return sorted({*globals(), *__all__})

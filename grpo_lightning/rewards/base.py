@@ -62,6 +62,9 @@ class Reward(ABC):
     per_group: bool = False
     """True if it is called with whole groups."""
 
+    in_process: bool = False
+    """True if it must be called in the training process: it holds a device or other things that do not travel."""
+
     required_columns: tuple[str, ...] = ()
     """Data columns it needs beyond those its signature names."""
 
@@ -156,6 +159,7 @@ class WeightedReward(Reward):
         self.error_value = error_value
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(_innermost(reward), "per_group", False))
+        self.in_process = _belongs_here(reward)
         self._name = name or _name(reward)
         self._accepted, needed = _keywords(reward, self._name)
         columns = [*needed, *getattr(_innermost(reward), "required_columns", ())]
@@ -169,9 +173,11 @@ class WeightedReward(Reward):
 
     def __call__(self, **available: Any) -> Any:
         """Call the reward with those of the arguments it takes."""
-        if self._accepted is not None:
-            available = {name: value for name, value in available.items() if name in self._accepted}
-        return self.reward(**available)
+        return self.reward(**self.taken(available))
+
+    def taken(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the arguments that the reward takes."""
+        return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def check(self, max_completion_length: int) -> None:
         """Check the reward, if it is a `Reward`. Raises: ValueError as it does, with its name in front."""
@@ -260,6 +266,13 @@ def _own_form(reward: RewardLike) -> CompletionsAs:
         return "text"
     form: CompletionsAs = getattr(inner, "completions_as", "auto")
     return form
+
+
+def _belongs_here(reward: RewardLike) -> bool:
+    """True if a reward says that it must be called in the training process, or is asynchronous."""
+    inner = _innermost(reward)
+    call = inner if inspect.isroutine(inner) else type(inner).__call__
+    return bool(getattr(inner, "in_process", False)) or inspect.iscoroutinefunction(call)
 
 
 def _name(reward: RewardLike) -> str:

@@ -1,16 +1,21 @@
-"""One reward called on one batch: what it is given, what it logs, what comes back, and what goes wrong."""
+"""One reward on one batch: where it runs, what it logs, what comes back, and what goes wrong.
+
+Called in this process, a reward gets the whole batch. In workers, each call has the completions of one prompt: calls
+run side by side, and one that hangs or dies takes no other with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import inspect
-import itertools
 import logging
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,117 +23,184 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_lightning.rewards.base import Content, WeightedReward, completion_in_form
-from grpo_lightning.types import Completion, Group
+from grpo_lightning.rewards.arguments import Circumstances, arguments
+from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.rewards.workers import CrashError, OverdueError, RaisedError, WorkerPool, checked
+from grpo_lightning.seeding import derived_seed
+from grpo_lightning.types import Group
 
 logger = logging.getLogger(__name__)
 
-FAILURES = ("exception", "wrong_length", "invalid_value", "not_scorable")
-"""What is counted for every reward, in completions: the call raised; it returned the wrong number of values; a value
-was NaN, infinite or no number; no value although other completions of the group have one."""
+FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
+"""What is counted for every reward, in completions: the call raised; it took too long; its process was gone; it
+returned the wrong number of values; a value was NaN, infinite or no number; no value although other completions of the
+group have one."""
 
 T = TypeVar("T")
 
 
-@dataclass
-class RewardCall:
-    """One reward on one batch of groups: what it logs, what comes back, what goes wrong."""
+class StaysError(RuntimeError):
+    """A reward was called in a worker and turns out to belong into the training process."""
 
-    reward: WeightedReward
+
+@dataclass
+class Part:
+    """One call: its groups, what it gave, and what it logged."""
+
     groups: Sequence[Group]
-    columns: Sequence[str]
-    trainer_state: Any = None
-    max_completion_length: int | None = None
+    answer: Future[Any]
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
 
-    def start(self) -> None:
-        """Run a sync reward; set an async one going. What it raises waits for `finish`."""
-        self._result: Future[Any] = Future()
-        try:
-            result = self.reward(**self._arguments())
-        except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
-            self._result.set_exception(error)
-            return
-        if inspect.isawaitable(result):
-            self._result = asyncio.run_coroutine_threadsafe(_finished(result), _event_loop(os.getpid()))
-        else:
-            self._result.set_result(result)
-
-    def finish(self) -> Tensor:
-        """Wait for the reward. Returns: [N, G] float32, NaN for None."""
-        numbers = [[self._number(value, n, g) for g, value in enumerate(row)] for n, row in enumerate(self._rows())]
-        values = torch.tensor(numbers, dtype=torch.float32)
-        missing = values.isnan()
-        self.failures["not_scorable"] = int((missing & ~missing.all(dim=1, keepdim=True)).sum())
-        return values
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(N, G)."""
-        return len(self.groups), len(self.groups[0].completions)
-
-    def _arguments(self) -> dict[str, Any]:
-        """All a reward can take. Fresh lists: a reward that changes them changes nothing for anybody else."""
-        group_size = self.size[1]
-
-        def per_prompt(values: list[T]) -> list[T]:
-            return values if self.reward.per_group else [value for value in values for _ in range(group_size)]
-
-        def per_completion(read: Callable[[Group, Completion], T]) -> list[T] | list[list[T]]:
-            rows = [[read(group, completion) for completion in group.completions] for group in self.groups]
-            return rows if self.reward.per_group else list(itertools.chain.from_iterable(rows))
-
-        prompts = [group.prompt for group in self.groups]
-        columns = {name: per_prompt([prompt.columns.get(name) for prompt in prompts]) for name in self.columns}
-        return columns | {
-            "prompts": per_prompt([p.content if isinstance(p.content, str) else list(p.content) for p in prompts]),
-            "completions": per_completion(self._completion),
-            "completion_ids": per_completion(lambda _, completion: list(completion.token_ids)),
-            "finish_reasons": per_completion(lambda _, completion: completion.finish_reason),
-            "image_views": per_prompt([list(group.image_views) for group in self.groups]),
-            "max_completion_length": self.max_completion_length,
-            "trainer_state": self.trainer_state,
-            "log_extra": self._log_extra,
-            "log_metric": self._log_metric,
-        }
-
-    def _completion(self, group: Group, completion: Completion) -> Content:
-        """A completion in the form of its prompt, or in the one the reward asks for."""
-        is_text = isinstance(group.prompt.content, str)
-        as_prompt = completion_in_form(completion.text, "text" if is_text else "messages")
-        return completion_in_form(as_prompt, self.reward.completions_as)
-
-    def _log_extra(self, column: str, values: Iterable[Any]) -> None:
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Put a column beside the completions in the logs: one value per completion."""
         self.extras.setdefault(column, []).extend(values)
 
-    def _log_metric(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         """Log a number; the mean of those given in a step is shown."""
         self.metrics.setdefault(name, []).append(float(value))
 
-    def _rows(self) -> list[list[Any]]:
-        """[N][G] values as the reward gave them, or as the failure policy has it for the whole call."""
-        num_groups, group_size = self.size
-        count = num_groups * group_size
+    @property
+    def count(self) -> int:
+        """Completions."""
+        return sum(len(group.completions) for group in self.groups)
+
+
+class RewardCall:
+    """One reward on one batch of groups.
+
+    Args:
+        reward: The reward.
+        groups: N groups of G completions.
+        circumstances: What is the same for all of them.
+        deadline: Of `time.monotonic`, for what can be waited for with a limit; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        reward: WeightedReward,
+        groups: Sequence[Group],
+        circumstances: Circumstances,
+        deadline: float | None = None,
+    ) -> None:
+        self.reward = reward
+        self.groups = groups
+        self.circumstances = circumstances
+        self.deadline = deadline
+        self.parts: list[Part] = []
+        self.extras: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+        self.failures = dict.fromkeys(FAILURES, 0)
+        self._warnings: dict[str, list[str]] = {}
+
+    def start_in(self, pool: WorkerPool, number: int) -> None:
+        """Ask the workers, group by group. Raises: StaysError if the arguments cannot be sent.
+
+        Args:
+            pool: The workers.
+            number: Of the reward among those that they have loaded.
+        """
+        assert self.deadline is not None
+        logs = [*self.reward.taken({"log_extra": None, "log_metric": None})]
+        for group in self.groups:
+            texts = [completion.text for completion in group.completions]
+            message = {
+                "reward": number,
+                "arguments": arguments(self.reward, [group], self.circumstances),
+                "logs": logs,
+                # What is drawn at random depends on what is scored alone: a resumed run draws the same.
+                "seed": derived_seed("reward", self.reward.name, *texts),
+            }
+            self.parts.append(Part([group], pool.submit(message, self.deadline)))
+
+    def start_here(self) -> None:
+        """Run a sync reward; set an async one going. What it raises waits for `finish`."""
+        part = Part(self.groups, Future())
+        self.parts = [part]
+        logs = self.reward.taken({"log_extra": part.log_extra, "log_metric": part.log_metric})
         try:
-            result = self._result.result()
-        except Exception as error:  # noqa: BLE001 (see `start`)
-            problem = f"raised {type(error).__name__}: {error}"
-            return [[self._failed("exception", problem, self.groups, count, error)] * group_size] * num_groups
-        rows = _as_rows(result, num_groups, group_size, per_group=self.reward.per_group)
+            result = self.reward(**arguments(self.reward, self.groups, self.circumstances), **logs)
+        except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
+            part.answer.set_exception(error)
+            return
+        if inspect.isawaitable(result):
+            part.answer = asyncio.run_coroutine_threadsafe(_finished(result), _event_loop(os.getpid()))
+        else:
+            part.answer.set_result({"result": result})
+
+    def finish(self) -> Tensor:
+        """Wait for the reward. Returns: [N, G] float32, NaN for None.
+
+        Raises:
+            StaysError: If it was called in a worker, and has to be called in the training process.
+            RuntimeError: If it raised, took too long or lost its process, and `on_error` is "raise".
+            ValueError: Likewise for what it returned.
+        """
+        size = len(self.groups[0].completions)
+        numbers: list[list[float]] = []
+        for part in self.parts:
+            rows, begin = self._rows(part, size), len(numbers)
+            numbers += [
+                [self._number(value, group, g) for g, value in enumerate(row)]
+                for group, row in zip(part.groups, rows, strict=True)
+            ]
+            for column, extra in part.extras.items():
+                whole = self.extras.setdefault(column, [None] * (len(self.groups) * size))
+                whole[begin * size : len(numbers) * size] = extra
+            for name, logged in part.metrics.items():
+                self.metrics.setdefault(name, []).extend(logged)
+        values = torch.tensor(numbers, dtype=torch.float32)
+        missing = values.isnan()
+        self.failures["not_scorable"] = int((missing & ~missing.all(dim=1, keepdim=True)).sum())
+        self._warn()
+        return values
+
+    def _rows(self, part: Part, size: int) -> list[list[Any]]:
+        """[n][G] values as the reward gave them, or as the failure policy has it for the whole call."""
+        try:
+            answer = self._answer(part)
+            rows = _as_rows(answer["result"], len(part.groups), size, per_group=self.reward.per_group)
+        except StaysError:
+            raise
+        except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
+            kind, problem = _told(error)
+            return self._failed_rows(part, kind, problem, size, error)
         if rows is None:
-            wanted = f"{num_groups} lists of {group_size} values" if self.reward.per_group else f"{count} values"
-            problem = f"must return a list of {wanted}, and returned {_described(result)}"
-            return [[self._failed("wrong_length", problem, self.groups, count)] * group_size] * num_groups
-        for column, extra in self.extras.items():
-            if len(extra) != count:
-                problem = f"must give log_extra({column!r}) {count} values, and gave {len(extra)}"
-                return [[self._failed("wrong_length", problem, self.groups, count)] * group_size] * num_groups
+            wanted = f"{len(part.groups)} lists of {size} values" if self.reward.per_group else f"{part.count} values"
+            problem = f"must return a list of {wanted}, and returned {_described(answer['result'])}"
+            return self._failed_rows(part, "wrong_length", problem, size)
+        for column, extra in part.extras.items():
+            if len(extra) != part.count:
+                problem = f"must give log_extra({column!r}) {part.count} values, and gave {len(extra)}"
+                return self._failed_rows(part, "wrong_length", problem, size)
         return rows
 
-    def _number(self, value: Any, n: int, g: int) -> float:
+    def _answer(self, part: Part) -> dict[str, Any]:
+        """What a call gave. Raises: what went wrong in it, or on the way."""
+        left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        try:
+            # Workers keep the limit themselves, and have a moment to say so.
+            answer: dict[str, Any] = part.answer.result(None if left is None else left + 5.0)
+        except concurrent.futures.TimeoutError:
+            if part.answer.done():  # the reward's own
+                raise
+            part.answer.cancel()
+            raise OverdueError("was not done within the time that all calls of a rollout have") from None
+        if "stays" in answer:
+            raise StaysError(answer["stays"])
+        checked(answer)
+        part.extras |= answer.get("extras", {})
+        part.metrics |= answer.get("metrics", {})
+        return answer
+
+    def _failed_rows(
+        self, part: Part, kind: str, problem: str, size: int, cause: Exception | None = None
+    ) -> list[list[Any]]:
+        """What stands in for all values of a call that failed; nothing of what it logged counts."""
+        part.extras, part.metrics = {}, {}
+        return [[self._failed(kind, problem, part.groups, part.count, cause)] * size] * len(part.groups)
+
+    def _number(self, value: Any, group: Group, g: int) -> float:
         """One completion's value; NaN for None."""
         if value is None:
             return math.nan
@@ -139,7 +211,7 @@ class RewardCall:
         if abs(number) <= torch.finfo(torch.float32).max:
             return number
         problem = f"returned {value!r:.80} for completion {g}; only a finite number or None is allowed"
-        stand_in = self._failed("invalid_value", problem, [self.groups[n]], 1)
+        stand_in = self._failed("invalid_value", problem, [group], 1)
         return math.nan if stand_in is None else stand_in
 
     def _failed(
@@ -161,9 +233,26 @@ class RewardCall:
         if self.reward.on_error == "raise":
             remedy = "Mend it, or wrap it in WeightedReward with on_error 'none' or 'value' to go on without it."
             raise (ValueError if cause is None else RuntimeError)(f"{message} {remedy}") from cause
-        if self.failures[kind] == count:  # the first of its kind in this call; the counts tell how many there were
-            logger.warning("%s Going on with %r.", message, self.reward.error_value)
+        self._warnings.setdefault(kind, []).append(message)
         return self.reward.error_value
+
+    def _warn(self) -> None:
+        """Say of every kind of failure what the first was, and how often there was one."""
+        for kind, messages in self._warnings.items():
+            count = self.failures[kind]
+            often = "" if len(messages) == 1 else f" So {len(messages)} times, for {count} completions in all."
+            logger.warning("%s Going on with %r.%s", messages[0], self.reward.error_value, often)
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Which of `FAILURES` an exception is, and what is said of it."""
+    if isinstance(error, OverdueError):
+        return "timeout", f"{error}, and was stopped"
+    if isinstance(error, CrashError):
+        return "crash", f"did not return: {error}"
+    if isinstance(error, RaisedError):
+        return "exception", f"raised {str(error).partition(chr(10))[0]}"
+    return "exception", f"raised {type(error).__name__}: {error}"
 
 
 def _as_rows(result: Any, num_groups: int, group_size: int, *, per_group: bool) -> list[list[Any]] | None:
@@ -201,6 +290,6 @@ def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _finished(awaitable: Awaitable[T]) -> T:
-    """What an awaitable gives, as a coroutine."""
-    return await awaitable
+async def _finished(awaitable: Awaitable[T]) -> dict[str, T]:
+    """What an awaitable gives, as an answer."""
+    return {"result": await awaitable}

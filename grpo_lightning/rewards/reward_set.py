@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import collections
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from grpo_lightning.rewards.arguments import Circumstances
 from grpo_lightning.rewards.base import RewardLike, WeightedReward
-from grpo_lightning.rewards.call import FAILURES, RewardCall
+from grpo_lightning.rewards.placement import Placement
 from grpo_lightning.rewards.row_checks import check_rows
 from grpo_lightning.rewards.scores import Scores
-from grpo_lightning.rewards.sources import Source, applies, check_sources, sources_of
+from grpo_lightning.rewards.scoring import RESERVED_NAMES, Scoring
+from grpo_lightning.rewards.sources import Source, check_sources, sources_of
+from grpo_lightning.rewards.workers import RewardWorkers
 from grpo_lightning.types import Group, Prompt
-
-RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
-"""Log names of the total and of completions; a reward of the same name would be mixed up with them."""
 
 
 class RewardSet:
     """The rewards of a run.
 
-    Sync rewards run one after the other in the calling thread; async ones run meanwhile, together, on one event loop
-    that lives as long as the process, so that their clients keep their connections. Picklable if the rewards are.
+    With `workers`, sync rewards that can be pickled run in processes of their own, several calls at once and within
+    limits (`RewardWorkers`). The others run one after the other in the calling thread; async ones run meanwhile,
+    together, on one event loop that lives as long as the process, so that their clients keep their connections.
+    Picklable if the rewards are.
 
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must differ: log keys that moved
             when rewards are reordered would be worse than an error.
         weights: One per reward, instead of weights in `WeightedReward`s.
+        workers: The processes for rewards; None calls all of them in this one.
     """
 
-    def __init__(self, rewards: Sequence[RewardLike], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[RewardLike],
+        weights: Sequence[float] | None = None,
+        workers: RewardWorkers | None = None,
+    ) -> None:
         """Raises: ValueError if there is no reward, two have one name, or the weights do not fit."""
         if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
             hint = "" if isinstance(rewards, Sequence) and not isinstance(rewards, str) else f": write [{rewards!r}]"
@@ -59,6 +62,7 @@ class RewardSet:
                     f"WeightedReward(reward, name=...)."
                 )
         self._known_columns: tuple[str, ...] = ()
+        self.placement = Placement(self.rewards, workers)
 
     @property
     def names(self) -> list[str]:
@@ -109,14 +113,17 @@ class RewardSet:
         for reward in self.rewards:
             reward.check(max_completion_length)
 
-    def score(
+    def score(self, groups: Sequence[Group], **settings: Any) -> Scores:
+        """Run every reward and wait for it. Args, Raises: as `begin` and `Scoring.finish`."""
+        return self.begin(groups, **settings).finish()
+
+    def begin(
         self,
         groups: Sequence[Group],
-        *,
-        trainer_state: Any = None,
         max_completion_length: int | None = None,
+        trainer_state: Any = None,
         num_generations: int | None = None,
-    ) -> Scores:
+    ) -> Scoring:
         """Run every reward on every completion of the prompts it applies to.
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
@@ -129,14 +136,13 @@ class RewardSet:
 
         Args:
             groups: N groups of G completions each.
-            trainer_state: Handed to the rewards as it is.
             max_completion_length: The training run's limit, in tokens; handed to the rewards.
+            trainer_state: Handed to the rewards as it is.
             num_generations: G, needed where there are no groups.
 
         Raises:
-            RuntimeError: If a reward raised and its `on_error` is "raise"; the cause is chained.
-            ValueError: Likewise for what it returned; or if groups differ in size, a column is missing, prompts name
-                an unknown reward, or a reward logs a metric under a name that is taken.
+            ValueError: If groups differ in size, a column is missing, or prompts name an unknown reward.
+            RuntimeError: If the workers do not start.
         """
         sizes = sorted({len(group.completions) for group in groups})
         if not groups and num_generations is not None:
@@ -148,33 +154,8 @@ class RewardSet:
         check_sources(
             [Source(source.name, tuple(columns), source.rewards) for source in batch], self.rewards, self._weights
         )
-        rows = {
-            reward.name: [n for n, group in enumerate(groups) if applies(group.prompt, reward.name)]
-            for reward in self.rewards
-        }
-        calls = [
-            RewardCall(reward, [groups[n] for n in chosen], columns, trainer_state, max_completion_length)
-            for reward in self.rewards
-            if (chosen := rows[reward.name])
-        ]
-        for call in calls:
-            call.start()
-        by_reward = {
-            reward.name: torch.full((len(groups), sizes[0]), math.nan, dtype=torch.float32) for reward in self.rewards
-        }
-        failures = {f"{reward.name}/{kind}": 0 for reward in self.rewards for kind in FAILURES}
-        for call in calls:
-            by_reward[call.reward.name][rows[call.reward.name]] = call.finish()
-            failures.update({f"{call.reward.name}/{kind}": count for kind, count in call.failures.items()})
-        return Scores(
-            total=weighted_total(
-                torch.stack(list(by_reward.values())), torch.tensor(self.weights, dtype=torch.float32)
-            ),
-            by_reward=by_reward,
-            metrics=self._merged_metrics(calls),
-            extras=_merged_extras(calls, rows, len(groups)),
-            failures=failures,
-        )
+        circumstances = Circumstances(columns, trainer_state, max_completion_length)
+        return Scoring(groups, self._weights, (len(groups), sizes[0]), circumstances, self.placement)
 
     @property
     def _weights(self) -> dict[str, float]:
@@ -186,54 +167,6 @@ class RewardSet:
         check_sources(sources, self.rewards, self._weights)
         columns = [name for source in sources for name in source.columns]
         self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
-
-    def _merged_metrics(self, calls: Sequence[RewardCall]) -> dict[str, float]:
-        """The mean of all values each metric was given. Raises: ValueError if a name has another meaning."""
-        merged: dict[str, list[float]] = {}
-        for call in calls:
-            for name, values in call.metrics.items():
-                if name in RESERVED_NAMES or name in self._weights:
-                    raise ValueError(
-                        f"Reward {call.reward.name!r} calls log_metric({name!r}), which the logs have another meaning "
-                        f"for: rename it, for example {call.reward.name}_{name}."
-                    )
-                merged.setdefault(name, []).extend(values)
-        return {name: statistics.fmean(values) for name, values in merged.items()}
-
-
-def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
-    """Add up the rewards that apply to each group.
-
-    Args:
-        values: [R, N, G] one layer per reward; NaN is None.
-        weights: [R]; rewards of weight 0 do not count.
-
-    Returns:
-        [N, G] totals; NaN where a reward that applies to the group has no value, or none applies.
-    """
-    applies = ~values.isnan().all(dim=2, keepdim=True) & (weights != 0).view(-1, 1, 1)  # [R, N, 1]
-    total = torch.where(applies, values * weights.view(-1, 1, 1), 0.0).sum(dim=0)
-    return total.masked_fill(~applies.any(dim=0), math.nan)
-
-
-def _merged_extras(calls: Sequence[RewardCall], rows: Mapping[str, list[int]], num_groups: int) -> dict[str, list[Any]]:
-    """The columns of all rewards that did not fail, over all groups.
-
-    A column that several rewards log becomes `<reward>/<column>` for each of them.
-    """
-    logged_by = collections.Counter(column for call in calls for column in call.extras)
-    merged: dict[str, list[Any]] = {}
-    for call in calls:
-        if call.failures["exception"] or call.failures["wrong_length"]:
-            continue
-        group_size = call.size[1]
-        for column, values in call.extras.items():
-            name = column if logged_by[column] == 1 else f"{call.reward.name}/{column}"
-            merged[name] = [None] * (num_groups * group_size)
-            for position, n in enumerate(rows[call.reward.name]):
-                of_group = values[position * group_size : (position + 1) * group_size]
-                merged[name][n * group_size : (n + 1) * group_size] = of_group
-    return merged
 
 
 def _checked_weights(weights: Sequence[float], rewards: Sequence[WeightedReward]) -> list[float]:

@@ -134,6 +134,14 @@ def test_sapo():
     assert loss(sapo(sapo_temperature_negative=2.0)) == pytest.approx(by_hand(1.0, 2.0))
 
 
+@case(Objective, "kl_in")
+def test_kl_in():
+    in_loss, in_reward, without = (
+        loss(Objective(**settings)) for settings in ({"beta": 1.0}, {"beta": 1.0, "kl_in": "reward"}, {"beta": 0.0})
+    )
+    assert in_loss > in_reward == without
+
+
 @case(Objective, "importance_corrected_kl")
 def test_importance_corrected_kl():
     distance = (NOW - OLD)[MASK]

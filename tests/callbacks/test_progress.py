@@ -39,8 +39,9 @@ def test_the_phases_of_a_step(shown):
         "rollout 8/9",
         "rollout 9/9",
         "reward",
-        "old_logprobs",
         "ref_logprobs",
+        "reward",
+        "old_logprobs",
         "update",
     ]
 

@@ -315,6 +315,8 @@ def test_a_value_that_is_no_number_follows_the_policy(value: Any, caplog: pytest
     close(scores.total, [[1, 2], [3, NAN]])
     assert scores.failures == {
         "bad/exception": 0,
+        "bad/timeout": 0,
+        "bad/crash": 0,
         "bad/wrong_length": 0,
         "bad/invalid_value": 1,
         "bad/not_scorable": 1,

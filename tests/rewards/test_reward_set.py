@@ -23,7 +23,7 @@ from grpo_lightning.rewards import (
     SoftOverlong,
     WeightedReward,
 )
-from grpo_lightning.rewards.reward_set import weighted_total
+from grpo_lightning.rewards.scoring import weighted_total
 from grpo_lightning.types import Completion, Group, Prompt
 
 NAN = math.nan
@@ -72,7 +72,7 @@ def test_the_total_by_hand():
     assert set(scores.failures) == {
         f"{name}/{kind}"
         for name in ("first", "second")
-        for kind in ("exception", "wrong_length", "invalid_value", "not_scorable")
+        for kind in ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
     }
 
 

@@ -1,0 +1,34 @@
+"""How far a run is, as rewards are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Numbers of the Trainer, under its names; a value of its own, which also reaches rewards in other processes."""
+
+    global_step: int
+    """Optimizer steps done."""
+
+    max_steps: int
+    """-1 without a limit."""
+
+    current_epoch: int
+    max_epochs: int | None
+    global_rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerState:
+        """That of a Lightning Trainer."""
+        return cls(
+            trainer.global_step,
+            trainer.max_steps,
+            trainer.current_epoch,
+            trainer.max_epochs,
+            trainer.global_rank,
+            trainer.world_size,
+        )

@@ -1,0 +1,267 @@
+"""Killable processes for rule rewards: a time limit, a memory limit, and several calls at once.
+
+A reward that loops in C code cannot be interrupted by a signal, nor by a thread, which it keeps from running. A process
+can be killed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_lightning.rewards.worker_process import ClosedError, receive, send, send_pickled
+
+START_SECONDS = 120.0
+"""How long the rewards may take to be imported."""
+
+
+class OverdueError(RuntimeError):
+    """A call took longer than its limit, and its worker was killed."""
+
+
+class CrashError(RuntimeError):
+    """The process that ran a call is gone."""
+
+
+class RaisedError(RuntimeError):
+    """A call raised; the message has the error and its traceback."""
+
+
+@dataclass
+class RewardWorkers:
+    """The processes in which rewards run that are plain functions or objects (those that can be pickled)."""
+
+    num_workers: int | None = None
+    """Processes of each rank; null is one for each CPU core it has, from 2 to 8. 0 runs all rewards in the training
+    process, without limits."""
+
+    timeout_seconds: float = 30.0
+    """How long a call, of one reward on the completions of one prompt, may take."""
+
+    step_timeout_seconds: float = 600.0
+    """How long all calls for a rollout may take together, those of asynchronous rewards as well."""
+
+    memory_gb: float = 4.0
+    """GB a process may allocate beyond what it shares with the others."""
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        limits = [
+            ("num_workers", self.num_workers is None or self.num_workers >= 0, "at least 0, or null"),
+            ("timeout_seconds", self.timeout_seconds > 0, "above 0"),
+            ("step_timeout_seconds", self.step_timeout_seconds >= self.timeout_seconds, "at least timeout_seconds"),
+            ("memory_gb", self.memory_gb > 0, "above 0"),
+        ]
+        for name, is_valid, allowed in limits:
+            if not is_valid:
+                raise ValueError(f"reward_workers.{name} must be {allowed}, got {getattr(self, name)!r}.")
+
+    @property
+    def number(self) -> int:
+        """`num_workers` with its default filled in."""
+        if self.num_workers is not None:
+            return self.num_workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(8, max(2, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+
+
+@dataclass
+class Task:
+    """A call on its way to a worker."""
+
+    message: dict[str, Any]
+    deadline: float
+    """Of `time.monotonic`, for all calls of the step."""
+
+    answer: concurrent.futures.Future[dict[str, Any]] = field(default_factory=concurrent.futures.Future)
+
+
+class WorkerPool:
+    """Workers that share the loaded rewards; started with the first call, gone with this object or this process.
+
+    Args:
+        rewards: Each pickled.
+        settings: Number and limits.
+    """
+
+    def __init__(self, rewards: Sequence[bytes], settings: RewardWorkers) -> None:
+        self.settings = settings
+        self.parent = WorkerParent(rewards, int(settings.memory_gb * 1e9))
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        for number in range(settings.number):
+            threading.Thread(
+                target=_work, args=(self.parent, self.tasks, settings), name=f"reward-worker-{number}", daemon=True
+            ).start()
+        self.close = weakref.finalize(self, _close, self.parent, self.tasks, settings.number)
+
+    def problems(self) -> list[str | None]:
+        """Why rewards could not be loaded; None for those that were. Raises: RuntimeError if it takes too long."""
+        return self.parent.problems()
+
+    def submit(self, message: dict[str, Any], deadline: float) -> concurrent.futures.Future[dict[str, Any]]:
+        """Ask for a call.
+
+        Args:
+            message: What `worker_process.answered` takes, and the number of the reward.
+            deadline: Of the step.
+
+        Returns:
+            Its answer; or OverdueError, CrashError.
+        """
+        task = Task(message, deadline)
+        self.tasks.put(task)
+        return task.answer
+
+
+class WorkerParent:
+    """The process that has loaded the rewards and forks the workers."""
+
+    def __init__(self, rewards: Sequence[bytes], memory_bytes: int) -> None:
+        self.control, theirs = socket.socketpair()
+        self.lock = threading.Lock()
+        self.process = subprocess.Popen(  # noqa: S603 - our own script and this interpreter
+            [sys.executable, str(Path(__file__).with_name("worker_process.py")), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what rewards print is no output of the run
+        )
+        theirs.close()
+        path = [entry or os.getcwd() for entry in sys.path]
+        send(self.control, {"path": path, "rewards": list(rewards), "memory_bytes": memory_bytes})
+        self._problems: list[str | None] | None = None
+
+    def problems(self) -> list[str | None]:
+        """Why rewards could not be loaded. Raises: RuntimeError if the process does not start."""
+        with self.lock:
+            if self._problems is None:
+                try:
+                    self._problems = receive(self.control, time.monotonic() + START_SECONDS)
+                except (TimeoutError, ClosedError) as error:
+                    self.process.kill()
+                    raise RuntimeError(
+                        f"The process that runs the rewards did not start within {START_SECONDS:g} s (exit status "
+                        f"{self.process.poll()}): importing the modules of the rewards takes too long, or ends the "
+                        "process. Mend that, or set model.reward_workers.num_workers to 0."
+                    ) from error
+        assert self._problems is not None
+        return self._problems
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """A new worker. Returns: the connection to it, and its process id. Raises: CrashError if there is none."""
+        self.problems()
+        ours, theirs = socket.socketpair()
+        with self.lock:
+            try:
+                socket.send_fds(self.control, [b"fork"], [theirs.fileno()])
+                theirs.close()
+                return ours, receive(ours, time.monotonic() + START_SECONDS)
+            except (OSError, ClosedError) as error:
+                raise CrashError(
+                    f"no worker could be started (the parent's exit status: {self.process.poll()})"
+                ) from error
+
+    def end(self, worker: int) -> int:
+        """Kill a worker. Returns: how it ended, if it had done so before, as `os.waitpid` has it."""
+        with self.lock:
+            try:
+                self.control.sendall(str(worker).encode())
+                status: int = receive(self.control, time.monotonic() + START_SECONDS)
+            except (OSError, ClosedError):
+                return 0
+        return status
+
+
+def _work(parent: WorkerParent, tasks: queue.SimpleQueue[Task | None], settings: RewardWorkers) -> None:
+    """Hand calls to a worker, one after the other, and start a new one where it is gone."""
+    connection: socket.socket | None = None
+    worker = 0
+    while (task := tasks.get()) is not None:
+        try:
+            if task.deadline <= time.monotonic():
+                raise OverdueError(
+                    f"was not begun within the {settings.step_timeout_seconds:g} s that all calls of a rollout have"
+                )
+            try:
+                data = pickle.dumps(task.message)
+            except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
+                task.answer.set_result({"stays": f"what it is called with {_not_pickled(error)}"})
+                continue
+            if connection is None:
+                connection, worker = parent.fork()
+            seconds = min(settings.timeout_seconds, task.deadline - time.monotonic())
+            limit = time.monotonic() + seconds
+            try:
+                send_pickled(connection, data, max(0.001, seconds))
+                task.answer.set_result(receive(connection, limit))
+            except (TimeoutError, OSError, ClosedError) as error:
+                connection.close()
+                connection = None
+                status = parent.end(worker)
+                if isinstance(error, TimeoutError):
+                    raise OverdueError(_overdue(task, settings)) from None
+                raise CrashError(f"its process ended {_how(status)}") from None
+        except BaseException as error:  # noqa: BLE001 (whoever waits for the answer is told)
+            task.answer.set_exception(error)
+    if connection is not None:
+        connection.close()
+
+
+def _overdue(task: Task, settings: RewardWorkers) -> str:
+    """Which limit was reached."""
+    if task.deadline <= time.monotonic():
+        return f"was not done within the {settings.step_timeout_seconds:g} s that all calls of a rollout have"
+    return f"took longer than {settings.timeout_seconds:g} s"
+
+
+def _how(status: int) -> str:
+    """How a process ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"by signal {number} ({signal.Signals(number).name})"
+    return f"with exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def _close(parent: WorkerParent, tasks: queue.SimpleQueue[Task | None], num_workers: int) -> None:
+    """End the threads and processes; those that are computing too."""
+    for _ in range(num_workers):
+        tasks.put(None)
+    parent.control.close()
+    try:
+        parent.process.wait(5)
+    except subprocess.TimeoutExpired:
+        parent.process.kill()
+
+
+def pickled(reward: Any) -> tuple[bytes | None, str]:
+    """A reward as it is sent; or None, and why it cannot be."""
+    if not hasattr(os, "fork"):
+        return None, "this system cannot fork"
+    try:
+        return pickle.dumps(reward), ""
+    except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
+        return None, f"it {_not_pickled(error)}"
+
+
+def _not_pickled(error: Exception) -> str:
+    """What is said of what cannot be sent."""
+    return f"cannot be pickled ({type(error).__name__}: {error})"
+
+
+def checked(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An answer. Raises: RaisedError if the call raised."""
+    if "error" in answer:
+        raise RaisedError(answer["error"] + (f"\n{answer['traceback']}" if "traceback" in answer else ""))
+    return answer

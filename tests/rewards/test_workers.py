@@ -1,0 +1,302 @@
+"""Rewards in processes of their own: whatever one does, the others' values arrive, and the log says what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_lightning.rewards import RewardSet, RewardWorkers, WeightedReward
+from grpo_lightning.types import Completion, Group, Prompt
+from tests.rewards import misbehaving
+
+LIMITS = RewardWorkers(num_workers=2, timeout_seconds=1.5, step_timeout_seconds=60, memory_gb=0.5)
+
+
+def groups(*prompts: str, texts: tuple[str, ...] = ("a", "b"), **columns) -> list[Group]:
+    """A group of two completions for every prompt."""
+    return [
+        Group(
+            Prompt(prompt, columns=columns, index=number),
+            [1],
+            [Completion([1], [0.0], "stop", f"{text}{number if len(text) == 1 else ''}") for text in texts],
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> RewardSet:
+    return RewardSet([WeightedReward(reward, on_error=on_error) for reward in rewards], workers=workers)
+
+
+# ------------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("reward", "bad", "kind", "said"),
+    [
+        (misbehaving.loops, "hang", "timeout", "took longer than 1.5 s, and was stopped"),
+        (misbehaving.allocates, "hoard", "exception", "raised MemoryError"),
+        (misbehaving.dies, "is killed", "crash", r"its process ended by signal 9 \(SIGKILL\)"),
+        (misbehaving.dies, "leaves", "crash", "its process ended with exit status 3"),
+        (misbehaving.dies, "exits", "exception", "raised SystemExit: enough"),
+        (misbehaving.wrong, "raise", "exception", "raised ValueError: no such luck"),
+        (misbehaving.wrong, "short", "wrong_length", "must return a list of 2 values"),
+        (misbehaving.wrong, "nan", "invalid_value", "returned nan for completion 0"),
+        (misbehaving.wrong, "unsendable", "exception", "its values cannot be sent"),
+    ],
+)
+def test_a_call_that_goes_wrong_takes_no_other_with_it(reward, bad, kind, said, caplog):
+    batch = groups("one", f"{bad} 1", "two", f"{bad} 2", "three", "four")
+    scores = reward_set(reward, misbehaving.each_group).score(batch)
+    name = reward.__name__
+    assert [row.tolist() == [1, 1] for row in scores.by_reward[name]] == [True, False, True, False, True, True]
+    assert scores.by_reward[name][1].isnan().all()
+    assert scores.by_reward["each_group"].tolist() == [[0, 1]] * 6
+    assert {failure: count for failure, count in scores.failures.items() if count} == {f"{name}/{kind}": 4}
+    (message,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(said, message), message
+    assert "prompt 1" in message
+    assert message.endswith("for 4 completions in all.")
+
+
+def test_none_for_all_means_that_the_reward_does_not_apply():
+    scores = reward_set(misbehaving.wrong, misbehaving.each_group).score(groups("one", "none at all"))
+    assert scores.total.tolist() == [[1, 2], [0, 1]]
+    assert set(scores.failures.values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "bad", "said"),
+    [
+        (misbehaving.loops, "hang", "'loops' took longer than 1.5 s"),
+        (misbehaving.dies, "is killed", "'dies' did not return: its process ended by signal 9"),
+        (misbehaving.wrong, "raise", "'wrong' raised ValueError: no such luck"),
+    ],
+)
+def test_the_run_stops_if_the_policy_says_so(reward, bad, said):
+    with pytest.raises(RuntimeError, match=said) as caught:
+        reward_set(reward, on_error="raise").score(groups("one", bad, "two"))
+    if bad == "raise":
+        assert "in wrong" in str(caught.value.__cause__), "the traceback of the other process"
+
+
+def test_all_calls_of_a_step_have_one_limit():
+    limits = RewardWorkers(num_workers=2, timeout_seconds=1.0, step_timeout_seconds=2.5)
+    begun = time.monotonic()
+    scores = reward_set(misbehaving.loops, workers=limits).score(groups(*["hang"] * 40))
+    assert time.monotonic() - begun < 20, "40 calls of a second each on two workers"
+    assert scores.failures["loops/timeout"] == 80
+
+
+def test_a_pool_goes_on_after_all_of_its_workers_were_lost():
+    rewards = reward_set(misbehaving.dies)
+    assert rewards.score(groups(*["is killed"] * 5)).failures["dies/crash"] == 10
+    assert rewards.score(groups(*["fine"] * 5)).total.tolist() == [[1, 1]] * 5
+
+
+def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
+    async def sleeps(completions):
+        await asyncio.sleep(10**6)
+
+    limits = RewardWorkers(timeout_seconds=0.5, step_timeout_seconds=0.5)
+    scores = reward_set(sleeps, misbehaving.each_group, workers=limits).score(groups("one"))
+    assert scores.failures["sleeps/timeout"] == 2
+    assert scores.total.tolist() == [[0, 1]]
+
+
+# ------------------------------------------------------------------------------------------------- side by side
+
+
+def test_calls_go_on_while_the_training_process_does_something_else(tmp_path):
+    scoring = reward_set(misbehaving.waits_for, workers=RewardWorkers(2)).begin(
+        groups("one", "two", path=str(tmp_path / "go"))
+    )
+    (tmp_path / "go").touch()
+    assert scoring.finish().total.tolist() == [[1, 1]] * 2
+
+
+def test_rewards_run_side_by_side(tmp_path):
+    """Each waits for what the other makes."""
+    batch = groups("one", path=str(tmp_path / "first"), own=str(tmp_path / "second"))
+    rewards = reward_set(misbehaving.waits_for, misbehaving.waits_for_other, workers=RewardWorkers(2))
+    assert rewards.score(batch).total.tolist() == [[2, 2]]
+
+
+def test_values_are_those_of_the_training_process():
+    """Text, chat, columns, extras, metrics and whole groups, in the same order."""
+    rewards = [misbehaving.process, misbehaving.each_group]
+    batch = groups(*[f"p{number}" for number in range(9)], texts=("x", "y", "z"))
+    there, here = (RewardSet(rewards, [1.0, 0.5], workers=workers).score(batch) for workers in (LIMITS, None))
+    assert there.total.equal(here.total)
+    assert there.metrics == here.metrics == {"calls": 1}
+    assert there.extras.keys() == here.extras.keys() == {"pid"}
+    assert set(here.extras["pid"]) == {os.getpid()}
+    assert os.getpid() not in there.extras["pid"]
+    assert 1 <= len(set(there.extras["pid"])) <= 2
+
+
+def test_what_is_drawn_at_random_depends_on_the_completions_alone():
+    def values(workers, *prompts):
+        return reward_set(misbehaving.at_random, workers=RewardWorkers(workers)).score(groups(*prompts)).total.tolist()
+
+    first = values(1, "one", "two", "three")
+    assert first == values(2, "one", "two", "three")
+    assert first[:1] == values(1, "one")
+    assert len({tuple(row) for row in first}) == 3
+
+
+# ------------------------------------------------------------------------------------------- what stays, and why
+
+
+@pytest.mark.parametrize(
+    ("reward", "why", "value"),
+    [
+        (misbehaving.Unpicklable(), "it cannot be pickled", 1.0),
+        (lambda completions: [3.0] * len(completions), "it cannot be pickled", 3.0),
+        (misbehaving.ReturnsAwaitable(), "it is asynchronous", 2.0),
+    ],
+)
+def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, value, caplog):
+    rewards = RewardSet([WeightedReward(reward, name="mine")], workers=LIMITS)
+    for _ in range(2):
+        assert rewards.score(groups("one", "two")).total.tolist() == [[value] * 2] * 2
+    (message,) = [record.message for record in caplog.records]
+    assert "'mine' is called in the training process" in message
+    assert why in message
+
+
+def test_a_reward_that_changes_itself_is_called_in_one_place(caplog):
+    counts = misbehaving.Counts()
+    rewards = RewardSet([counts], workers=LIMITS)
+    assert [rewards.score(groups("one", "two")).total[0, 0].item() for _ in range(3)] == [1, 2, 3]
+    assert counts.calls == 3
+    assert caplog.text.count("it changes itself when it is called") == 1
+
+
+def test_what_cannot_be_sent_keeps_a_reward_here(caplog):
+    rewards = reward_set(misbehaving.waits_for)  # it takes every column
+    batch = groups("one", path=os.curdir, held=lambda: None)
+    assert rewards.score(batch).total.tolist() == [[1, 1]]
+    assert "what it is called with cannot be pickled" in caplog.text
+    assert reward_set(misbehaving.process).score(batch).extras["pid"] != [os.getpid()] * 2, "it takes no columns"
+
+
+def test_a_reward_of_a_script_stays(tmp_path):
+    """Its module is the script itself, which another process must not run again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os
+        from grpo_lightning.rewards import RewardSet, RewardWorkers
+        from tests.rewards.test_workers import groups
+
+        def own(completions):
+            return [float(os.getpid() == main)] * len(completions)
+
+        main = os.getpid()
+        print("values", RewardSet([own], workers=RewardWorkers()).score(groups("one")).total.tolist())
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert "values [[1.0, 1.0]]" in done.stdout, done.stderr
+    assert "it cannot be loaded in another process" in done.stderr
+
+
+def test_no_workers_at_all():
+    scores = RewardSet([misbehaving.process], workers=RewardWorkers(num_workers=0)).score(groups("one"))
+    assert set(scores.extras["pid"]) == {os.getpid()}
+
+
+# ---------------------------------------------------------------------------------------------- math, code, processes
+
+
+def test_math_verify_keeps_its_own_time(caplog):
+    """Its limit is a signal: it raises in threads, and a power too large does not look at it."""
+    pytest.importorskip("math_verify")
+    limits = RewardWorkers(num_workers=2, timeout_seconds=20)
+    batch = groups("one", texts=(r"\frac{1}{2}", "0.5", "2"), answer="1/2")
+    assert reward_set(misbehaving.by_math_verify, workers=limits).score(batch).total.tolist() == [[1, 1, 0]]
+
+
+def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
+    """A worker in the place of a killed one does not read the file again, which may have been edited."""
+    (tmp_path / "edited_reward.py").write_text(
+        "def edited(completions, prompts):\n"
+        "    if 'hang' in prompts[0]:\n"
+        "        sum(range(10**15))\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import edited_reward
+
+    rewards = reward_set(edited_reward.edited)
+    assert rewards.score(groups("one")).total.tolist() == [[1, 1]]
+    (tmp_path / "edited_reward.py").write_text(
+        "def edited(completions, prompts):\n    return [2.0] * len(completions)\n"
+    )
+    assert rewards.score(groups(*["hang"] * 2)).failures["edited/timeout"] == 4
+    assert rewards.score(groups("one", "two", "three")).total.tolist() == [[1, 1]] * 3
+
+
+def test_a_copy_has_workers_of_its_own():
+    rewards = reward_set(misbehaving.process)
+    first = rewards.score(groups("one")).extras["pid"]
+    again = pickle.loads(pickle.dumps(rewards)).score(groups("one")).extras["pid"]
+    assert {*first}.isdisjoint(again)
+
+
+def test_workers_go_when_the_training_process_is_killed(tmp_path):
+    program = """
+        import sys
+        from tests.rewards import misbehaving
+        from tests.rewards.test_workers import groups, reward_set, RewardWorkers
+        reward_set(misbehaving.marked, workers=RewardWorkers(2, 500, 500)).score(groups("one", where=sys.argv[1]))
+    """
+    mark = tmp_path / "pid"
+    main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program), str(mark)])
+    deadline = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker = int(mark.read_text())
+    main.send_signal(signal.SIGKILL)
+    main.wait()
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(worker)
+
+
+def is_alive(process: int) -> bool:
+    """True if a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be above 0"),
+        ({"timeout_seconds": 5, "step_timeout_seconds": 4}, "step_timeout_seconds must be at least timeout_seconds"),
+        ({"memory_gb": 0}, "memory_gb must be above 0"),
+    ],
+)
+def test_limits_that_are_none(settings, said):
+    with pytest.raises(ValueError, match=said):
+        RewardWorkers(**settings)
