@@ -35,6 +35,11 @@ class Sharding:
         """Inside, layers are made and initialised (random weights, adapters): whole, to be sharded later."""
         yield
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, models are loaded and made that are no part of the run's: whole on every rank, and left so."""
+        yield
+
     def shard(self, model: nn.Module) -> None:
         """Called once a model is complete."""
 
@@ -182,6 +187,19 @@ class Partitioned(PartitionedGradients):
             yield
         finally:
             partition_parameters.restore_init_context()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Have neither DeepSpeed nor transformers partition what is made and read."""
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        try:
+            with self.building():
+                yield
+        finally:
+            if hasattr(self, "hf_config"):  # unless the policy was given in memory
+                set_hf_deepspeed_config(self.hf_config)
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:

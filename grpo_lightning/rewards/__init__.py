@@ -9,6 +9,7 @@ from grpo_lightning.rewards.grounding import FormatRec, IoU
 from grpo_lightning.rewards.judge import LLMJudge
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+from grpo_lightning.rewards.model import RewardModel
 from grpo_lightning.rewards.registry import Plugin, available, reward
 from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.reward_set import RewardSet, Scores
@@ -37,6 +38,7 @@ __all__ = [
     "Repetition",
     "Reward",
     "RewardLike",
+    "RewardModel",
     "RewardSet",
     "Scores",
     "SoftOverlong",

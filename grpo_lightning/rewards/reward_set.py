@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.base import RewardLike, WeightedReward
 from grpo_lightning.rewards.call import FAILURES, RewardCall
 from grpo_lightning.rewards.row_checks import check_rows
@@ -130,6 +131,17 @@ class RewardSet:
         """
         for reward in self.rewards:
             reward.check(max_completion_length)
+
+    def connect(self, device: torch.device, sharding: Sharding | None = None) -> None:
+        """Have the rewards load what they need (`Reward.connect`).
+
+        Args:
+            device: The policy's on this rank.
+            sharding: How the policy lies over the ranks; what rewards load does not.
+        """
+        with (sharding or Sharding()).beside():
+            for reward in self.rewards:
+                reward.connect(device)
 
     def score(
         self,
