@@ -191,15 +191,8 @@ class Partitioned(PartitionedGradients):
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """Have neither DeepSpeed nor transformers partition what is made and read."""
-        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()
-        try:
-            with self.building():
-                yield
-        finally:
-            if hasattr(self, "hf_config"):  # unless the policy was given in memory
-                set_hf_deepspeed_config(self.hf_config)
+        with self.building(), unpartitioned():
+            yield
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
@@ -241,6 +234,21 @@ class Partitioned(PartitionedGradients):
             if ranks.rank() == 0:
                 assert value is not None
                 parameter.data.copy_(value)
+
+
+@contextlib.contextmanager
+def unpartitioned() -> Iterator[None]:
+    """Inside, transformers partitions nothing, also where a ZeRO-3 run of this process has told it to."""
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    config = None if reference is None else reference()
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed.set_hf_deepspeed_config(config)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.sharding import unpartitioned
 from grpo_lightning.policy.tokenize import num_positions
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Classifier:
         if not self.is_named:
             return self.model.eval().requires_grad_(False).to(device)  # type: ignore[no-any-return]
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        with naming(NAMED, self.model):
+        with naming(NAMED, self.model), unpartitioned():
             model, said = AutoModelForSequenceClassification.from_pretrained(
                 self.model, revision=self.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
             )
@@ -123,7 +124,7 @@ def head_names(config: PretrainedConfig) -> list[str]:
     """The names of the weights that a classification model has beyond the model below it."""
     from transformers import AutoModelForSequenceClassification
 
-    with torch.device("meta"):
+    with torch.device("meta"), unpartitioned():
         model = AutoModelForSequenceClassification.from_config(config)
     return [name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")]
 

@@ -212,8 +212,10 @@ class RewardModel(Reward):
     def _ready(self) -> Iterator[PreTrainedModel]:
         """Inside, the model is where it scores, and nothing is recorded or cast."""
         assert self._loaded is not None
+        casts = torch.amp.is_autocast_available(self._place.type)
+        without = torch.autocast(self._place.type, enabled=False) if casts else contextlib.nullcontext()
         # Weights that were moved in inference mode could not be moved outside of it.
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._place.type, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), without:
             if self.offload:
                 self._loaded.to(self._place)
             try:
