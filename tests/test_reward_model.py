@@ -254,7 +254,7 @@ def test_chat_without_a_template_is_refused_before_the_run(tmp_path):
     chats = [Prompt([{"role": "user", "content": "1 + 1"}]), Prompt("text")]
     module = make_module(rewards=rewards)
     module.reward_set.check_rows(chats[1:])
-    with pytest.raises(ValueError, match=r"1 rows cannot be judged(.|\n)*has no chat template: give RewardModel.toke"):
+    with pytest.raises(ValueError, match=r"1 rows cannot be judged(.|\n)*has no chat template: give RewardModel"):
         module.reward_set.check_rows(chats)
 
 
