@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardModel, RewardSet, WeightedReward, reward
 from grpo_lightning.rewards.model import score_chunk
 from grpo_lightning.types import Completion, Group, Prompt
@@ -40,9 +39,9 @@ def as_chat(prompt: str, completion: str) -> tuple[list[dict[str, str]], list[di
     return [{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}]
 
 
-def save(folder: Path, model: Any, **changes: Any) -> str:
+def save(folder: Path, model: Any, max_shard_size: str = "1GB", **changes: Any) -> str:
     """A folder with a model, and a tokenizer changed as said."""
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     for name, value in changes.items():
@@ -205,9 +204,10 @@ def test_other_models_are_refused(tmp_path, model, message):
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_causal_model_under_another_name_is_refused(tmp_path):
-    """Its config says that it is a classifier, and its file has no head."""
-    folder = save(tmp_path, tiny_model("llama"))
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_a_causal_model_under_another_name_is_refused(tmp_path, shard_size):
+    """Its config says that it is a classifier, and its files have no head."""
+    folder = save(tmp_path, tiny_model("llama"), max_shard_size=shard_size)
     path = tmp_path / "config.json"
     labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | labels))
@@ -256,6 +256,16 @@ def test_chat_without_a_template_is_refused_before_the_run(tmp_path):
     module.reward_set.check_rows(chats[1:])
     with pytest.raises(ValueError, match=r"1 rows cannot be judged(.|\n)*has no chat template: give RewardModel"):
         module.reward_set.check_rows(chats)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_roles_that_the_template_refuses_are_found_before_the_run(tmp_path):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    rewards = RewardSet([RewardModel(save(tmp_path, tiny_classifier(), chat_template=template))])
+    user = {"role": "user", "content": "1 + 1"}
+    rewards.check_rows([Prompt([user])])
+    with pytest.raises(ValueError, match="takes no messages of system, user, assistant: System role not supported"):
+        rewards.check_rows([Prompt([{"role": "system", "content": "s"}, user])])
 
 
 # ------------------------------------------------------------------------------------------------------------- in a run
@@ -335,7 +345,3 @@ def test_copies_and_pickles_have_no_weights(folder):
 
 def test_it_has_a_short_name(folder):
     assert RewardSet([reward("reward_model", model=folder)]).score([group("1 + 1", "2")]).total.shape == (1, 1)
-
-
-def test_rewards_that_load_nothing_connect():
-    RewardSet([lambda completions: [0.0] * len(completions)]).connect(torch.device("cpu"), Sharding())

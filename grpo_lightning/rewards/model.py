@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from jinja2 import TemplateError
 
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 from grpo_lightning.rewards.classifier import Classifier, longest
@@ -94,6 +95,7 @@ class RewardModel(Reward):
         self.offload = offload
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._loaded: PreTrainedModel | None = None
+        self._rendered_roles: set[tuple[Any, ...]] = set()
         self._place = self.device or torch.device("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,11 +133,17 @@ class RewardModel(Reward):
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check that a row has no images, and that there is a template for its chat. Raises: ValueError if not."""
+        """Check that a row has no images, and that the template takes its chat. Raises: ValueError if not."""
         if image_sizes:
             raise ValueError(f"RewardModel reads text, and the prompt has {len(image_sizes)} images.")
-        if not isinstance(columns.get("prompts", ""), str):
-            self._check_template()
+        prompt = columns.get("prompts", "")
+        if isinstance(prompt, str):
+            return
+        # Templates refuse roles and their order: one prompt of each is enough.
+        roles = tuple(message.get("role") for message in prompt)
+        if roles not in self._rendered_roles:
+            self._rendered(prompt, "")
+            self._rendered_roles.add(roles)
 
     def connect(self, device: torch.device) -> None:
         """Load the weights, for the policy's device unless a setting names another. Raises: ValueError if they lack."""
@@ -179,20 +187,28 @@ class RewardModel(Reward):
         text = completion_text(completion)
         if isinstance(prompt, str):
             return tuple(self.tokenizer(prompt + text, verbose=False).input_ids)
-        self._check_template()
-        messages = [*map(_as_text, prompt), {"role": "assistant", "content": text}]
-        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        rendered = self._rendered(prompt, text)
         # The template has written them.
         return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
-    def _check_template(self) -> None:
-        """Raise ValueError if chat cannot be rendered."""
+    def _rendered(self, prompt: Sequence[Message], text: str) -> str:
+        """A chat as the template writes it. Raises: ValueError if there is none, or it takes no such messages."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"The prompt is a chat, and the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
                 "chat template: give RewardModel.tokenizer one that has (`tokenizer.chat_template`, or "
                 "chat_template.jinja in its folder)."
             )
+        messages = [*map(_as_text, prompt), {"role": "assistant", "content": text}]
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
+            raise ValueError(
+                f"The chat template of the reward model's tokenizer takes no messages of "
+                f"{', '.join(str(message.get('role')) for message in messages)}: {error}. Change the prompts (some "
+                "take no system prompt), or set another `tokenizer.chat_template`."
+            ) from error
+        return rendered
 
     def _scores(self, sequences: set[Tokens]) -> dict[Tokens, float]:
         """The score of every sequence."""
