@@ -42,7 +42,7 @@ class RewardModel(Reward):
     as `reward_model/too_long`, the share of such completions.
 
     The weights load with the policy's, after all checks. Every rank holds a whole copy, under ZeRO-3 and FSDP2 as well,
-    and scores its own completions without the others. That costs each device 2 bytes per weight in bfloat16 (15 GB for
+    and scores its own completions without the others. That costs each device 2 bytes per weight in bfloat16 (14 GB for
     7 billion), 4 in float32, for the whole run or, with `offload`, during the call; and the activations of
     `batch_size` sequences. `grpo-lightning plan` does not count it. The model is frozen, and no part of the module:
     no optimizer, strategy or checkpoint sees it. Automatic mixed precision is off while it scores.
@@ -148,8 +148,11 @@ class RewardModel(Reward):
     def connect(self, device: torch.device) -> None:
         """Load the weights, for the policy's device unless a setting names another. Raises: ValueError if they lack."""
         self._place = self.device or device
+        waiting = torch.device("cpu") if self.offload else self._place
         if self._loaded is None:
-            self._loaded = self.source.load(torch.device("cpu") if self.offload else self._place)
+            self._loaded = self.source.load(waiting)
+        elif self._loaded.device != waiting:  # it was called before the run
+            self._loaded.to(waiting)
 
     def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None

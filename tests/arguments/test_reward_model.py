@@ -107,7 +107,8 @@ def test_device_and_offload(folders):
     def places(**settings: Any) -> tuple[str, list[str]]:
         """Where the weights wait, and where a call moves them."""
         model, moves = RewardModel(tiny_classifier(**SMALL), tiny_tokenizer(), **settings), []
-        model.connect(torch.device("meta"))
+        model.connect(torch.device("cpu"))
+        model.connect(torch.device("meta"))  # the second one counts
         waiting = model._loaded.device.type
         model._loaded.to = lambda place: moves.append(str(place))
         with model._ready():
