@@ -31,7 +31,7 @@ from grpo_lightning.types import SamplingParams
 from tests.doc_keys import keys_in, problem
 from tests.module_runs import PROMPTS, make_module, make_source, make_trainer
 from tests.pages import DOCS, TableRow, blocks, prose, read, tables
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")  # its name before jsonargparse 4.49
 
@@ -66,10 +66,12 @@ def section(text: str, heading: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a tiny model and the files that examples name."""
+    """A folder with a tiny policy, a tiny reward model and the files that examples name."""
     monkeypatch.chdir(tmp_path)
     tiny_model("qwen2").save_pretrained("name-or-path")
-    tiny_tokenizer().save_pretrained("name-or-path")
+    tiny_classifier("qwen2").save_pretrained("reward-model")
+    for name in ("name-or-path", "reward-model"):
+        tiny_tokenizer().save_pretrained(name)
     return tmp_path
 
 

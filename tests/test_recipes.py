@@ -27,7 +27,7 @@ from grpo_lightning.planning.states import division_of
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.planning.real_shapes import PUBLISHED
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 QUICKSTARTS = [RECIPES / "quickstart.yaml", RECIPES / "quickstart_grounding.yaml"]
@@ -38,7 +38,11 @@ STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 
 
 # What does not fit a tiny model, in the text of a recipe.
-SHORTER = {"cache_length: 600": "cache_length: 2", "cache_length: 819": "cache_length: 2"}
+SHORTER = {
+    "cache_length: 600": "cache_length: 2",
+    "cache_length: 819": "cache_length: 2",
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "classifier",
+}
 
 # What a CPU cannot do, in the text of a recipe.
 WITHOUT_CUDA = {"quantization: 4bit": "quantization: none", "PagedAdamW8bit": "AdamW"}
@@ -48,13 +52,15 @@ ONE_PROCESS = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A tiny model and data in an empty current folder."""
+    """A tiny policy, reward model and data in an empty current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     tiny_model("qwen2").save_pretrained("policy")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
     tokenizer.save_pretrained("policy")
+    tiny_classifier("qwen3").save_pretrained("classifier")
+    tokenizer.save_pretrained("classifier")
     rows = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"\\boxed{{{i + 1}}}"} for i in range(12)]
     write_rows(rows)
 
@@ -231,7 +237,12 @@ def test_ddp_runs_on_one_process(tiny, tmp_path):
     assert len(logged_steps(tmp_path / "runs")) == 2
 
 
-ROWS = {"AI-MO/NuminaMath-TIR": 5000, "DigitalLearningGmbH/MATH-lighteval": 7500, "openai/gsm8k": 7473}
+ROWS = {
+    "AI-MO/NuminaMath-TIR": 5000,
+    "DigitalLearningGmbH/MATH-lighteval": 7500,
+    "openai/gsm8k": 7473,
+    "trl-lib/ultrafeedback-prompt": 37775,
+}
 """Training prompts."""
 
 
@@ -276,6 +287,9 @@ def planned(recipe: Path, prompt_tokens: int, device_gib: int, capsys, *more: st
         row = {"question": "1+1", "answer": "2", "solution": "\\boxed{2}"}
         Path("rows.jsonl").write_text((json.dumps(row) + "\n") * ROWS[entry["dataset"]])
     data = [f"--data.datasets={json.dumps([kept])}", "--data.val_datasets=null", "--data.prepare=null"]
+    if "RewardModel" in recipe.read_text():  # whose checkpoint is looked at, and not counted
+        rewards = [{"class_path": "grpo_lightning.rewards.RewardModel", "init_args": {"model": "classifier"}}]
+        more = (*more, f"--model.rewards={json.dumps(rewards)}")
     sizes = [f"--prompt_tokens={prompt_tokens}", f"--device_gib={device_gib}"]
     args = ["plan", "--config", str(recipe), "--model.policy.init_args.name=policy", *data, *sizes, *more]
     if recipe.stem == "zero3_70b":

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.cache_utils import Cache
 
 READS_LINEAR_STATES = hasattr(Cache, "get_conv_state")
@@ -114,3 +120,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|<pad>|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def tiny_classifier(family: str = "qwen2", *, num_labels: int = 1, **changes: Any) -> PreTrainedModel:
+    """A sequence classifier of this family with random weights; its config names no pad token."""
+    kind, settings = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **(settings | {"pad_token_id": None, "num_labels": num_labels} | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return AutoModelForSequenceClassification.from_config(config).eval()

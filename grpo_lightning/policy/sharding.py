@@ -35,6 +35,11 @@ class Sharding:
         """Inside, layers are made and initialised (random weights, adapters): whole, to be sharded later."""
         yield
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, models are loaded and made that are no part of the run's: whole on every rank, and left so."""
+        yield
+
     def shard(self, model: nn.Module) -> None:
         """Called once a model is complete."""
 
@@ -184,6 +189,12 @@ class Partitioned(PartitionedGradients):
             partition_parameters.restore_init_context()
 
     @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Have neither DeepSpeed nor transformers partition what is made and read."""
+        with self.building(), unpartitioned():
+            yield
+
+    @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Gather everything once, and keep DeepSpeed's hooks from releasing it layer by layer."""
         import deepspeed
@@ -223,6 +234,21 @@ class Partitioned(PartitionedGradients):
             if ranks.rank() == 0:
                 assert value is not None
                 parameter.data.copy_(value)
+
+
+@contextlib.contextmanager
+def unpartitioned() -> Iterator[None]:
+    """Inside, transformers partitions nothing, also where a ZeRO-3 run of this process has told it to."""
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    config = None if reference is None else reference()
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed.set_hf_deepspeed_config(config)
 
 
 @contextlib.contextmanager

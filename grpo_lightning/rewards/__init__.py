@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grpo_lightning.rewards.judge import LLMJudge
     from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
     from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+    from grpo_lightning.rewards.model import RewardModel
     from grpo_lightning.rewards.registry import Plugin, available, reward
     from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
     from grpo_lightning.rewards.reward_set import RewardSet
@@ -46,6 +47,7 @@ __all__ = [
     "Repetition",
     "Reward",
     "RewardLike",
+    "RewardModel",
     "RewardSet",
     "RewardWorkers",
     "Scores",
@@ -82,6 +84,7 @@ _HOMES = {
     "Repetition": "repetition",
     "Reward": "base",
     "RewardLike": "base",
+    "RewardModel": "model",
     "RewardSet": "reward_set",
     "RewardWorkers": "workers",
     "Scores": "scores",

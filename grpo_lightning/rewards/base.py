@@ -18,7 +18,7 @@ With the attribute `per_group = True` a reward is called with whole groups: one 
 value of each column per group, and lists of completions; it returns a list per group.
 
 A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
-that it is going to judge.
+that it is going to judge. What it loads itself, it loads in `connect`, along with the policy.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_lightning.types import Message
+
+if TYPE_CHECKING:  # processes that run rewards do without
+    import torch
 
 SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
 """Arguments that are one thing for the whole call, not a list."""
@@ -99,11 +102,22 @@ class Reward(ABC):
         Nothing is opened here: it is called for every row.
 
         Args:
-            columns: The row's data columns; what is missing is None when it is called.
+            columns: The row's data columns; what is missing is None when it is called. In a run also its prompt, as
+                `prompts`.
             image_sizes: One per image of the row.
 
         Raises:
             ValueError: If the reward would raise for this row, whatever the completion.
+        """
+
+    def connect(self, device: torch.device) -> None:  # noqa: B027
+        """Load what it needs, once, when the policy is loaded. A reward around another connects that one.
+
+        Whatever the strategy does with the policy, a model that is loaded here is whole on every rank. No collective
+        may be called: a rank without completions never calls the reward.
+
+        Args:
+            device: The policy's on this rank.
         """
 
 
@@ -193,6 +207,12 @@ class WeightedReward(Reward):
         inner = _innermost(self.reward)
         if isinstance(inner, Reward):
             inner.check_row(columns, image_sizes)
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the reward, if it is a `Reward`."""
+        inner = _innermost(self.reward)
+        if isinstance(inner, Reward):
+            inner.connect(device)
 
     def may_read(self, column: str) -> bool:
         """Whether a data column can make a difference: False if it is named nowhere.

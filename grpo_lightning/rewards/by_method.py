@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from grpo_lightning.rewards.base import (
     METHOD_COLUMN,
     SHARED,
@@ -77,6 +79,7 @@ class ByMethod(Reward):
         self.default = self._known(default)
         self.required_columns = self.methods[default].required_columns
         self.optional_columns = (method_column,)
+        self.in_process = any(method.in_process for method in self.methods.values())
 
     @property
     def name(self) -> str:
@@ -139,6 +142,11 @@ class ByMethod(Reward):
             self.methods[method].check_row(columns, image_sizes)
         except ValueError as error:
             raise ValueError(f"its method {method!r}: {error}") from error
+
+    def connect(self, device: torch.device) -> None:
+        """Connect every method."""
+        for method in self.methods.values():
+            method.connect(device)
 
     def method_of(self, columns: Mapping[str, Any]) -> str:
         """The method of a row. Raises: ValueError if it is unknown; ImportError if its package is missing."""

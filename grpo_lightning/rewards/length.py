@@ -7,6 +7,8 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, RewardLike, inner_reward
 
@@ -134,6 +136,7 @@ class Cosine(Reward):
         self.required_columns = self.accuracy.required_columns
         self.optional_columns = self.accuracy.optional_columns
         self.completions_as = self.accuracy.completions_as
+        self.in_process = self.accuracy.in_process
 
     def check(self, max_completion_length: int) -> None:
         """Check `accuracy`. Raises: ValueError as it does."""
@@ -142,6 +145,10 @@ class Cosine(Reward):
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
         """Have `accuracy` check a row. Raises: ValueError as it does."""
         self.accuracy.check_row(columns, image_sizes)
+
+    def connect(self, device: torch.device) -> None:
+        """Connect `accuracy`."""
+        self.accuracy.connect(device)
 
     def __call__(
         self,

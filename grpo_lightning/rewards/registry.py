@@ -22,6 +22,7 @@ from grpo_lightning.rewards.grounding import FormatRec, IoU
 from grpo_lightning.rewards.judge import LLMJudge
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+from grpo_lightning.rewards.model import RewardModel
 from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
 
@@ -48,6 +49,7 @@ SHIPPED: dict[str, type] = {
     "od_length": OdLength,
     "react_format": ReactFormat,
     "repetition": Repetition,
+    "reward_model": RewardModel,
     "soft_overlong": SoftOverlong,
     "text_similarity": TextSimilarity,
     "weighted_sum": WeightedSum,

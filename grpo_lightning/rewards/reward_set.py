@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
+from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.arguments import Circumstances
 from grpo_lightning.rewards.base import RewardLike, WeightedReward
 from grpo_lightning.rewards.placement import Placement
@@ -112,6 +115,18 @@ class RewardSet:
         """
         for reward in self.rewards:
             reward.check(max_completion_length)
+
+    def connect(self, device: torch.device, sharding: Sharding | None = None) -> None:
+        """Have the rewards load what they need (`Reward.connect`).
+
+        Args:
+            device: The policy's on this rank.
+            sharding: How the policy lies over the ranks; what rewards load does not.
+        """
+        self.placement.start()  # which goes on while the others load
+        with (sharding or Sharding()).beside():
+            for reward in self.rewards:
+                reward.connect(device)
 
     def score(self, groups: Sequence[Group], **settings: Any) -> Scores:
         """Run every reward and wait for it. Args, Raises: as `begin` and `Scoring.finish`."""

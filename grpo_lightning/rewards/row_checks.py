@@ -35,7 +35,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
                 continue
             lacking.add(prompt, reward)
             try:
-                reward.check_row(prompt.columns, sizes)
+                reward.check_row({**prompt.columns, "prompts": prompt.content}, sizes)
             except Exception as error:  # noqa: BLE001 - a check may be anybody's; what it raises is said of its row
                 (refused if reward.on_error == "raise" else accepted).add(prompt, reward.name, error)
     lacking.say()

@@ -15,16 +15,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_lightning import PolicyLoader, ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
+from grpo_lightning.rewards import RewardModel
 from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from grpo_lightning.types import Completion, SamplingParams
 from tests.module_runs import SMALL
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 LONGEST = 24
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -92,6 +93,8 @@ class Case:
     objective: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     sync: dict[str, Any] | None = None
+    is_scored_by_model: bool = False
+    """Whether a reward model says what is better."""
     batch: int = 4
     """Prompts per step, over all ranks."""
 
@@ -132,6 +135,8 @@ CASES: dict[str, Case] = {
     "reference follows": Case(
         objective={"beta": 0.04}, sync={"every_n_steps": 2, "mixup_alpha": 0.6}, steps=4, accumulate=2, lr=0.1
     ),
+    "reward model": Case(is_scored_by_model=True, steps=2, accumulate=2),
+    "reward model, a rank without prompts": Case(prompts=["lonely"], is_scored_by_model=True, steps=2, accumulate=2),
     "lora, fewer prompts": Case(
         prompts=["one", "long two", "3"], policy={"lora": LORA}, steps=2, accumulate=2, lr=0.01
     ),
@@ -143,7 +148,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     world_size = 1 if strategy == "one" else 2
     module = GRPOLightningModule(
         PolicyLoader(str(folder / "policy"), **case.policy),
-        rewards=[small_letters],
+        rewards=[RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
         engine=ByPrompt(),
         sampling=SamplingParams(max_completion_length=LONGEST),
         objective=Objective(**case.objective),
@@ -171,14 +176,20 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         case.prompts, case.batch // world_size, cycle=module.cycle_length(case.accumulate), shuffle=False
     )
     trainer.fit(module, source)
-    return {"before": watch.before, "after": watch.after, "trained": watch.trained, "log": watch.log}
+    return {
+        "before": watch.before,
+        "after": watch.after,
+        "trained": watch.trained,
+        "log": watch.log,
+        "scored": watch.scored,
+    }
 
 
 class Watch(L.Callback):
     """The whole weights before and after, what was logged, and whether the weights are sharded in between."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.before, self.log = whole_weights(pl_module), {}
+        self.before, self.log, self.scored = whole_weights(pl_module), {}, []
         self.trained = [name for name, p in pl_module.policy.named_parameters() if p.requires_grad]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
@@ -192,6 +203,18 @@ class Watch(L.Callback):
                     num_rows = len(parameter) or 1  # none where ZeRO-3 holds it
                     limit = max(-(-whole // 2) + 1, -(-num_rows // 2) * (whole // num_rows))
                     assert local <= limit, f"{name} is not sharded: {local} of {whole} numbers are here"
+
+        for reward in pl_module.reward_set.rewards:
+            if isinstance(reward.reward, RewardModel):
+                groups, scores, _ = pl_module.samples
+                self.scored += [
+                    (group.prompt.content, completion.text, score)
+                    for group, row in zip(groups, scores.total.tolist(), strict=True)
+                    for completion, score in zip(group.completions, row, strict=True)
+                ]
+                for name, parameter in reward.reward._loaded.named_parameters():
+                    is_whole = parameter.numel() and not hasattr(parameter, "ds_id") and type(parameter) is nn.Parameter
+                    assert is_whole, f"{name} of the reward model is not the rank's own"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.after = whole_weights(pl_module)
@@ -218,7 +241,9 @@ def whole_weights(module: Any) -> dict[str, Tensor]:
 def save_policy(folder: Path) -> None:
     """The policy that all runs start from."""
     tiny_model("qwen2", **SMALL).save_pretrained(folder / "policy")
-    tiny_tokenizer().save_pretrained(folder / "policy")
+    tiny_classifier("llama", **SMALL).save_pretrained(folder / "classifier")
+    for name in ("policy", "classifier"):
+        tiny_tokenizer().save_pretrained(folder / name)
 
 
 def main(strategy: str, folder: str, *names: str) -> None:

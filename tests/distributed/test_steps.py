@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed import steps
 from tests.distributed.harness import run_ranks
@@ -42,3 +43,16 @@ def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
         for name, before in expected["before"].items():
             assert torch.equal(found["before"][name], before), f"{name} starts from other weights"
             assert torch.equal(found["after"][name], before) != (name in found["trained"]), f"did {name} move?"
+
+
+@pytest.mark.parametrize("case", [name for name, case in steps.CASES.items() if case.is_scored_by_model])
+def test_a_reward_model_scores_on_every_rank_as_alone(folder: Path, strategy: str, case: str):
+    """Against transformers, one sequence at a time. Ranks have other sequences, one of them has none."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "classifier")
+    ranks = [torch.load(folder / f"{strategy}-{case}-{rank}.pt")["scored"] for rank in (0, 1)]
+    assert bool(ranks[1]) == ("without" not in case)
+    for prompt, completion, score in [*ranks[0], *ranks[1]]:
+        with torch.no_grad():
+            alone = model(**tokenizer(prompt + completion, return_tensors="pt")).logits.item()
+        assert score == pytest.approx(alone, abs=1e-5)
