@@ -9,6 +9,7 @@ from grpo_lightning.rewards.grounding import FormatRec, IoU
 from grpo_lightning.rewards.judge import LLMJudge
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+from grpo_lightning.rewards.reasoning_gym import ReasoningGym
 from grpo_lightning.rewards.registry import Plugin, available, reward
 from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.reward_set import RewardSet, Scores
@@ -34,6 +35,7 @@ __all__ = [
     "OdLength",
     "Plugin",
     "ReactFormat",
+    "ReasoningGym",
     "Repetition",
     "Reward",
     "RewardLike",

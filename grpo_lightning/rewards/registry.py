@@ -22,6 +22,7 @@ from grpo_lightning.rewards.grounding import FormatRec, IoU
 from grpo_lightning.rewards.judge import LLMJudge
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
+from grpo_lightning.rewards.reasoning_gym import ReasoningGym
 from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
 
@@ -46,6 +47,7 @@ SHIPPED: dict[str, type] = {
     "llm_judge": LLMJudge,
     "multiple_choice": MultipleChoice,
     "od_length": OdLength,
+    "reasoning_gym": ReasoningGym,
     "react_format": ReactFormat,
     "repetition": Repetition,
     "soft_overlong": SoftOverlong,
