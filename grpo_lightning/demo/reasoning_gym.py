@@ -111,7 +111,7 @@ def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
 ) -> None:
     """Teach both habits, in place: worked completions first, then mostly hasty ones."""
-    habits = Habits(tokenizer, recipe)
+    habits = _Habits(tokenizer, recipe)
     teacher = Teacher(model.parameters(), learning_rate=recipe.learning_rate, beta2=0.99)
     with progress("worked answers", recipe.num_worked_steps, show=show_progress) as bar:
         for step in range(recipe.num_worked_steps):
@@ -163,7 +163,7 @@ class ReasoningGymQuickstart:
         copied(prepare(run_seed(None)), self.folder)
 
 
-class Habits:
+class _Habits:
     """The warm-up corpus: every question with its worked completion, or with a hasty one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe) -> None:
