@@ -5,8 +5,8 @@
 
 The bars, for every seed, on held-out questions: the mean of the verifiers' values over sampled answers is at most 0.35
 before and at least 0.70 after, over greedy ones at least 0.75 after; that of each task gains at least 0.30; a run takes
-at most 4 minutes (the model's warm-up included). With random values instead of the verifiers', with the advantage's sign
-flipped, or with learning rate 0, it gains less than 0.10. Exit code 1 if one does not hold.
+at most 4 minutes (the model's warm-up included). With random values instead of the verifiers', with the advantage's
+sign flipped, or with learning rate 0, it gains less than 0.10. Exit code 1 if one does not hold.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class GymRecipe:
     learning_rate: float = 5e-3
     """Reached over 20 steps, held for 3 in 5 of the worked steps, then lowered to zero."""
 
-    num_worked_steps: int = 1000
+    num_worked_steps: int = 1600
     num_hasty_steps: int = 150
     """At the end, at a fifth of the learning rate."""
 

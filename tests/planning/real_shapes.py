@@ -142,6 +142,7 @@ PUBLISHED: dict[str, PretrainedConfig] = {
     "meta-llama/Llama-3.2-1B-Instruct": llama_1b(),
     "meta-llama/Llama-3.3-70B-Instruct": llama_70b(),
     "Qwen/Qwen2.5-0.5B-Instruct": AutoConfig.for_model("qwen2", **QWEN_0_5B),
+    "Qwen/Qwen2.5-1.5B-Instruct": qwen_1_5b(),
     "Qwen/Qwen2.5-Math-1.5B": qwen_1_5b(),
     "Qwen/Qwen2.5-7B-Instruct": AutoConfig.for_model("qwen2", **QWEN_7B),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": AutoConfig.for_model("qwen2", **QWEN_32B),
