@@ -37,12 +37,15 @@ def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool
         whole.mkdir()
         fill(whole)  # which may be killed half way
         (whole / RECIPE).write_text(recipe, encoding="utf-8")
+        if is_whole(folder, recipe):  # another node was faster, on a disk that they share, and reads it by now
+            return False
         shutil.rmtree(folder, ignore_errors=True)
         try:
             whole.rename(folder)
         except OSError:
-            if not is_whole(folder, recipe):  # else another node put it there first, on a disk that they share
+            if not is_whole(folder, recipe):  # else it was faster by a moment
                 raise
+            return False
     return True
 
 

@@ -1,6 +1,9 @@
 """A folder that is there as a whole or not at all."""
 
+import contextlib
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,18 +42,29 @@ def test_files_of_somebody_else_are_kept(tmp_path: Path):
         put_whole(tmp_path / "made", "one", lambda new: None)
 
 
-def test_another_node_may_have_been_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_node_may_be_faster(tmp_path: Path):
     folder = tmp_path / "made"
 
-    def other(new: Path) -> None:
+    def fill(new: Path) -> None:
         (new / "a").write_text("mine")
-        folder.mkdir()
-        (folder / RECIPE).write_text("one")
+        put_whole(folder, "one", lambda other: (other / "a").write_text("the other's"))
 
-    # As if it came between the removal and the renaming.
-    monkeypatch.setattr("grpo_lightning.whole_folder.shutil.rmtree", lambda *args, **kwargs: None)
-    put_whole(folder, "one", other)
-    assert [path.name for path in folder.iterdir()] == [RECIPE]
-    folder.joinpath(RECIPE).write_text("three")
-    with pytest.raises(OSError, match="not empty"):
-        put_whole(folder, "two", lambda new: None)
+    assert not put_whole(folder, "one", fill)
+    assert (folder / "a").read_text() == "the other's"
+
+
+@pytest.mark.parametrize("other", ["one", "two"])
+def test_another_node_may_be_faster_by_a_moment(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its folder appears between the removal of the old one and the renaming."""
+    folder, remove = tmp_path / "made", shutil.rmtree
+
+    def late(path: Path, *args: Any, **kwargs: Any) -> None:
+        remove(path, *args, **kwargs)
+        if path == folder:
+            folder.mkdir()
+            (folder / RECIPE).write_text(other)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+    with pytest.raises(OSError, match="not empty") if other == "two" else contextlib.nullcontext():
+        put_whole(folder, "one", lambda new: None)
+    assert is_whole(folder, other)
