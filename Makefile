@@ -14,10 +14,10 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding test test-slow lint format bench prove-learning prove-grounding prove-resume prove-ranks prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow lint format bench prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-20s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY) ## Install the package and its tools in .venv
 
@@ -33,6 +33,9 @@ quickstart: $(READY) ## Train a tiny model with GRPO on a CPU (SEED=0)
 
 quickstart-grounding: $(READY) ## Teach a tiny vision-language model to point, on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart_grounding.yaml --seed_everything=$(SEED)
+
+quickstart-reasoning-gym: $(READY) ## Train a tiny model on three tasks of reasoning-gym, on a CPU (SEED=0)
+	$(BIN)/grpo-lightning fit --config recipes/quickstart_reasoning_gym.yaml --seed_everything=$(SEED)
 
 test: $(READY) ## Unit, property and mechanics tests on a CPU
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
@@ -58,6 +61,9 @@ prove-learning: $(READY) ## Show that the quickstart learns: three seeds and the
 
 prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the images: three seeds and two controls
 	$(BIN)/python benchmarks/prove_grounding.py
+
+prove-reasoning-gym: $(READY) ## Show that three tasks of reasoning-gym are learned: three seeds and three controls
+	$(BIN)/python benchmarks/prove_reasoning_gym.py
 
 prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bit for bit
 	$(BIN)/python benchmarks/prove_resume.py

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).parent / "proofs.json"
-PACKAGES = ("torch", "transformers", "lightning", "trl")
+PACKAGES = ("torch", "transformers", "lightning", "trl", "reasoning-gym")
 
 
 def record(name: str, outcome: dict[str, Any]) -> None:

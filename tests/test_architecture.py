@@ -16,6 +16,8 @@ LEVELS = {
     "ranks": 0,
     "seeding": 0,
     "types": 0,
+    "whole_folder": 0,
+    "tasks": 1,
     "functional": 1,
     "objective": 2,
     "offload": 5,
@@ -59,13 +61,13 @@ LEVELS = {
 }
 # A callback reads the module that it is called with, and what it logged.
 SIDEWAYS = {("callbacks", "module"), ("callbacks", "logged")}
-FOLDERS = {"callbacks", "cli", "data", "demo", "functional", "planning", "policy", "rewards", "rollout"}
+FOLDERS = {"callbacks", "cli", "data", "demo", "functional", "planning", "policy", "rewards", "rollout", "tasks"}
 LIGHTNING_LEVEL = 5
 LIGHTNING_BELOW = {"data/datamodule.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 HEAVY = {
     *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "PIL", "pycocotools"),
-    *("torchvision", "trl", "vllm", "wandb"),
+    *("reasoning_gym", "torchvision", "trl", "vllm", "wandb"),
 }
 MAX_LINES = 350
 

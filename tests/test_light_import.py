@@ -5,8 +5,8 @@ import sys
 import textwrap
 
 OPTIONAL = (
-    *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "pycocotools", "torchvision", "trl"),
-    *("vllm", "wandb"),
+    *("bitsandbytes", "deepspeed", "flash_attn", "matplotlib", "openai", "peft", "pycocotools", "reasoning_gym"),
+    *("torchvision", "trl", "vllm", "wandb"),
 )
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
 from grpo_lightning.cli.plan_strategy import strategy_division
+from grpo_lightning.demo.solutions import TASKS
 from grpo_lightning.planning.activations import ScoredBatch
 from grpo_lightning.planning.precision import Precision
 from grpo_lightning.planning.settings import MemorySettings
@@ -25,13 +26,15 @@ from grpo_lightning.planning.shape import ModelShape
 from grpo_lightning.planning.state_parts import state_parts
 from grpo_lightning.planning.states import division_of
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
+from grpo_lightning.tasks.prepare import entries, row
 from tests import tiny_vlms
 from tests.planning.real_shapes import PUBLISHED
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-QUICKSTARTS = [RECIPES / "quickstart.yaml", RECIPES / "quickstart_grounding.yaml"]
+QUICKSTARTS = [RECIPES / f"quickstart{name}.yaml" for name in ("", "_grounding", "_reasoning_gym")]
 VISION = [QUICKSTARTS[1], *sorted((RECIPES / "vlm").glob("*.yaml"))]
+GYM = [path for path in sorted(RECIPES.glob("*.yaml")) if "rewards.ReasoningGym" in path.read_text()]
 WHOLE = sorted({*RECIPES.glob("*.yaml"), *VISION})
 OBJECTIVES = sorted((RECIPES / "objectives").glob("*.yaml"))
 STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
@@ -104,6 +107,13 @@ def tiny_vision(recipe: Path) -> None:
     write_rows(rows)
 
 
+def gym_rows(number: int) -> list[dict[str, Any]]:
+    """Rows as `ReasoningGymTasks` writes them; all of one question."""
+    pytest.importorskip("reasoning_gym")
+    (entry,) = entries("spell_backward", {}, 0, range(1))
+    return [row("spell_backward", {}, entry)] * number
+
+
 def flags(recipe: Path) -> list[str]:
     """The command line that runs a recipe with the tiny model and data in the place of its own."""
     content = recipe.read_text()
@@ -112,6 +122,8 @@ def flags(recipe: Path) -> list[str]:
     Path("recipe.yaml").write_text(content)
     if recipe in VISION:
         tiny_vision(recipe)
+    if recipe in GYM:
+        write_rows(gym_rows(12))
     config = yaml.safe_load(content)
     has_settings = isinstance(config["model"]["policy"], dict)
     # How boxes are given and rows are scored is the recipe's matter.
@@ -161,6 +173,15 @@ def test_recipe_header_says_what_to_expect(recipe):
     (command,) = [line for line in header if "Command:" in line]
     name = recipe.relative_to(RECIPES)
     assert f"--config recipes/{name}" in command or command.endswith(f"--config {name.with_suffix('')}")
+
+
+@pytest.mark.parametrize("recipe", GYM, ids=lambda path: path.stem)
+def test_the_files_of_a_recipe_are_those_that_its_tasks_make(recipe):
+    data = yaml.safe_load(recipe.read_text())["data"]
+    made = data["prepare"]["init_args"]
+    for key, part in (("datasets", "train"), ("val_datasets", "heldout")):
+        files = [f"{made['folder']}/{part}/{task}.jsonl" for task in made.get("tasks", TASKS)]
+        assert [entry["json_path"] for entry in data[key]] == files
 
 
 @pytest.mark.parametrize("fragment", OBJECTIVES, ids=lambda path: path.stem)
@@ -284,8 +305,12 @@ def planned(recipe: Path, prompt_tokens: int, device_gib: int, capsys, *more: st
         kept |= {name: entry[name] for name in ("accu_reward_method",) if name in entry}
     else:
         config.save_pretrained("policy")
-        row = {"question": "1+1", "answer": "2", "solution": "\\boxed{2}"}
-        Path("rows.jsonl").write_text((json.dumps(row) + "\n") * ROWS[entry["dataset"]])
+        if recipe in GYM:
+            made = content["data"]["prepare"]["init_args"]
+            write_rows(gym_rows(made["size"] * len(made["tasks"])))
+        else:
+            rows = [{"question": "1+1", "answer": "2", "solution": "\\boxed{2}"}]
+            write_rows(rows * ROWS[entry["dataset"]])
     data = [f"--data.datasets={json.dumps([kept])}", "--data.val_datasets=null", "--data.prepare=null"]
     if "RewardModel" in recipe.read_text():  # whose checkpoint is looked at, and not counted
         rewards = [{"class_path": "grpo_lightning.rewards.RewardModel", "init_args": {"model": "classifier"}}]

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-RECIPE = "recipe.json"
-"""What the folder was built from and its key; it lies inside, and marks the folder as one of these."""
+from grpo_lightning.whole_folder import RECIPE, put_whole
 
 
 class DemoFiles(NamedTuple):
@@ -64,22 +63,11 @@ def built_once(key: str, cache_dir: str | Path | None, build: Callable[[Path], N
 def copied(built: Path, folder: Path) -> None:
     """Put a copy of what was built where it is wanted, in the place of another one.
 
-    The same one stays as it is: a run that reads it may be on its way.
-
     Raises:
         ValueError: If files of somebody else's lie there.
     """
-    mark = folder / RECIPE
-    if folder.exists() and any(folder.iterdir()) and not mark.exists():
-        raise ValueError(f"{folder} holds other files: give the quickstart a folder of its own.")
-    if mark.exists() and mark.read_bytes() == (built / RECIPE).read_bytes():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        whole = Path(scratch) / "copy"
-        shutil.copytree(built, whole)  # which may be killed half way
-        shutil.rmtree(folder, ignore_errors=True)
-        whole.rename(folder)
+    recipe = (built / RECIPE).read_text(encoding="utf-8")
+    put_whole(folder, recipe, lambda whole: shutil.copytree(built, whole, dirs_exist_ok=True))
 
 
 def write_recipe(folder: Path, key: str, facts: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
     from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
     from grpo_lightning.rewards.model import RewardModel
+    from grpo_lightning.rewards.reasoning_gym import ReasoningGym
     from grpo_lightning.rewards.registry import Plugin, available, reward
     from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
     from grpo_lightning.rewards.reward_set import RewardSet
@@ -44,6 +45,7 @@ __all__ = [
     "OdLength",
     "Plugin",
     "ReactFormat",
+    "ReasoningGym",
     "Repetition",
     "Reward",
     "RewardLike",
@@ -81,6 +83,7 @@ _HOMES = {
     "OdLength": "detection",
     "Plugin": "registry",
     "ReactFormat": "text",
+    "ReasoningGym": "reasoning_gym",
     "Repetition": "repetition",
     "Reward": "base",
     "RewardLike": "base",

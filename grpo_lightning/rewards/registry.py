@@ -23,6 +23,7 @@ from grpo_lightning.rewards.judge import LLMJudge
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
 from grpo_lightning.rewards.model import RewardModel
+from grpo_lightning.rewards.reasoning_gym import ReasoningGym
 from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
 
@@ -47,6 +48,7 @@ SHIPPED: dict[str, type] = {
     "llm_judge": LLMJudge,
     "multiple_choice": MultipleChoice,
     "od_length": OdLength,
+    "reasoning_gym": ReasoningGym,
     "react_format": ReactFormat,
     "repetition": Repetition,
     "reward_model": RewardModel,

@@ -9,10 +9,12 @@ import grpo_lightning
 import grpo_lightning.callbacks
 import grpo_lightning.demo.arithmetic
 import grpo_lightning.demo.grounding
+import grpo_lightning.demo.reasoning_gym
 import grpo_lightning.grounding
 import grpo_lightning.optimizers
 import grpo_lightning.rewards
 import grpo_lightning.schedules
+import grpo_lightning.tasks
 from tests.arguments.registry import CASES, arguments_of, case, configured, is_varied_alone, problems, recorded
 
 PUBLIC = [
@@ -20,10 +22,12 @@ PUBLIC = [
     grpo_lightning.callbacks,
     grpo_lightning.demo.arithmetic,
     grpo_lightning.demo.grounding,
+    grpo_lightning.demo.reasoning_gym,
     grpo_lightning.grounding,
     grpo_lightning.optimizers,
     grpo_lightning.rewards,
     grpo_lightning.schedules,
+    grpo_lightning.tasks,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from grpo_lightning.rewards import (
     MultipleChoice,
     OdLength,
     ReactFormat,
+    ReasoningGym,
     Repetition,
     TextSimilarity,
     WeightedSum,
@@ -29,6 +31,7 @@ from grpo_lightning.rewards import (
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
 from grpo_lightning.rewards.similarity import similarity
+from grpo_lightning.tasks.prepare import entries, row
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""
@@ -83,6 +86,16 @@ WRAPS = {
 
 OBJECTS = [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]
 
+
+@functools.cache
+def gym_columns() -> dict[str, list[str]]:
+    """What the reward reads of a row of reasoning-gym."""
+    pytest.importorskip("reasoning_gym")
+    (entry,) = entries("spell_backward", {}, 0, range(1))
+    columns = row("spell_backward", {}, entry)
+    return {name: [columns[name]] for name in ReasoningGym.required_columns}
+
+
 PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "Format": ("think", lambda text: Format()(completions=[text])),
     "Format, opened": ("think", lambda text: Format(prompt_opens_first=True, text_after=True)(completions=[text])),
@@ -100,6 +113,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "Repetition": ("think", lambda text: Repetition()(completions=[text], completion_ids=[[1]])),
     "TextSimilarity": ("answer", lambda text: TextSimilarity()(completions=[text], solution=["a b"])),
     "Counting": ("answer", lambda text: Counting()(completions=[text], solution=["3"])),
+    "ReasoningGym": ("box", lambda text: ReasoningGym()(completions=[text], **gym_columns())),
     "Countdown": ("answer", lambda text: Countdown()(completions=[text], nums=[[1, 2, 3]], target=[6])),
     "IoU": ("list", lambda text: IoU(coordinates="original")(completions=[text], solution=[[0, 0, 10, 10]])),
     "FormatRec": ("list", lambda text: FormatRec()(completions=[text])),

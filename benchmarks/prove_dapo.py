@@ -1,0 +1,159 @@
+"""Proves that dynamic sampling pays: the accuracy of plain GRPO for at most two thirds of the trained tokens.
+
+    python benchmarks/prove_dapo.py            # seeds 0 1 2
+    python benchmarks/prove_dapo.py --record   # and writes the outcome into benchmarks/proofs.json
+
+The quickstart's task, of whose prompts 35 % are always right and 35 % always wrong, whatever the completion: 70 % of the
+groups teach nothing. Three runs per seed, with the same batch, learning rate and number of completions: plain GRPO
+(`recipes/objectives/grpo.yaml`), DAPO's loss alone, and all of DAPO. Every few steps, all are validated on held-out
+prompts of the other kind. Counted are the tokens of all completions that updates were made of, those of equal groups
+too, until the accuracy first is 0.85.
+
+The bar: for every seed, DAPO takes at most two thirds of plain GRPO's tokens. Exit code 1 if it does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from proofs import record
+from rich.console import Console
+from rich.table import Table
+
+from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams, Validation
+from grpo_lightning.demo.arithmetic import prepare
+from grpo_lightning.dynamic_sampling import DynamicSampling
+from grpo_lightning.messages import show_messages
+from grpo_lightning.optimizers import AdamW
+from grpo_lightning.rewards import ExactMatch, RewardWorkers
+
+TARGET, SHARE_SETTLED = 0.85, 0.7
+RECIPES = Path(__file__).parents[1] / "recipes" / "objectives"
+RUNS = {"GRPO": ("grpo", False), "DAPO's loss alone": ("dapo", False), "DAPO": ("dapo", True)}
+"""The objective's fragment, and whether further prompts are drawn."""
+
+
+class SettledOrExact:
+    """The value that the row says, else 1 for the right answer."""
+
+    def __init__(self) -> None:
+        self.exact = ExactMatch()
+
+    def __call__(self, completions: list[Any], answer: list[str], settled: list[float | None]) -> list[float | None]:
+        """Score. Returns: [B]."""
+        exact = self.exact(completions=completions, answer=answer)
+        return [value if given is None else given for value, given in zip(exact, settled, strict=True)]
+
+
+class TokensUntil(L.Callback):
+    """Counts what is trained on, and stops the run once the accuracy is reached."""
+
+    def __init__(self) -> None:
+        self.tokens, self.curve = 0, []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Add a rollout's tokens: every one is trained on for one step."""
+        self.tokens += sum(counts.num_tokens for counts in pl_module.rollout.counts)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the accuracy; enough is enough."""
+        accuracy = float(trainer.callback_metrics["val/reward"])
+        self.curve.append({"step": trainer.global_step, "tokens": self.tokens, "accuracy": round(accuracy, 4)})
+        trainer.should_stop = accuracy >= TARGET
+
+
+def rows_of(path: Path, seed: int, share_settled: float) -> list[dict[str, Any]]:
+    """The rows of a file, of which a share is settled: half of them right, half wrong."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    draw = random.Random(seed)  # noqa: S311
+    draw.shuffle(rows)
+    num_settled = round(share_settled * len(rows))
+    for number, row in enumerate(rows):
+        row["settled"] = None if number >= num_settled else float(number % 2)
+    return rows
+
+
+def run(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train until the accuracy is reached. Returns: the tokens and steps it took, and the curve."""
+    fragment, is_dynamic = RUNS[kind]
+    files = prepare(seed)
+    objective = yaml.safe_load((RECIPES / f"{fragment}.yaml").read_text())["model"]["objective"]
+    module = GRPOLightningModule(
+        str(files.model),
+        rewards=[SettledOrExact()],
+        reward_workers=RewardWorkers(num_workers=0),  # strings are compared in no time
+        sampling=SamplingParams(max_completion_length=48),
+        objective=Objective(**objective),
+        dynamic_sampling=DynamicSampling() if is_dynamic else None,
+        validation=Validation(greedy=False),
+        optimizer=functools.partial(AdamW, lr=3e-4),
+        num_generations=8,
+        seed=seed,
+    )
+    counter = TokensUntil()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=options.max_steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        val_check_interval=5,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[counter],
+    )
+    train = PromptSource(
+        rows_of(files.train, seed, SHARE_SETTLED), options.batch_size, seed=seed, draws_more=is_dynamic
+    )
+    held_out = PromptSource(rows_of(files.heldout, seed, 0.0)[:200], 200, shuffle=False)
+    trainer.fit(module, train, held_out)
+    reached = [point for point in counter.curve if point["accuracy"] >= TARGET]
+    first = reached[0] if reached else {"tokens": float("inf"), "step": float("inf")}
+    return {"seed": seed, "tokens": first["tokens"], "steps": first["step"], "curve": counter.curve}
+
+
+def main() -> int:
+    """Run everything, print the table, check the bar. Returns: the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-steps", type=int, default=400)
+    parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    show_messages()
+    console, table = Console(width=100), Table("seed", *(f"{kind}: tokens (steps)" for kind in RUNS), "share")
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in RUNS}
+    for seed in options.seeds:
+        for kind in RUNS:
+            console.print(f"running: {kind}, seed {seed}")
+            runs[kind].append(run(kind, seed, options))
+        share = runs["DAPO"][-1]["tokens"] / runs["GRPO"][-1]["tokens"]
+        cells = [f"{runs[kind][-1]['tokens']:,.0f} ({runs[kind][-1]['steps']:.0f})" for kind in RUNS]
+        table.add_row(str(seed), *cells, f"{share:.2f}")
+    pairs = list(zip(runs["DAPO"], runs["GRPO"], strict=True))
+    bars = {
+        f"every run reaches {TARGET}": all(one["tokens"] != float("inf") for kind in RUNS for one in runs[kind]),
+        "DAPO's tokens <= 2/3 of GRPO's, every seed": all(dapo["tokens"] <= 2 / 3 * grpo["tokens"] for dapo, grpo in pairs),
+    }
+    console.print(table)
+    for bar, holds in bars.items():
+        console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
+    if options.record:
+        record("dapo", {"runs": runs, "bars": bars})
+    return 0 if all(bars.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The quickstart on reasoning-gym: its questions, its model, and that GRPO improves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest.importorskip("reasoning_gym")
+
+from grpo_lightning.cli import main
+from grpo_lightning.demo import reasoning_gym as demo
+from grpo_lightning.demo.reasoning_gym import NOT_TRAINED_ON, GymRecipe, padded, prepare
+from grpo_lightning.demo.solutions import TASKS
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_reasoning_gym.yaml"
+TINY = GymRecipe(num_warm_up=30, num_train=6, num_heldout=2, batch_size=4, num_worked_steps=2, num_hasty_steps=2)
+
+
+def test_no_held_out_question_is_in_another_set():
+    recipe = GymRecipe()
+    for task in TASKS:
+        questions = [{entry["question"] for entry in part[task]} for part in (recipe.warm_up, recipe.train)]
+        heldout = [entry["question"] for entry in recipe.heldout[task]]
+        assert len(set(heldout)) == len(heldout) == recipe.num_heldout
+        assert not set(heldout) & (questions[0] | questions[1])
+
+
+def test_too_few_questions_are_refused(monkeypatch: pytest.MonkeyPatch):
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    monkeypatch.setattr(demo, "TASKS", {"chain_sum": digits})
+    with pytest.raises(ValueError, match=r"chain_sum has only [0-9]+ of 80 new questions: lower num_warm_up"):
+        _ = GymRecipe().heldout
+
+
+def test_padding_by_hand():
+    ids, targets = padded([([1, 2], [3]), ([4], [5, 6, 7])], pad_token_id=0)
+    no = NOT_TRAINED_ON
+    assert ids.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+    assert targets.tolist() == [[no, no, 3, no], [no, 5, 6, 7]]
+
+
+def test_it_is_built_once(tmp_path: Path):
+    folder = prepare(0, tmp_path, TINY, show_progress=False)
+    assert prepare(0, tmp_path, TINY, show_progress=False) == folder
+    assert prepare(1, tmp_path, TINY, show_progress=False) != folder
+    assert sorted(path.name for path in folder.iterdir()) == ["heldout", "model", "recipe.json", "train"]
+    model, tokenizer = (auto.from_pretrained(folder / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.vocab_size == len(tokenizer)
+    assert len(tokenizer.encode("Spell this word backward (example: sun -> nus): sun")) == 4
+
+
+def test_grpo_improves_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The recipe with one of its tasks, shortened: from below 0.5 to above 0.7 in less than a minute."""
+    short: dict[str, Any] = {"num_warm_up": 1500, "num_train": 300, "num_heldout": 24}
+    short |= {"num_worked_steps": 250, "num_hasty_steps": 60}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(demo, "TASKS", {"spell_backward": TASKS["spell_backward"]})
+    monkeypatch.setattr(demo, "GymRecipe", lambda: GymRecipe(**short))
+    task = "runs/quickstart_reasoning_gym/task"
+    files = {name: json.dumps([{"json_path": f"{task}/{name}/spell_backward.jsonl"}]) for name in ("train", "heldout")}
+    flags = [f"--data.datasets={files['train']}", f"--data.val_datasets={files['heldout']}", "--trainer.max_steps=25"]
+    main(["fit", "--config", str(RECIPE), *flags, "--data.batch_size=12", "--seed_everything=0"])
+    summary = json.loads((tmp_path / "runs/quickstart_reasoning_gym/version_0/summary.json").read_text())
+    assert summary["reasoning_gym_before"] < 0.5
+    assert summary["reasoning_gym_after"] > 0.7
