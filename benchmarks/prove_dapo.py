@@ -93,10 +93,10 @@ def run(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         reward_workers=RewardWorkers(num_workers=0),  # strings are compared in no time
         sampling=SamplingParams(max_completion_length=48),
         objective=Objective(**objective),
-        dynamic_sampling=DynamicSampling() if is_dynamic else None,
+        dynamic_sampling=DynamicSampling(options.rounds) if is_dynamic else None,
         validation=Validation(greedy=False),
-        optimizer=functools.partial(AdamW, lr=3e-4),
-        num_generations=8,
+        optimizer=functools.partial(AdamW, lr=options.lr),
+        num_generations=options.num_generations,
         seed=seed,
     )
     counter = TokensUntil()
@@ -108,7 +108,7 @@ def run(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        val_check_interval=5,
+        val_check_interval=options.every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         callbacks=[counter],
@@ -127,8 +127,12 @@ def main() -> int:
     """Run everything, print the table, check the bar. Returns: the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--num-generations", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10, help="max_resample_times")
     parser.add_argument("--max-steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--every", type=int, default=2, help="optimizer steps from one validation to the next")
     parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -18,6 +18,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import SamplingParams
@@ -37,6 +38,7 @@ SETTINGS: dict[str, list[Any]] = {
     "model.optimizer": [optimizers.AdamW],
     "model.policy": [PolicyLoader],
     "model.policy.lora": [LoRA],
+    "model.reward_workers": [RewardWorkers],
     "model.sampling": [SamplingParams],
     "model.scheduler": SCHEDULES,
     "model.sync_reference": [SyncReference],

@@ -29,8 +29,8 @@ class ReasoningGym(Reward):
     `evaluate_answers` is set. Of these, `Countdown` has one that executes nothing.
 
     Args:
-        evaluate_answers: Have completions executed by the verifiers that do so. They are untrusted code, which can
-            also run for ever: only in a container with nothing to lose.
+        evaluate_answers: Have completions executed by the verifiers that do so. They are untrusted code: only in a
+            container with nothing to lose.
         failed_value: The value of an answer on which the verifier raises; null for not scorable.
     """
 

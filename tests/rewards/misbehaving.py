@@ -132,3 +132,14 @@ def marked(completions, where):
     """Leaves its process number, and hangs in C code."""
     pathlib.Path(where[0]).write_text(str(os.getpid()))
     sum(range(10**15))
+
+
+def takes_a_second(completions):
+    """Sleeps."""
+    time.sleep(1.0)
+    return [1.0] * len(completions)
+
+
+def takes_a_gigabyte(completions):
+    """Allocates, and lets go."""
+    return [float(len(bytearray(10**9)) == 10**9)] * len(completions)
