@@ -102,6 +102,13 @@ class Case:
 CASES: dict[str, Case] = {
     "plain": Case(objective={"beta": 0.0}),
     "kl": Case(objective={"beta": 0.04}, steps=2),
+    "kl in the reward": Case(objective={"beta": 0.5, "kl_in": "reward"}, steps=2, accumulate=2),
+    "gspo, corrected": Case(
+        objective={"beta": 0.0, "ratio": "sequence", "aggregate": "sequence", "rollout_correction": "token_truncate"},
+        updates=2,
+        accumulate=2,
+    ),
+    "cispo, entropy": Case(objective={"beta": 0.0, "surrogate": "cispo", "entropy_coefficient": 0.1}, accumulate=2),
     "accumulate 2": Case(objective={"beta": 0.0}, accumulate=2),
     "accumulate 4, kl": Case(objective={"beta": 0.04}, accumulate=4),
     "clipped": Case(objective={"beta": 0.0}, clip=0.01, accumulate=2),

@@ -1,0 +1,61 @@
+"""A run whose rewards misbehave: it goes on, or stops, as the policy says, and the logs say what happened how often."""
+
+import os
+
+import pytest
+
+from grpo_lightning.objective import Objective
+from grpo_lightning.rewards import RewardWorkers, WeightedReward
+from tests.module_runs import History, fit, make_module, make_source, make_trainer
+from tests.rewards import misbehaving
+
+LIMITS = RewardWorkers(num_workers=2, timeout_seconds=1.5, memory_gb=0.5)
+PROMPTS = ["one", "hang, hoard, is killed, raise", "two", "three"]
+REWARDS = (misbehaving.loops, misbehaving.allocates, misbehaving.dies, misbehaving.wrong)
+FAILURES = {"loops/timeout", "allocates/exception", "dies/crash", "wrong/exception"}
+
+
+def run(rewards, **options):
+    """Two steps over all prompts. Returns: the module and what was logged."""
+    module, history = make_module(rewards=rewards, reward_workers=LIMITS, **options), History()
+    fit(module, PROMPTS, max_steps=2, max_epochs=-1, callbacks=[history])
+    return module, history
+
+
+def test_a_run_goes_on_whatever_its_rewards_do():
+    rewards = [WeightedReward(reward, on_error="none") for reward in REWARDS]
+    module, history = run([*rewards, misbehaving.at_random], objective=Objective(beta=0.04))
+    assert module.trainer.global_step == 2
+    for step in history.steps:
+        failures = {name for name in step if name.startswith("reward/failures/")}
+        assert failures == {f"reward/failures/{name}" for name in FAILURES}
+        assert {step[name] for name in failures} == {4}, "the completions of one prompt, in every rollout"
+        assert step["reward/at_random"] > 0, "of all prompts, the bad one too"
+        assert step["policy/loss"] == step["policy/loss"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (misbehaving.loops, "'loops' took longer than 1.5 s"),
+        (misbehaving.dies, "'dies' did not return: its process ended by signal 9"),
+        (misbehaving.wrong, "'wrong' raised ValueError: no such luck"),
+    ],
+)
+def test_a_run_stops_at_the_first_failure_by_default(reward, said):
+    with pytest.raises(RuntimeError, match=said):
+        run([reward])
+
+
+def test_a_reward_is_told_how_far_the_run_is():
+    module, _ = run([misbehaving.tells_the_step])
+    _, scores, _ = module.samples
+    assert set(scores.extras["step"]) == {1}
+    assert os.getpid() not in scores.extras["pid"]
+
+
+def test_evaluation_runs_them_there_too():
+    module = make_module(rewards=[misbehaving.number_of_process], reward_workers=LIMITS)
+    (found,) = make_trainer().predict(module, make_source(module, PROMPTS))
+    assert len(found) == len(PROMPTS)
+    assert os.getpid() not in {record["reward"] for record in found}
