@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import RewardWorkers, WeightedReward
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
@@ -59,3 +60,18 @@ def test_evaluation_runs_them_there_too():
     (found,) = make_trainer().predict(module, make_source(module, PROMPTS))
     assert len(found) == len(PROMPTS)
     assert os.getpid() not in {record["reward"] for record in found}
+
+
+def test_the_reference_scores_while_rewards_run(tmp_path):
+    """The reward waits for what the reference pass makes."""
+
+    class Marks(GRPOLightningModule):
+        def logprobs(self, model, batch):
+            (tmp_path / "scored").touch()
+            return super().logprobs(model, batch)
+
+    rows = [{"prompt": "p", "path": str(tmp_path / "scored")} for _ in range(4)]
+    limits = RewardWorkers(num_workers=2, timeout_seconds=60)
+    module = make_module(Marks, rewards=[misbehaving.waits_for], reward_workers=limits, objective=Objective(beta=0.04))
+    fit(module, rows, max_steps=1)
+    assert module.samples[1].total.tolist() == [[1.0] * 4] * 4
