@@ -10,8 +10,9 @@
 | CISPO       | token    | cispo, cap 1 + high | token     | group_std | 0    |
 | SAPO        | token    | sapo                | sequence  | group_std | 0    |
 | RLOO        | token    | clip                | constant  | none      | 0    |
+| REINFORCE++ | token    | clip                | token     | batch_std | 1e-3 |
 
-The rows are recipe fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
+The rows are fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
 """
 
 from __future__ import annotations
@@ -173,8 +174,7 @@ class Objective:
             )
         if self.surrogate != "clip" and self.dual_clip is not None:
             raise ValueError(
-                f"objective.dual_clip has no meaning for the {self.surrogate} surrogate: its ratio is bounded. Set it "
-                "to null."
+                f"objective.dual_clip has no meaning for the {self.surrogate} surrogate, which is bounded; leave it out."
             )
         self._check_unused()
         if not 0 <= self.rollout_correction_low < self.rollout_correction_high:

@@ -115,9 +115,11 @@ def test_the_table_in_the_docstring_is_true():
     """Of every paper that has a fragment: ratio, surrogate, aggregation, scale and beta."""
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [row[0] for row in table] == ["GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO"]
+    assert [row[0] for row in table] == [
+        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++")
+    ]
     for name, ratio, surrogate, by, scale, beta in table:
-        path = FRAGMENTS / f"{name.lower().replace('. ', '_')}.yaml"
+        path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus')}.yaml"
         settings = {} if name == "default" else yaml.safe_load(path.read_text())["model"]["objective"]
         objective = Objective(**settings)
         assert (objective.ratio, objective.aggregate, objective.scale) == (ratio, by, scale), name

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser
 
 from grpo_lightning import optimizers, schedules
+from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
 
 KEYS = {"optimizer": optimizers, "scheduler": schedules}
 """The settings of the module that take such names, and where the classes are."""

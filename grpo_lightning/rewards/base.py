@@ -17,8 +17,8 @@ functions written for TRL run unchanged, as do the ORM classes of ms-swift and, 
 With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
 value of each column per group, and lists of completions; it returns a list per group.
 
-A call has the completions of one prompt or of several: where rewards run in workers (`rewards/workers.py`), of one. There
-a reward is a copy, which keeps nothing from call to call.
+A call has the completions of one prompt or of several: where rewards run in workers (`rewards/workers.py`), of one.
+There a reward is a copy, which keeps nothing from call to call.
 
 A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
 that it is going to judge. What it loads itself, it loads in `connect`, along with the policy.
