@@ -37,8 +37,8 @@ class DynamicSampling:
     """Rounds of further prompts in a rollout, at most."""
 
     reward: str | None = None
-    """The reward, by name, whose values must differ within a group; null is what advantages are made of. DAPO looks at
-    the accuracy alone: lengths differ in almost every group."""
+    """The reward, by name, whose values must differ within a group, where it applies; null is what advantages are made
+    of. DAPO looks at the accuracy alone: lengths differ in almost every group."""
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
@@ -50,8 +50,11 @@ class DynamicSampling:
 
     def is_equal(self, rewards: Tensor, scores: Scores) -> Tensor:
         """[N] bool, True for groups that teach nothing. Args: rewards: [N, G]."""
-        named = rewards if self.reward is None else scores.by_reward[self.reward]
-        return equal_groups(rewards) | equal_groups(named.masked_fill(rewards.isnan(), torch.nan))
+        if self.reward is None:
+            return equal_groups(rewards)
+        named = scores.by_reward[self.reward]
+        applies = ~named.isnan().all(dim=1)  # where it does not, the others decide
+        return equal_groups(rewards) | (applies & equal_groups(named.masked_fill(rewards.isnan(), torch.nan)))
 
 
 def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) -> tuple[list[Group], Tensor]:
@@ -96,7 +99,8 @@ def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) 
                 is_equal[i], numbers[i], rows[i] = False, number, row
         drawn += further
         used += num_prompts
-    _report(module, rounds=rounds, num_skipped=len(drawn) - len(groups), num_equal=sum(is_equal))
+    is_over = rounds < settings.max_resample_times  # for want of prompts, or of groups to replace
+    _report(module, rounds=rounds, num_skipped=len(drawn) - len(groups), num_equal=sum(is_equal), is_over=is_over)
     chosen = [drawn[row] for row in rows]
     if rounds:
         source.settle(ranks.gather_objects(numbers), [group.prompt for group in chosen])
@@ -146,12 +150,13 @@ def _scores(module: GRPOLightningModule) -> Scores:
     return module.samples[1]
 
 
-def _report(module: GRPOLightningModule, *, rounds: int, num_skipped: int, num_equal: int) -> None:
-    """Log what was drawn for nothing, and say once when a rollout was left with groups that teach nothing."""
+def _report(module: GRPOLightningModule, *, rounds: int, num_skipped: int, num_equal: int, is_over: bool) -> None:
+    """Log what was drawn for nothing, and say once when all rounds left a rollout with groups that teach nothing."""
     module.metrics.add("rollout/resample_rounds", rounds)
     module.metrics.add_sum("rollout/skipped_prompts", num_skipped)
     module.metrics.add_sum("rollout/filled_groups", num_equal)
-    if (of_all := sum(ranks.gather_objects(num_equal))) and not module.has_said_filled:
+    of_all = sum(ranks.gather_objects(num_equal))
+    if of_all and not is_over and not module.has_said_filled:
         module.has_said_filled = True
         log.warning(
             "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards. "

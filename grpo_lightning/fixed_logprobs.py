@@ -67,6 +67,8 @@ def without_kl(module: GRPOLightningModule, groups: Sequence[Group], rewards: Te
 
 
 def _kl(completion: Completion) -> float:
-    """The sum over a completion's tokens, in nats."""
+    """The sum over the tokens that the policy drew, in nats; a completion that is not trained on has drawn all."""
     assert completion.ref_logprobs is not None
-    return sum(own - ref for own, ref in zip(completion.logprobs, completion.ref_logprobs, strict=True))
+    mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(completion.logprobs)
+    drawn = zip(completion.logprobs, completion.ref_logprobs, mask, strict=True)
+    return sum(own - ref for own, ref, is_drawn in drawn if is_drawn)

@@ -55,9 +55,16 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
 
     Raises:
-        ValueError: If `val_check_interval` has more micro-steps than an epoch.
+        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.
     """
     every = trainer.val_check_interval
+    given = trainer.fit_loop._data_source.instance
+    if isinstance(given, PromptSource) and not given.has_length and isinstance(every, float) and every != 1.0:
+        raise ValueError(
+            f"trainer.val_check_interval is {every}, a share of an epoch, and an epoch of this loader has no length "
+            "(a stream, or dynamic sampling): give a number of micro-steps, and set trainer.check_val_every_n_epoch to "
+            "null to count on over epochs."
+        )
     if type(every) is not int or trainer.check_val_every_n_epoch is None or not trainer.limit_val_batches:
         return
     loader, limit = trainer.fit_loop._data_source.dataloader(), trainer.limit_train_batches

@@ -314,8 +314,8 @@ class GRPOLightningModule(L.LightningModule):
         if isinstance(self.reference, FrozenCopy):
             self.sharding.shard(self.reference.model)
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
-        # The strategy's device: the module is moved there later.
-        self.reward_set.connect(self._trainer.strategy.root_device if self._trainer else self.device, self.sharding)
+        device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
+        self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""

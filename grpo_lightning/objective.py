@@ -174,7 +174,7 @@ class Objective:
             )
         if self.surrogate != "clip" and self.dual_clip is not None:
             raise ValueError(
-                f"objective.dual_clip has no meaning for the {self.surrogate} surrogate, which is bounded; leave it out."
+                f"objective.dual_clip has no meaning for the {self.surrogate} surrogate, a bounded one: leave it out."
             )
         self._check_unused()
         if not 0 <= self.rollout_correction_low < self.rollout_correction_high:

@@ -151,6 +151,19 @@ def test_a_reward_by_name_decides():
         assert seen.rollouts == [want]
 
 
+def test_where_the_named_reward_does_not_apply_the_others_decide():
+    def accuracy(prompts):
+        return [None if prompt == "p1" else value for prompt, value in zip(prompts, only_open(prompts), strict=True)]
+
+    def places(completions):
+        return [float(place) for place, _ in enumerate(completions)]
+
+    module = make_module(rewards=[accuracy, places], dynamic_sampling=DynamicSampling(reward="accuracy"))
+    seen = Seen()
+    fit(module, PROMPTS, batch_size=2, shuffle=False, max_steps=1, callbacks=[seen])
+    assert seen.rollouts == [["p3", "p1"]]
+
+
 def test_completions_that_cannot_be_scored_make_no_group_worth_keeping():
     def partly(prompts):
         values = [1.0, None, None, None]
@@ -201,6 +214,21 @@ def test_validation_comes_at_the_end_of_every_epoch():
     trainer = make_trainer(max_epochs=3, callbacks=[Count()], num_sanity_val_steps=0)
     trainer.fit(module, make_source(module, PROMPTS), PromptSource(PROMPTS[:2], 2))
     assert validated == [0, 1, 2]
+
+
+def test_the_end_of_an_epoch_is_no_reason_to_raise_the_number_of_rounds(caplog):
+    _, seen = run(PROMPTS[:3], trainer={"max_epochs": 1, "max_steps": -1})
+    assert seen.of("filled_groups")[0] == 2
+    assert "still have equal rewards" not in caplog.text
+
+
+def test_validation_at_a_share_of_an_epoch_is_refused():
+    module = make_module(dynamic_sampling=DynamicSampling())
+    trainer = make_trainer(max_steps=1, val_check_interval=0.5)
+    with pytest.raises(
+        ValueError, match=r"val_check_interval is 0\.5, a share of an epoch, and an epoch of this loader"
+    ):
+        trainer.fit(module, make_source(module, PROMPTS), PromptSource(PROMPTS[:2], 2))
 
 
 def test_a_schedule_needs_max_steps():

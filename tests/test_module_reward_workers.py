@@ -38,7 +38,7 @@ def test_a_run_goes_on_whatever_its_rewards_do():
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (misbehaving.loops, "'loops' took longer than 1.5 s"),
+        (misbehaving.loops, "'loops' was stopped: it took longer than the 1.5 s"),
         (misbehaving.dies, "'dies' did not return: its process ended by signal 9"),
         (misbehaving.wrong, "'wrong' raised ValueError: no such luck"),
     ],

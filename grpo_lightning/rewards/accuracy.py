@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from grpo_lightning.rewards.equivalence import UndecidedError, check_installed, 
 
 logger = logging.getLogger(__name__)
 
+MOST_UNDECIDED = 4
+"""Comparisons with one right answer that may fail or take too long in a call."""
+
 
 class Accuracy(AnswerReward):
     r"""1 if the completion's answer equals the row's answer as mathematics, else 0: `\frac{1}{2}` is 0.5.
@@ -22,7 +26,8 @@ class Accuracy(AnswerReward):
     and what tries several: "3 and 4", or a line each. A row whose right answer cannot be read as mathematics is not
     scorable, nor is a completion whose comparison fails or takes too long; both are said in a warning.
 
-    Comparing is done by math-verify (extra `math`) in a process of its own, from any thread.
+    Comparing is done by math-verify (extra `math`) in a process of its own, from any thread. After four answers to a
+    question whose comparisons took too long, further ones are not compared, and not scorable: a call must end.
 
     Args:
         answer_column: The data column with the right answer, text or a number: all of it, or the part after `####`,
@@ -49,14 +54,20 @@ class Accuracy(AnswerReward):
         golds = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
         decided: dict[tuple[str, str, bool], float | None] = {}  # completions of a group often agree
+        undecided: Counter[str] = Counter()  # by right answer
         values = []
         for text, gold in zip(texts, golds, strict=True):
             answer, is_anchored = self._answer(text)
             question = (gold, answer, is_anchored)
             if question not in decided:
-                decided[question] = self._score(gold, answer, is_anchored=is_anchored) if gold else None
+                is_asked = bool(gold) and undecided[gold] < MOST_UNDECIDED
+                decided[question] = self._score(gold, answer, undecided, is_anchored=is_anchored) if is_asked else None
             values.append(decided[question])
         return values
+
+    def warm_up(self) -> None:
+        """Start the process that compares."""
+        equivalence().start()
 
     def compare(self, gold: str, answer: str, *, is_anchored: bool = False) -> bool | None:
         """Whether an answer is the right one; None if the right one cannot be read as mathematics.
@@ -83,12 +94,14 @@ class Accuracy(AnswerReward):
             return inside, False
         return (text, True) if answer is None else (answer, False)
 
-    def _score(self, gold: str, answer: str, *, is_anchored: bool) -> float | None:
-        """One reward; what cannot be scored is said."""
+    def _score(self, gold: str, answer: str, undecided: Counter[str], *, is_anchored: bool) -> float | None:
+        """One reward; what cannot be scored is said, and counted in `undecided`."""
         try:
             is_right = self.compare(gold, answer, is_anchored=is_anchored)
         except UndecidedError as error:
-            logger.warning("Accuracy: %.80r could not be compared with %.80r: %s.", answer, gold, error)
+            undecided[gold] += 1
+            last = " No other answers to this question are compared." if undecided[gold] == MOST_UNDECIDED else ""
+            logger.warning("Accuracy: %.80r could not be compared with %.80r: %s.%s", answer, gold, error, last)
             return None
         if is_right is None:
             logger.warning("Accuracy: the right answer %.80r cannot be read as mathematics.", gold)

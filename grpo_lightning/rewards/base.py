@@ -26,14 +26,12 @@ that it is going to judge. What it loads itself, it loads in `connect`, along wi
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from grpo_lightning.rewards.introspection import check_callable, innermost, is_async, keywords, snake_case
 from grpo_lightning.types import Message
 
 if TYPE_CHECKING:  # processes that run rewards do without
@@ -83,7 +81,7 @@ class Reward(ABC):
     @property
     def name(self) -> str:
         """Its name in logs: the class name in snake case, unless a subclass says otherwise."""
-        return _snake_case(type(self).__name__)
+        return snake_case(type(self).__name__)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,8 +111,13 @@ class Reward(ABC):
             ValueError: If the reward would raise for this row, whatever the completion.
         """
 
+    def warm_up(self) -> None:  # noqa: B027
+        """Get ready in a worker, before the time of the first call there begins. A reward around another asks that."""
+
     def connect(self, device: torch.device) -> None:  # noqa: B027
         """Load what it needs, once, when the policy is loaded. A reward around another connects that one.
+
+        A reward that does so is called in the training process, unless it says otherwise by `in_process`.
 
         Whatever the strategy does with the policy, a model that is loaded here is whole on every rank. No collective
         may be called: a rank without completions never calls the reward.
@@ -154,7 +157,7 @@ class WeightedReward(Reward):
         completions_as: CompletionsAs = "auto",
     ) -> None:
         """Raises: ValueError if an argument is out of range, or `reward` cannot be called by keyword."""
-        _check_callable(reward)
+        check_callable(reward)
         if isinstance(reward, WeightedReward):
             raise ValueError(f"Reward {reward.name!r} is a WeightedReward already: put all settings into one.")
         if not math.isfinite(weight):
@@ -175,13 +178,14 @@ class WeightedReward(Reward):
         self.on_error: OnError = on_error
         self.error_value = error_value
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
-        self.per_group = bool(getattr(_innermost(reward), "per_group", False))
-        self.in_process = _belongs_here(reward)
+        self.per_group = bool(getattr(innermost(reward), "per_group", False))
+        self.is_async = is_async(reward)
+        self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
-        self._accepted, needed = _keywords(reward, self._name)
-        columns = [*needed, *getattr(_innermost(reward), "required_columns", ())]
+        self._accepted, needed = keywords(reward, self._name)
+        columns = [*needed, *getattr(innermost(reward), "required_columns", ())]
         self.required_columns = tuple(column for column in columns if column not in CONTRACT)
-        self.optional_columns = tuple(getattr(_innermost(reward), "optional_columns", ()))
+        self.optional_columns = tuple(getattr(innermost(reward), "optional_columns", ()))
 
     @property
     def name(self) -> str:
@@ -198,7 +202,7 @@ class WeightedReward(Reward):
 
     def check(self, max_completion_length: int) -> None:
         """Check the reward, if it is a `Reward`. Raises: ValueError as it does, with its name in front."""
-        inner = _innermost(self.reward)
+        inner = innermost(self.reward)
         if isinstance(inner, Reward):
             try:
                 inner.check(max_completion_length)
@@ -207,15 +211,21 @@ class WeightedReward(Reward):
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
         """Have the reward check a row, if it is a `Reward`. Raises: ValueError as it does."""
-        inner = _innermost(self.reward)
+        inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.check_row(columns, image_sizes)
 
     def connect(self, device: torch.device) -> None:
         """Connect the reward, if it is a `Reward`."""
-        inner = _innermost(self.reward)
+        inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.connect(device)
+
+    def warm_up(self) -> None:
+        """Warm the reward up, if it is a `Reward`."""
+        inner = innermost(self.reward)
+        if isinstance(inner, Reward):
+            inner.warm_up()
 
     def may_read(self, column: str) -> bool:
         """Whether a data column can make a difference: False if it is named nowhere.
@@ -226,7 +236,7 @@ class WeightedReward(Reward):
             return True
         if column in (*self.required_columns, *self.optional_columns):
             return True
-        return self._accepted is None and not isinstance(_innermost(self.reward), Reward)
+        return self._accepted is None and not isinstance(innermost(self.reward), Reward)
 
 
 def completion_text(completion: Content) -> str:
@@ -270,21 +280,9 @@ def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> Wei
     return inner
 
 
-def _check_callable(reward: Any) -> None:
-    """Raises: ValueError if it is no function or callable object."""
-    if isinstance(reward, str):
-        raise ValueError(
-            f"A reward must be a function or callable object, got the text {reward!r}: give the function itself, or "
-            f"grpo_lightning.rewards.reward({reward!r}) for a shipped or installed reward of that name."
-        )
-    if isinstance(reward, type) or not callable(reward):
-        hint = f"an instance, {reward.__name__}(...)" if isinstance(reward, type) else "a function"
-        raise ValueError(f"A reward must be a function or callable object, got {reward!r}: give {hint}.")
-
-
 def _own_form(reward: RewardLike) -> CompletionsAs:
     """The form a reward takes completions in by its class."""
-    inner = _innermost(reward)
+    inner = innermost(reward)
     if any(base.__name__ in _TEXT_CLASSES for base in type(inner).__mro__):
         return "text"
     form: CompletionsAs = getattr(inner, "completions_as", "auto")
@@ -292,45 +290,16 @@ def _own_form(reward: RewardLike) -> CompletionsAs:
 
 
 def _belongs_here(reward: RewardLike) -> bool:
-    """True if a reward says that it must be called in the training process, or is asynchronous."""
-    inner = _innermost(reward)
-    call = inner if inspect.isroutine(inner) else type(inner).__call__
-    return bool(getattr(inner, "in_process", False)) or inspect.iscoroutinefunction(call)
+    """True if a reward says that it must be called in the training process, or loads something in `connect`."""
+    inner = innermost(reward)
+    homes = [inner, *type(inner).__mro__]
+    if any("in_process" in getattr(home, "__dict__", {}) for home in homes if home is not Reward):
+        return bool(getattr(inner, "in_process", False))
+    return isinstance(inner, Reward) and type(inner).connect is not Reward.connect
 
 
 def _name(reward: RewardLike) -> str:
     """A reward's own name: a function's, a `Reward`'s, or the class name in snake case."""
-    inner = _innermost(reward)
+    inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
-    return name if isinstance(name, str) else _snake_case(type(inner).__name__)
-
-
-def _snake_case(name: str) -> str:
-    """ExactMatch -> exact_match, LLMJudge -> llm_judge."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def _innermost(reward: RewardLike) -> RewardLike:
-    """The function inside `functools.partial`s, which have neither its name nor its attributes."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return reward
-
-
-def _keywords(reward: RewardLike, name: str) -> tuple[frozenset[str] | None, list[str]]:
-    """The keywords a reward takes (None: any), and those it cannot do without.
-
-    Raises:
-        ValueError: If it cannot be called by keyword.
-    """
-    try:
-        parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Reward {name!r} does not tell its arguments: wrap it in a function with `def`.") from error
-    for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ValueError(f"Reward {name!r} takes {parameter.name!r} by position; rewards are called by keyword.")
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    accepted = None if takes_all else frozenset(parameter.name for parameter in named)
-    return accepted, [parameter.name for parameter in named if parameter.default is parameter.empty]
+    return name if isinstance(name, str) else snake_case(type(inner).__name__)

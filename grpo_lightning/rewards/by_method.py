@@ -143,6 +143,10 @@ class ByMethod(Reward):
         except ValueError as error:
             raise ValueError(f"its method {method!r}: {error}") from error
 
+    def warm_up(self) -> None:
+        """Warm the default method up; the others may never be asked for."""
+        self.methods[self.default].warm_up()
+
     def connect(self, device: torch.device) -> None:
         """Connect every method."""
         for method in self.methods.values():

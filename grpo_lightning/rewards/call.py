@@ -15,6 +15,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "n
 """What is counted for every reward, in completions: the call raised; it took too long; its process was gone; it
 returned the wrong number of values; a value was NaN, infinite or no number; no value although other completions of the
 group have one."""
+
+SAYING_SECONDS = 5.0
+"""How long workers may take to say that the time is over."""
 
 T = TypeVar("T")
 
@@ -74,6 +78,7 @@ class RewardCall:
         groups: N groups of G completions.
         circumstances: What is the same for all of them.
         deadline: Of `time.monotonic`, for what can be waited for with a limit; None waits for ever.
+        limit: What is said where it is over.
     """
 
     def __init__(
@@ -82,11 +87,14 @@ class RewardCall:
         groups: Sequence[Group],
         circumstances: Circumstances,
         deadline: float | None = None,
+        limit: str = "",
     ) -> None:
         self.reward = reward
         self.groups = groups
         self.circumstances = circumstances
         self.deadline = deadline
+        self.limit = limit
+        self.records: Counter[tuple[str, int, str]] = Counter()
         self.parts: list[Part] = []
         self.extras: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
@@ -94,7 +102,7 @@ class RewardCall:
         self._warnings: dict[str, list[str]] = {}
 
     def start_in(self, pool: WorkerPool, number: int) -> None:
-        """Ask the workers, group by group. Raises: StaysError if the arguments cannot be sent.
+        """Ask the workers, group by group.
 
         Args:
             pool: The workers.
@@ -127,6 +135,11 @@ class RewardCall:
             part.answer = asyncio.run_coroutine_threadsafe(_finished(result), _event_loop(os.getpid()))
         else:
             part.answer.set_result({"result": result})
+
+    def cancel(self) -> None:
+        """Wait for nothing of it any more: what has not begun does not begin."""
+        for part in self.parts:
+            part.answer.cancel()
 
     def finish(self) -> Tensor:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
@@ -177,15 +190,16 @@ class RewardCall:
 
     def _answer(self, part: Part) -> dict[str, Any]:
         """What a call gave. Raises: what went wrong in it, or on the way."""
-        left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        # Workers keep the limit themselves, and have a moment to say so.
+        left = None if self.deadline is None else max(0.0, self.deadline + SAYING_SECONDS - time.monotonic())
         try:
-            # Workers keep the limit themselves, and have a moment to say so.
-            answer: dict[str, Any] = part.answer.result(None if left is None else left + 5.0)
+            answer: dict[str, Any] = part.answer.result(left)
         except concurrent.futures.TimeoutError:
             if part.answer.done():  # the reward's own
                 raise
             part.answer.cancel()
-            raise OverdueError("was not done within the time that all calls of a rollout have") from None
+            raise OverdueError(f"was stopped: {self.limit}") from None
+        self.records.update(answer.get("records", ()))
         if "stays" in answer:
             raise StaysError(answer["stays"])
         checked(answer)
@@ -237,7 +251,9 @@ class RewardCall:
         return self.reward.error_value
 
     def _warn(self) -> None:
-        """Say of every kind of failure what the first was, and how often there was one."""
+        """Say of every kind of failure what the first was, and how often there was one; and what workers logged."""
+        for (name, level, message), times in self.records.items():
+            logging.getLogger(name).log(level, "%s%s", message, f" ({times} times)" if times > 1 else "")
         for kind, messages in self._warnings.items():
             count = self.failures[kind]
             often = "" if len(messages) == 1 else f" So {len(messages)} times, for {count} completions in all."
@@ -247,7 +263,7 @@ class RewardCall:
 def _told(error: Exception) -> tuple[str, str]:
     """Which of `FAILURES` an exception is, and what is said of it."""
     if isinstance(error, OverdueError):
-        return "timeout", f"{error}, and was stopped"
+        return "timeout", str(error)
     if isinstance(error, CrashError):
         return "crash", f"did not return: {error}"
     if isinstance(error, RaisedError):

@@ -31,6 +31,11 @@ class Equivalence:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
+    def start(self) -> None:
+        """Start the process now. Raises: RuntimeError if it does not start."""
+        with self._lock:
+            self._running()
+
     def decide(self, gold: str, answer: str, *, is_anchored: bool, timeout_seconds: float) -> bool | None:
         """Compare an answer with the right one.
 

@@ -146,6 +146,10 @@ class Cosine(Reward):
         """Have `accuracy` check a row. Raises: ValueError as it does."""
         self.accuracy.check_row(columns, image_sizes)
 
+    def warm_up(self) -> None:
+        """Warm the accuracy up."""
+        self.accuracy.warm_up()
+
     def connect(self, device: torch.device) -> None:
         """Connect `accuracy`."""
         self.accuracy.connect(device)

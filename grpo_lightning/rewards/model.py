@@ -85,7 +85,7 @@ class RewardModel(Reward):
             )
         if dtype not in get_args(Precision):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Precision))}, got {dtype!r}.")
-        for name, value in {"batch_size": batch_size, "max_length": max_length or 1}.items():
+        for name, value in {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.source = Classifier(model, tokenizer, revision, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 
 from grpo_lightning.rewards.base import WeightedReward
@@ -27,22 +28,28 @@ class Placement:
         self._pool: WorkerPool | None = None
         self._numbers: dict[str, int] | None = None
         self._is_checked = False
+        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, object]:
         """Without processes."""
         return vars(self) | {"_pool": None, "_numbers": None, "_is_checked": False}
 
     @property
-    def step_seconds(self) -> float | None:
-        """How long all calls for a rollout may take; None without a limit."""
-        return self.settings.step_timeout_seconds if self.settings is not None and self.settings.number else None
+    def limits(self) -> RewardWorkers | None:
+        """What calls may take; None without limits."""
+        return self.settings if self.settings is not None and self.settings.num_workers != 0 else None
 
-    def start(self) -> None:
-        """Have the rewards loaded, if any can go to workers; returns at once."""
-        if self._numbers is not None:
+    def start(self, num_local_ranks: int = 1) -> None:
+        """Have the rewards loaded, if any can go to workers; returns at once.
+
+        Args:
+            num_local_ranks: That share the machine.
+        """
+        if self._numbers is not None and self._process == os.getpid():
             return
-        self._numbers = {}
-        if self.settings is None or not self.settings.number:
+        self._numbers, self._pool, self._is_checked = {}, None, False
+        self._process = os.getpid()  # a fork of it has none of its threads
+        if self.limits is None:
             return
         sent: list[bytes] = []
         for reward in self.rewards:
@@ -55,7 +62,7 @@ class Placement:
             self._numbers[reward.name] = len(sent)
             sent.append(data)
         if sent:
-            self._pool = WorkerPool(sent, self.settings)
+            self._pool = WorkerPool(sent, self.limits, self.limits.number(num_local_ranks))
 
     def place(self, reward: WeightedReward) -> tuple[WorkerPool, int] | None:
         """The workers, and the reward's number there; None if it stays in the training process.
@@ -83,8 +90,7 @@ class Placement:
     def _say(self, name: str, why: str) -> None:
         """Say it once: in the training process, no limit holds."""
         log.warning(
-            "Reward %r is called in the training process, where no limit of time or memory holds: %s. A function of a "
-            "module, or an object whose class is in one and that a call does not change, can run in workers.",
+            "Reward %r is called in the training process, where no limit of time or memory holds: %s.",
             name,
             why,
         )

@@ -116,14 +116,15 @@ class RewardSet:
         for reward in self.rewards:
             reward.check(max_completion_length)
 
-    def connect(self, device: torch.device, sharding: Sharding | None = None) -> None:
+    def connect(self, device: torch.device, sharding: Sharding | None = None, num_local_ranks: int = 1) -> None:
         """Have the rewards load what they need (`Reward.connect`).
 
         Args:
             device: The policy's on this rank.
             sharding: How the policy lies over the ranks; what rewards load does not.
+            num_local_ranks: Ranks on this machine.
         """
-        self.placement.start()  # which goes on while the others load
+        self.placement.start(num_local_ranks)  # which goes on while the others load
         with (sharding or Sharding()).beside():
             for reward in self.rewards:
                 reward.connect(device)

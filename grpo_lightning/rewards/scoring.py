@@ -53,21 +53,37 @@ class Scoring:
             reward.name: [n for n, group in enumerate(groups) if applies(group.prompt, reward.name)]
             for reward in placement.rewards
         }
-        seconds = placement.step_seconds
-        self.deadline = None if seconds is None else time.monotonic() + seconds
+        places = {reward.name: placement.place(reward) for reward in placement.rewards}  # once they are loaded
+        limits = placement.limits
+        self.limit = "" if limits is None else limits.step_limit
+        self.deadline = None if limits is None else time.monotonic() + limits.step_timeout_seconds
         chosen = {name: [groups[n] for n in rows] for name, rows in self.rows.items() if rows}
         self.calls = [self._call(reward, chosen[reward.name]) for reward in placement.rewards if reward.name in chosen]
-        at_home = [call for call in self.calls if not self._start_in_workers(call)]
-        for call in at_home:  # once the others run
+        at_home = []
+        for call in self.calls:
+            if (place := places[call.reward.name]) is None:
+                at_home.append(call)
+            else:
+                call.start_in(*place)
+        for call in sorted(at_home, key=lambda call: not call.reward.is_async):  # once the others run
             call.start_here()
 
     def finish(self) -> Scores:
-        """Wait for all rewards.
+        """Wait for all rewards; if one stops the run, for none.
 
         Raises:
             RuntimeError: If a reward failed and its `on_error` is "raise"; the cause is chained.
             ValueError: Likewise for what it returned; or if it logs a metric under a name that is taken.
         """
+        try:
+            return self._scores()
+        except BaseException:
+            for call in self.calls:
+                call.cancel()
+            raise
+
+    def _scores(self) -> Scores:
+        """What all rewards say. Raises: as `finish`."""
         by_reward = {name: torch.full(self.size, math.nan, dtype=torch.float32) for name in self.weights}
         failures = {f"{name}/{kind}": 0 for name in self.weights for kind in FAILURES}
         for place, begun in enumerate(self.calls):
@@ -87,7 +103,7 @@ class Scoring:
 
     def _call(self, reward: WeightedReward, groups: Sequence[Group]) -> RewardCall:
         """A call of a reward, not begun."""
-        return RewardCall(reward, groups, self.circumstances, self.deadline)
+        return RewardCall(reward, groups, self.circumstances, self.deadline, self.limit)
 
     def _finished(self, call: RewardCall) -> tuple[RewardCall, Tensor]:
         """A call and what it gave; made anew in this process, if it turns out to belong here."""
@@ -98,13 +114,6 @@ class Scoring:
             again = self._call(call.reward, call.groups)
             again.start_here()
             return again, again.finish()
-
-    def _start_in_workers(self, call: RewardCall) -> bool:
-        """Ask the workers; False if the reward is called in this process."""
-        place = self.placement.place(call.reward)
-        if place is not None:
-            call.start_in(*place)
-        return place is not None
 
     def _merged_metrics(self) -> dict[str, float]:
         """The mean of all values each metric was given. Raises: ValueError if a name has another meaning."""

@@ -10,6 +10,7 @@ It runs as a script and loads nothing of this package but what the rewards thems
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ import struct
 import sys
 import time
 import traceback
+import types
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,12 @@ ENDING_SECONDS = 0.2
 """How long a process that is ending may take until it is gone."""
 
 SHORT_PICKLE = 1 << 20
-"""Bytes up to which a reward is compared with what it was, after every call."""
+"""Bytes up to which all of a reward is compared with what it was, after every call; of larger ones, only their plain
+attributes (numbers, texts)."""
+
+NOT_FOR_US = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that a terminal or a scheduler sends to all processes of a run. They are for the training process, which ends
+these."""
 
 
 class ClosedError(EOFError):
@@ -84,39 +91,59 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None) -> by
 
 def main() -> None:
     """Load the rewards, then fork and kill workers as asked, until the process that asks is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the training process, which ends this one
-        signal.signal(number, signal.SIG_IGN)
+    for name in NOT_FOR_US:
+        signal.signal(getattr(signal, name), lambda *_: None)  # what a reward starts does not inherit a handler
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = receive(control)
     sys.path[:] = setup["path"]
-    rewards: list[Any] = []
-    problems: list[str | None] = []
-    for data in setup["rewards"]:
-        reward, problem = loaded(data)
-        rewards.append(reward)
-        problems.append(problem)
-    send(control, problems)
+    logging.getLogger("grpo_lightning").setLevel(logging.INFO)
+    # A reward of the training script must not be looked for in this one.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    rewards = [LoadedReward(data) for data in setup["rewards"]]
+    send(control, [reward.problem for reward in rewards])
     workers: set[int] = set()
     try:
         while True:
             asked, descriptors = _command(control)
             if asked == b"fork":
-                workers.add(_fork(control, socket.socket(fileno=descriptors[0]), rewards, setup["memory_bytes"]))
+                connection = socket.socket(fileno=descriptors[0])
+                connection.set_inheritable(False)  # or what a reward starts would keep it open
+                if worker := _fork(control, connection, rewards, setup["memory_bytes"]):
+                    workers.add(worker)
             else:
-                worker = int(asked)
-                workers.discard(worker)
-                send(control, _end(worker))
+                kind, _, number = asked.partition(b" ")
+                is_ours = int(number) in workers  # and not of a process that stood in this one's place
+                workers.discard(int(number))
+                send(control, _end(int(number), ENDING_SECONDS if kind == b"reap" else 0.0) if is_ours else None)
     except ClosedError:
         for worker in workers:
             _kill(worker)
 
 
-def loaded(data: bytes) -> tuple[Any, str | None]:
-    """A reward, or why it cannot be loaded here."""
-    try:
-        return pickle.loads(data), None  # noqa: S301 (of our own process)
-    except BaseException as error:  # noqa: BLE001 (a module may do anything when it is imported, also exit)
-        return None, f"{type(error).__name__}: {error}"
+class LoadedReward:
+    """A reward that was sent here.
+
+    Args:
+        data: It, pickled.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.is_short = len(data) <= SHORT_PICKLE
+        self.problem: str | None = None
+        """Why it cannot be loaded."""
+        try:
+            self.reward = pickle.loads(data)  # noqa: S301 (of our own process)
+        except BaseException as error:  # noqa: BLE001 (a module may do anything when it is imported, also exit)
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def state(self) -> Any:
+        """What it is: a call that leaves another state has changed it. None if it cannot be told."""
+        inner = getattr(self.reward, "reward", self.reward)
+        plain = {k: v for k, v in getattr(inner, "__dict__", {}).items() if isinstance(v, int | float | str | None)}
+        try:
+            return pickle.dumps(self.reward if self.is_short else plain)
+        except Exception:  # noqa: BLE001 (an object may raise anything when it is pickled)
+            return None
 
 
 def _command(control: socket.socket) -> tuple[bytes, list[int]]:
@@ -128,10 +155,15 @@ def _command(control: socket.socket) -> tuple[bytes, list[int]]:
     return data, list(descriptors)
 
 
-def _fork(control: socket.socket, connection: socket.socket, rewards: Sequence[Any], memory_bytes: int) -> int:
-    """Start a worker. Returns: its process id, which it also sends."""
+def _fork(control: socket.socket, connection: socket.socket, rewards: Sequence[LoadedReward], memory_bytes: int) -> int:
+    """Start a worker. Returns: its process id, which it also sends once it is ready; 0 if there is no room for one."""
     sys.stdout.flush()
-    worker = os.fork()
+    try:
+        worker = os.fork()
+    except OSError as error:
+        connection.close()
+        sys.stderr.write(f"No process for rewards could be started: {error}\n")
+        return 0
     if worker:
         connection.close()
         return worker
@@ -140,26 +172,30 @@ def _fork(control: socket.socket, connection: socket.socket, rewards: Sequence[A
         os.setsid()  # so that what a reward starts is killed with its worker
         end_with_parent()
         control.close()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
         limit_memory(memory_bytes)
+        for loaded in rewards:
+            if loaded.problem is None:
+                loaded.reward.warm_up()
         send(connection, os.getpid())
         serve(connection, rewards)
         status = 0
+    except BaseException:  # noqa: BLE001 (it is said, and the process ends)
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(status)  # nothing that the parent has registered is this process's to clean up
 
 
-def _end(worker: int) -> int:
+def _end(worker: int, patience: float) -> int:
     """Kill a worker and what it started, and reap it. Returns: its status as `waitpid` has it.
 
     One that is not reaped yet keeps its number: no other process is killed in its place. One that is ending by itself
-    has closed its connection a moment before it is gone, and is given that moment, so that its own status is told.
+    has closed its connection a moment before it is gone, and is given `patience` seconds, so that its own status is
+    told.
     """
-    patience = time.monotonic() + ENDING_SECONDS
+    until = time.monotonic() + patience
     while os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > patience:
+        if time.monotonic() > until:
             break
         time.sleep(0.01)
     _kill(worker)
@@ -190,23 +226,33 @@ def limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def serve(connection: socket.socket, rewards: Sequence[Any]) -> None:
-    """Answer calls until the other side is gone."""
+def serve(connection: socket.socket, rewards: Sequence[LoadedReward]) -> None:
+    """Answer calls until the other side is gone, or the memory is used up: a new process has all of it again."""
     with contextlib.suppress(ClosedError):
         while True:
-            call = receive(connection)
+            try:
+                call = receive(connection)
+            except ClosedError:
+                raise
+            except BaseException as error:  # noqa: BLE001 (what a call is given may be of a class that is not here)
+                problem = f"{type(error).__name__}: {error}"
+                send(connection, {"stays": f"what it is called with cannot be loaded in another process ({problem})"})
+                continue
             answer = answered(rewards[call["reward"]], call)
             try:
                 send(connection, answer)
             except Exception as error:  # noqa: BLE001 (a value that cannot be pickled)
                 send(connection, {"error": f"its values cannot be sent: {type(error).__name__}: {error}"})
+            if answer.get("is_full"):
+                return
 
 
-def answered(reward: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+def answered(loaded: LoadedReward, call: Mapping[str, Any]) -> dict[str, Any]:
     """What a reward says.
 
     Returns:
-        `result`, `extras` and `metrics`; or `error`; or why the reward `stays` in the training process.
+        `result`, `extras`, `metrics` and `records` (of the log); or `error`; or why the reward `stays` in the training
+        process.
     """
     seed_everything(call["seed"])
     extras: dict[str, list[Any]] = {}
@@ -215,21 +261,47 @@ def answered(reward: Any, call: Mapping[str, Any]) -> dict[str, Any]:
         "log_extra": lambda column, values: extras.setdefault(column, []).extend(values),
         "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
     }
-    before = pickle.dumps(reward)
-    try:
-        result = reward(**call["arguments"], **{name: log for name, log in logs.items() if name in call["logs"]})
-    except BaseException as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
-        shown = "".join(traceback.format_exception(error))
-        return {"error": f"{type(error).__name__}: {error}", "traceback": shown}
+    before = loaded.state()
+    with Records() as records:
+        try:
+            result = loaded.reward(
+                **call["arguments"], **{name: log for name, log in logs.items() if name in call["logs"]}
+            )
+        except BaseException as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
+            shown = "".join(traceback.format_exception(error))
+            problem = f"{type(error).__name__}: {error}"
+            is_full = isinstance(error, MemoryError)
+            return {"error": problem, "traceback": shown, "is_full": is_full, "records": records.kept}
     if isinstance(result, Awaitable):
         if hasattr(result, "close"):
             result.close()
         return {"stays": "it is asynchronous"}
-    if len(before) < SHORT_PICKLE and pickle.dumps(reward) != before:
+    if loaded.state() != before:
         return {"stays": "it changes itself when it is called, and every worker has its own"}
     if hasattr(result, "tolist"):
         result = result.tolist()
-    return {"result": result, "extras": extras, "metrics": metrics}
+    return {"result": result, "extras": extras, "metrics": metrics, "records": records.kept}
+
+
+class Records(logging.Handler):
+    """Keeps what a call logs: the training process has the run's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.kept: list[tuple[str, int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record: its logger, level and message."""
+        self.kept.append((record.name, record.levelno, record.getMessage()))
+
+    def __enter__(self) -> Records:
+        """Listen."""
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening."""
+        logging.getLogger().removeHandler(self)
 
 
 def seed_everything(seed: int) -> None:

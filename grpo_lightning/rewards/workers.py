@@ -55,7 +55,7 @@ class RewardWorkers:
     """How long all calls for a rollout may take together, those of asynchronous rewards as well."""
 
     memory_gb: float = 4.0
-    """GB a process may allocate beyond what it shares with the others."""
+    """GB of addresses that a process may reserve beyond what it shares with the others; what it starts has as many."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
@@ -69,13 +69,25 @@ class RewardWorkers:
             if not is_valid:
                 raise ValueError(f"reward_workers.{name} must be {allowed}, got {getattr(self, name)!r}.")
 
-    @property
-    def number(self) -> int:
-        """`num_workers` with its default filled in."""
+    def number(self, num_local_ranks: int = 1) -> int:
+        """`num_workers` with its default filled in, where so many ranks share the cores."""
         if self.num_workers is not None:
             return self.num_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(8, max(2, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+        return min(8, max(2, cores // num_local_ranks))
+
+    @property
+    def call_limit(self) -> str:
+        """What is said of a call that took too long."""
+        return f"it took longer than the {self.timeout_seconds:g} s of model.reward_workers.timeout_seconds"
+
+    @property
+    def step_limit(self) -> str:
+        """Likewise where all calls did."""
+        return (
+            f"all calls for a rollout took longer than the {self.step_timeout_seconds:g} s of "
+            "model.reward_workers.step_timeout_seconds"
+        )
 
 
 @dataclass
@@ -95,17 +107,17 @@ class WorkerPool:
     Args:
         rewards: Each pickled.
         settings: Number and limits.
+        num_workers: Processes.
     """
 
-    def __init__(self, rewards: Sequence[bytes], settings: RewardWorkers) -> None:
+    def __init__(self, rewards: Sequence[bytes], settings: RewardWorkers, num_workers: int) -> None:
         self.settings = settings
         self.parent = WorkerParent(rewards, int(settings.memory_gb * 1e9))
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        for number in range(settings.number):
-            threading.Thread(
-                target=_work, args=(self.parent, self.tasks, settings), name=f"reward-worker-{number}", daemon=True
-            ).start()
-        self.close = weakref.finalize(self, _close, self.parent, self.tasks, settings.number)
+        for number in range(num_workers):
+            thread = WorkerThread(self.parent, settings)
+            threading.Thread(target=thread.run, args=[self.tasks], name=f"reward-worker-{number}", daemon=True).start()
+        self.close = weakref.finalize(self, _close, self.parent, self.tasks, num_workers)
 
     def problems(self) -> list[str | None]:
         """Why rewards could not be loaded; None for those that were. Raises: RuntimeError if it takes too long."""
@@ -130,17 +142,23 @@ class WorkerParent:
     """The process that has loaded the rewards and forks the workers."""
 
     def __init__(self, rewards: Sequence[bytes], memory_bytes: int) -> None:
-        self.control, theirs = socket.socketpair()
+        self.rewards, self.memory_bytes = list(rewards), memory_bytes
         self.lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        """Start the process, and send it the rewards."""
+        self.control, theirs = socket.socketpair()
         self.process = subprocess.Popen(  # noqa: S603 - our own script and this interpreter
             [sys.executable, str(Path(__file__).with_name("worker_process.py")), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what rewards print is no output of the run
+            start_new_session=True,  # Ctrl-C is for the training process
         )
         theirs.close()
         path = [entry or os.getcwd() for entry in sys.path]
-        send(self.control, {"path": path, "rewards": list(rewards), "memory_bytes": memory_bytes})
+        send(self.control, {"path": path, "rewards": self.rewards, "memory_bytes": self.memory_bytes})
         self._problems: list[str | None] | None = None
 
     def problems(self) -> list[str | None]:
@@ -161,6 +179,10 @@ class WorkerParent:
 
     def fork(self) -> tuple[socket.socket, int]:
         """A new worker. Returns: the connection to it, and its process id. Raises: CrashError if there is none."""
+        with self.lock:
+            if self.process.poll() is not None:  # somebody has killed it
+                self.control.close()
+                self._start()
         self.problems()
         ours, theirs = socket.socketpair()
         with self.lock:
@@ -173,61 +195,83 @@ class WorkerParent:
                     f"no worker could be started (the parent's exit status: {self.process.poll()})"
                 ) from error
 
-    def end(self, worker: int) -> int:
-        """Kill a worker. Returns: how it ended, if it had done so before, as `os.waitpid` has it."""
+    def end(self, worker: int, *, is_ending: bool) -> int | None:
+        """Kill a worker; one that is ending by itself is given a moment.
+
+        Returns:
+            How it ended, as `os.waitpid` has it; None if nobody knows.
+        """
         with self.lock:
             try:
-                self.control.sendall(str(worker).encode())
+                self.control.sendall(b"%s %d" % (b"reap" if is_ending else b"kill", worker))
                 status: int = receive(self.control, time.monotonic() + START_SECONDS)
             except (OSError, ClosedError):
-                return 0
+                return None
         return status
 
 
-def _work(parent: WorkerParent, tasks: queue.SimpleQueue[Task | None], settings: RewardWorkers) -> None:
-    """Hand calls to a worker, one after the other, and start a new one where it is gone."""
-    connection: socket.socket | None = None
-    worker = 0
-    while (task := tasks.get()) is not None:
-        try:
-            if task.deadline <= time.monotonic():
-                raise OverdueError(
-                    f"was not begun within the {settings.step_timeout_seconds:g} s that all calls of a rollout have"
-                )
-            try:
-                data = pickle.dumps(task.message)
-            except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
-                task.answer.set_result({"stays": f"what it is called with {_not_pickled(error)}"})
+class WorkerThread:
+    """Hands calls to a worker of its own, one after the other, and starts a new one where it is gone.
+
+    Args:
+        parent: Forks the workers.
+        settings: The limits.
+    """
+
+    def __init__(self, parent: WorkerParent, settings: RewardWorkers) -> None:
+        self.parent, self.settings = parent, settings
+        self.connection: socket.socket | None = None
+        self.worker = 0
+
+    def run(self, tasks: queue.SimpleQueue[Task | None]) -> None:
+        """Work until there is None."""
+        while (task := tasks.get()) is not None:
+            if not task.answer.set_running_or_notify_cancel():  # nobody waits for it any more
                 continue
-            if connection is None:
-                connection, worker = parent.fork()
-            seconds = min(settings.timeout_seconds, task.deadline - time.monotonic())
-            limit = time.monotonic() + seconds
             try:
-                send_pickled(connection, data, max(0.001, seconds))
-                task.answer.set_result(receive(connection, limit))
-            except (TimeoutError, OSError, ClosedError) as error:
-                connection.close()
-                connection = None
-                status = parent.end(worker)
-                if isinstance(error, TimeoutError):
-                    raise OverdueError(_overdue(task, settings)) from None
-                raise CrashError(f"its process ended {_how(status)}") from None
-        except BaseException as error:  # noqa: BLE001 (whoever waits for the answer is told)
-            task.answer.set_exception(error)
-    if connection is not None:
-        connection.close()
+                task.answer.set_result(self.ask(task))
+            except BaseException as error:  # noqa: BLE001 (whoever waits for the answer is told)
+                task.answer.set_exception(error)
+        if self.connection is not None:
+            self.connection.close()
+
+    def ask(self, task: Task) -> dict[str, Any]:
+        """The answer to a call. Raises: OverdueError or CrashError."""
+        if task.deadline <= time.monotonic():
+            raise OverdueError(f"was not begun: {self.settings.step_limit}")
+        try:
+            data = pickle.dumps(task.message)
+        except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
+            return {"stays": f"what it is called with {_not_pickled(error)}"}
+        if self.connection is None:
+            self.connection, self.worker = self.parent.fork()
+        seconds = max(0.001, min(self.settings.timeout_seconds, task.deadline - time.monotonic()))
+        limit = time.monotonic() + seconds
+        try:
+            send_pickled(self.connection, data, seconds)
+            answer: dict[str, Any] = receive(self.connection, limit)
+        except TimeoutError:
+            self.end(is_ending=False)
+            why = self.settings.step_limit if task.deadline <= time.monotonic() else self.settings.call_limit
+            raise OverdueError(f"was stopped: {why}") from None
+        except (OSError, ClosedError):
+            raise CrashError(f"its process ended {_how(self.end(is_ending=True))}") from None
+        if answer.get("is_full"):  # of memory: it ends by itself
+            self.end(is_ending=True)
+        return answer
+
+    def end(self, *, is_ending: bool) -> int | None:
+        """Let go of the worker. Returns: as `WorkerParent.end`."""
+        assert self.connection is not None
+        self.connection.close()
+        self.connection = None
+        return self.parent.end(self.worker, is_ending=is_ending)
 
 
-def _overdue(task: Task, settings: RewardWorkers) -> str:
-    """Which limit was reached."""
-    if task.deadline <= time.monotonic():
-        return f"was not done within the {settings.step_timeout_seconds:g} s that all calls of a rollout have"
-    return f"took longer than {settings.timeout_seconds:g} s"
-
-
-def _how(status: int) -> str:
+def _how(status: int | None) -> str:
     """How a process ended."""
+    if status is None:
+        return "with the one that started it"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return f"by signal {number} ({signal.Signals(number).name})"

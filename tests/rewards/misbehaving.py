@@ -154,3 +154,62 @@ def tells_the_step(completions, trainer_state, log_extra):
 def number_of_process(completions):
     """Where it runs, as a value."""
     return [float(os.getpid())] * len(completions)
+
+
+class OpensLater:
+    """Holds what cannot be sent once it was called."""
+
+    def __init__(self):
+        self.client = None
+
+    def __call__(self, completions):
+        if self.client is None:
+            self.client = lambda: 1.0
+        return [self.client() for _ in completions]
+
+
+class CountsBesideATable(Counts):
+    """The same as `Counts`, and too large to compare."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = list(range(10**6))
+
+
+KEPT = []
+
+
+def hoards(completions):
+    """Keeps a little more of every call, which no limit of a single one finds."""
+    KEPT.append(bytearray(100_000_000))
+    return [1.0] * len(completions)
+
+
+def leaves_a_child(completions):
+    """Ends, and something that it started does not."""
+    os.system("sleep 30 &")
+    os._exit(3)
+
+
+def signals_its_parent(completions, prompts):
+    """What a scheduler sends to all processes of a job, to the worker and the process it comes from."""
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+        os.kill(os.getppid(), number)
+    if "fatal" in prompts[0]:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(5)
+    return [1.0] * len(completions)
+
+
+def logs(completions):
+    """Says something."""
+    import logging
+
+    logging.getLogger("my.rewards").warning("look at this")
+    return [1.0] * len(completions)
+
+
+def answered(completions):
+    """Has the name of a function of the worker's own script."""
+    return [1.0] * len(completions)

@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from grpo_lightning.rewards import RewardSet, RewardWorkers, WeightedReward
+from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.types import Completion, Group, Prompt
 from tests.rewards import misbehaving
 
@@ -45,7 +46,12 @@ def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> Re
 @pytest.mark.parametrize(
     ("reward", "bad", "kind", "said"),
     [
-        (misbehaving.loops, "hang", "timeout", "took longer than 1.5 s, and was stopped"),
+        (
+            misbehaving.loops,
+            "hang",
+            "timeout",
+            r"was stopped: it took longer than the 1\.5 s of model\.reward_workers\.timeout_seconds",
+        ),
         (misbehaving.allocates, "hoard", "exception", "raised MemoryError"),
         (misbehaving.dies, "is killed", "crash", r"its process ended by signal 9 \(SIGKILL\)"),
         (misbehaving.dies, "leaves", "crash", "its process ended with exit status 3"),
@@ -79,7 +85,7 @@ def test_none_for_all_means_that_the_reward_does_not_apply():
 @pytest.mark.parametrize(
     ("reward", "bad", "said"),
     [
-        (misbehaving.loops, "hang", "'loops' took longer than 1.5 s"),
+        (misbehaving.loops, "hang", "'loops' was stopped: it took longer than the 1.5 s"),
         (misbehaving.dies, "is killed", "'dies' did not return: its process ended by signal 9"),
         (misbehaving.wrong, "raise", "'wrong' raised ValueError: no such luck"),
     ],
@@ -103,6 +109,45 @@ def test_a_pool_goes_on_after_all_of_its_workers_were_lost():
     rewards = reward_set(misbehaving.dies)
     assert rewards.score(groups(*["is killed"] * 5)).failures["dies/crash"] == 10
     assert rewards.score(groups(*["fine"] * 5)).total.tolist() == [[1, 1]] * 5
+
+
+def test_a_worker_whose_memory_is_used_up_is_replaced():
+    limits = RewardWorkers(num_workers=1, memory_gb=0.5)
+    scores = reward_set(misbehaving.hoards, workers=limits).score(groups(*["p"] * 12))
+    failed = scores.failures["hoards/exception"] // 2
+    assert 1 <= failed <= 4, "one call of every few, not all after the first"
+
+
+def test_what_a_call_leaves_behind_does_not_hide_its_end():
+    limits = RewardWorkers(num_workers=1, timeout_seconds=20)
+    assert reward_set(misbehaving.leaves_a_child, workers=limits).score(groups("p")).failures == {
+        f"leaves_a_child/{kind}": 2 * (kind == "crash")
+        for kind in ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
+    }
+
+
+def test_signals_for_the_run_end_no_worker_and_a_parent_that_is_gone_is_replaced():
+    rewards = reward_set(misbehaving.signals_its_parent, workers=RewardWorkers(num_workers=1))
+    assert rewards.score(groups("one", "two")).total.tolist() == [[1, 1]] * 2
+    assert rewards.score(groups("fatal")).failures["signals_its_parent/crash"] == 2
+    assert rewards.score(groups("one", "two")).total.tolist() == [[1, 1]] * 2
+
+
+def test_a_failure_that_stops_the_run_leaves_nothing_to_wait_for():
+    limits = RewardWorkers(num_workers=1, timeout_seconds=1.5, step_timeout_seconds=600)
+    rewards = reward_set(misbehaving.loops, on_error="raise", workers=limits)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        rewards.score(groups(*["hang"] * 60))
+    assert rewards.score(groups("fine")).total.tolist() == [[1, 1]]
+    assert time.monotonic() - begun < 45, "not 90"
+
+
+def test_what_a_call_logs_is_in_the_log_of_the_run(caplog):
+    reward_set(misbehaving.logs).score(groups("one", "two", "three"))
+    assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
+        ("my.rewards", "WARNING", "look at this (3 times)")
+    ]
 
 
 def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
@@ -165,6 +210,7 @@ def test_what_is_drawn_at_random_depends_on_the_completions_alone():
         (misbehaving.Unpicklable(), "it cannot be pickled", 1.0),
         (lambda completions: [3.0] * len(completions), "it cannot be pickled", 3.0),
         (misbehaving.ReturnsAwaitable(), "it is asynchronous", 2.0),
+        (misbehaving.OpensLater(), "it changes itself when it is called", 1.0),
     ],
 )
 def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, value, caplog):
@@ -176,8 +222,9 @@ def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, valu
     assert why in message
 
 
-def test_a_reward_that_changes_itself_is_called_in_one_place(caplog):
-    counts = misbehaving.Counts()
+@pytest.mark.parametrize("kind", [misbehaving.Counts, misbehaving.CountsBesideATable])
+def test_a_reward_that_changes_itself_is_called_in_one_place(kind, caplog):
+    counts = kind()
     rewards = RewardSet([counts], workers=LIMITS)
     assert [rewards.score(groups("one", "two")).total[0, 0].item() for _ in range(3)] == [1, 2, 3]
     assert counts.calls == 3
@@ -201,17 +248,57 @@ def test_a_reward_of_a_script_stays(tmp_path):
         from grpo_lightning.rewards import RewardSet, RewardWorkers
         from tests.rewards.test_workers import groups
 
-        def own(completions):
+        def answered(completions):  # the name of a function of the workers' own script
             return [float(os.getpid() == main)] * len(completions)
 
         main = os.getpid()
-        print("values", RewardSet([own], workers=RewardWorkers()).score(groups("one")).total.tolist())
+        print("values", RewardSet([answered], workers=RewardWorkers()).score(groups("one")).total.tolist())
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
     assert "values [[1.0, 1.0]]" in done.stdout, done.stderr
     assert "it cannot be loaded in another process" in done.stderr
+
+
+class Connected(Reward):
+    """Loads in `connect` what it needs."""
+
+    loaded = None
+
+    def connect(self, device):
+        self.loaded = os.getpid()
+
+    def __call__(self, completions):
+        return [float(self.loaded)] * len(completions)
+
+
+class ConnectedAnywhere(Connected):
+    """Could do without, and says so."""
+
+    in_process = False
+
+    def __call__(self, completions):
+        return [float(os.getpid())] * len(completions)
+
+
+def test_a_reward_that_connects_stays_unless_it_says_otherwise():
+    rewards = RewardSet([Connected(), ConnectedAnywhere()], workers=LIMITS)
+    rewards.connect(torch.device("cpu"))
+    scores = rewards.score(groups("one"))
+    assert scores.by_reward["connected"][0, 0] == os.getpid()
+    assert scores.by_reward["connected_anywhere"][0, 0] != os.getpid()
+
+
+class OfThisModule:
+    """A value of a column whose class other processes find too."""
+
+
+def test_a_column_that_cannot_be_loaded_elsewhere(caplog, monkeypatch):
+    rewards = reward_set(misbehaving.waits_for)
+    monkeypatch.setattr(OfThisModule, "__reduce__", lambda self: (misbehaving.dies, ([], ["exits"])))
+    assert rewards.score(groups("one", path=os.curdir, value=OfThisModule())).total.tolist() == [[1, 1]]
+    assert "what it is called with cannot be loaded in another process" in caplog.text or "SystemExit" in caplog.text
 
 
 def test_no_workers_at_all():
