@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -94,11 +95,11 @@ def test_15_sampling_keeps_its_cache_where_activations_are_recomputed():
     """TRL, transformers: checkpointing drops the cache in train mode, and every token runs the whole text again."""
     (prompt,), length = make_prompts((20,)), 12
 
-    def by_generate() -> tuple[nn.Module, Callable[[], list[int]]]:
+    def by_generate(**options: Any) -> tuple[nn.Module, Callable[[], list[int]]]:
         model = tiny_model("qwen2")
         model.gradient_checkpointing_enable()
         model.train()
-        return model, lambda: generated(model, prompt, length)
+        return model, lambda: generated(model, prompt, length, **options)
 
     def ours() -> tuple[nn.Module, Callable[[], list[int]]]:
         loader = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer(), activation_checkpointing="layers")
@@ -110,13 +111,16 @@ def test_15_sampling_keeps_its_cache_where_activations_are_recomputed():
         model, sample = make()
         tokens: list[int] = []
         model.get_input_embeddings().register_forward_hook(lambda m, inputs, output: tokens.append(inputs[0].numel()))
-        assert sample() == want
+        completion = sample()
+        assert completion == want, "another text"
         assert sum(tokens) == len(prompt) + length - 1, "each token once"
         assert model.training, "and the mode is what it was"
 
     want = generated(tiny_model("qwen2"), prompt, length)
-    with pytest.raises(AssertionError):
-        check(by_generate)
+    with pytest.raises(AssertionError, match="another text"):
+        check(by_generate)  # what is asked for is dropped, and a token sees itself alone
+    with pytest.raises(AssertionError, match="each token once"):
+        check(functools.partial(by_generate, use_cache=False))
     check(ours)
 
 
