@@ -84,7 +84,8 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None) -> by
 
 def main() -> None:
     """Load the rewards, then fork and kill workers as asked, until the process that asks is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the training process, which ends this one
+    # They are for the training process, which ends this one. Workers too go on when SLURM warns all processes of a job.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = receive(control)

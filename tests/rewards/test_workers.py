@@ -105,6 +105,13 @@ def test_a_pool_goes_on_after_all_of_its_workers_were_lost():
     assert rewards.score(groups(*["fine"] * 5)).total.tolist() == [[1, 1]] * 5
 
 
+def test_a_warning_to_all_processes_of_a_job_ends_no_worker():
+    rewards = reward_set(misbehaving.dies)
+    for _ in range(2):
+        scores = rewards.score(groups("warned", "is killed", "warned", "fine"))
+        assert [row.tolist() == [1, 1] for row in scores.total] == [True, False, True, True]
+
+
 def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     async def sleeps(completions):
         await asyncio.sleep(10**6)
