@@ -225,9 +225,7 @@ def test_the_end_of_an_epoch_is_no_reason_to_raise_the_number_of_rounds(caplog):
 def test_validation_at_a_share_of_an_epoch_is_refused():
     module = make_module(dynamic_sampling=DynamicSampling())
     trainer = make_trainer(max_steps=1, val_check_interval=0.5)
-    with pytest.raises(
-        ValueError, match=r"val_check_interval is 0\.5, a share of an epoch, and an epoch of this loader"
-    ):
+    with pytest.raises(ValueError, match=r"val_check_interval is 0\.5, a share of an epoch"):
         trainer.fit(module, make_source(module, PROMPTS), PromptSource(PROMPTS[:2], 2))
 
 

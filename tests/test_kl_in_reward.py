@@ -8,6 +8,7 @@ from grpo_lightning.functional import group_relative_advantages
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from tests.module_runs import History, fit, make_module, vowel_share
+from tests.tiny_models import tiny_tokenizer
 
 BETA = 0.7
 
@@ -30,8 +31,8 @@ def trained(steps=2, **options):
 
 @torch.no_grad()
 def plain_logprobs(model, prompt, completion):
-    """Log-probs of a completion, one sequence, no padding, no cache."""
-    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    """Log-probs of a completion among the tokens that there are: one sequence, no padding, no cache."""
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1, : len(tiny_tokenizer())].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 

@@ -10,7 +10,7 @@ import torch
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards.base import WeightedReward
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module
-from tests.tiny_models import EOS, tiny_model
+from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 A, E, X = (ord(c) - 30 for c in "aex")
 COMPLETIONS = [[A, E, EOS], [X, A, X, X], [X, EOS], [X, X, A, EOS]]  # rewards: see below; the second is truncated
@@ -42,12 +42,12 @@ def run(accumulate=1, lr=0.0, prompts=PROMPTS, steps=1, **options):
 
 
 def policy_entropy():
-    """The mean over all completion tokens, one unpadded sequence at a time."""
-    model, entropies = tiny_model("qwen2", **SMALL), []
+    """The mean over all completion tokens, one unpadded sequence at a time, of the tokens that the tokenizer has."""
+    model, known, entropies = tiny_model("qwen2", **SMALL), len(tiny_tokenizer()), []
     for prompt in PROMPTS:
         for completion in COMPLETIONS:
             ids = torch.tensor([[ord(c) - 30 for c in prompt] + completion])
-            logprobs = torch.log_softmax(model(ids).logits[0, -len(completion) - 1 : -1], -1)
+            logprobs = torch.log_softmax(model(ids).logits[0, -len(completion) - 1 : -1, :known], -1)
             entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
     return sum(entropies) / len(entropies)
 

@@ -217,7 +217,7 @@ class PolicyLoader:
         say = log.info if unknown_reason(encoder.config) is None else log.warning
         say("Scoring path: %s (%s).", path, reason)
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
-        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.media_token_ids), model)
+        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_drawn), model)
         log.info("Vocabulary head: %s.", reason)
         return scorer
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_lightning.images import ImageError
 from grpo_lightning.policy.families import family_of
-from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
+from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize, vocabulary_size
 from grpo_lightning.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 
 if TYPE_CHECKING:
@@ -58,6 +58,16 @@ class Encoder:
         known = {vocabulary[token] for token in named if token in vocabulary}
         declared = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
         return tuple(sorted(known | {token for token in declared if token is not None}))
+
+    @functools.cached_property
+    def never_drawn(self) -> tuple[int, ...]:
+        """Ids that no completion has: those that stand for images, and those behind the tokenizer's last token.
+
+        Embeddings are padded to a round number of rows: what is drawn there is no text, and cannot be given back.
+        """
+        size = 0 if self.config is None else vocabulary_size(self.config)
+        first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        return tuple(sorted({*self.media_token_ids, *range(first, size)}))
 
     @functools.cached_property
     def media_tokens(self) -> list[str]:

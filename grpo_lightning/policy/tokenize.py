@@ -76,3 +76,8 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
 def num_positions(config: PretrainedConfig) -> int | None:
     """Positions of the language model a config describes; None if it has no limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def vocabulary_size(config: PretrainedConfig) -> int:
+    """Tokens that the language model a config describes has a score for; 0 if it does not say."""
+    return getattr(config.get_text_config(decoder=True), "vocab_size", None) or 0

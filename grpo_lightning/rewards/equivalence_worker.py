@@ -43,7 +43,9 @@ _SYMBOLS = str.maketrans(
 
 def main() -> None:
     """Answer until the questions end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):  # they are for the process that asks
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not pass for an answer
     limit_memory()
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StopStringCriteria,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -72,7 +71,7 @@ class TokenDrawer:
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.suppress_tokens:
-            self.processors.append(SuppressTokensLogitsProcessor(sampling.suppress_tokens, device=uniforms.device))
+            self.processors.append(Suppress(sampling.suppress_tokens))
         if sampling.is_greedy:
             return
         if sampling.temperature != 1:  # first, as in transformers: the filters act on tempered scores
@@ -162,6 +161,20 @@ class StopStrings:
             return torch.zeros(len(completion_ids), dtype=torch.bool, device=completion_ids.device)
         ends: Tensor = self.criteria(completion_ids, None)
         return ends
+
+
+class Suppress:
+    """Gives tokens no chance; those that the model has no score for are left out."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids, self.places = token_ids, torch.empty(0)
+
+    def __call__(self, history: Tensor, logits: Tensor) -> Tensor:
+        """[rows, V] the logits, -inf at these tokens."""
+        if not len(self.places):
+            known = [token for token in self.token_ids if token < logits.shape[-1]]
+            self.places = torch.tensor(known, dtype=torch.long, device=logits.device)
+        return logits.index_fill(-1, self.places, -torch.inf)
 
 
 def refuse_nan(history: Tensor, logits: Tensor) -> Tensor:

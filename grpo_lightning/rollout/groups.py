@@ -38,7 +38,7 @@ class GroupSource(NamedTuple):
         Args:
             prompts: N.
             num_generations: G.
-            sampling: How they are drawn. Tokens that stand for images never are.
+            sampling: How they are drawn. Tokens that stand for images, or that the tokenizer does not have, never are.
             seeds: N.
             progress: Told how far the decoding is.
 
@@ -48,7 +48,7 @@ class GroupSource(NamedTuple):
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
         # Ranks that sample in step run the tower in step, whoever has an image.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
-        never = {*sampling.suppress_tokens, *self.encoder.media_token_ids}
+        never = {*sampling.suppress_tokens, *self.encoder.never_drawn}
         drawn = self.engine.generate(
             [prompt.token_ids for prompt in encoded],
             num_generations,

@@ -59,6 +59,7 @@ def prepare(folder: Path) -> None:
         "model": {
             "policy": "policy",
             "rewards": ["tests.distributed.command.lengths"],
+            "reward_workers": {"num_workers": 0},  # the reward sends its signals to its own process
             "num_generations": 4,
             "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}},
             "sampling": {"max_completion_length": 6},

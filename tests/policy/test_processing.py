@@ -9,7 +9,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.processing import WORD_JOINER, Encoder
 from grpo_lightning.types import Prompt
 from tests import tiny_vlms
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from tests.vision_prompts import encoder_of, prompt_of
 
 
@@ -87,6 +87,16 @@ def test_an_image_the_processor_cannot_take_names_the_prompt():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor does not take .* \(2000x2 pixels\)"):
         encoder(prompt_of(tiny_vlms.picture(0, 2, 2000), "narrow", source="rows", index=7))
+
+
+def test_ids_behind_the_tokenizers_last_token_are_never_drawn():
+    """Embeddings are padded to a round number of rows."""
+    loaded = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load()
+    first = len(tiny_tokenizer())
+    assert loaded.encoder.never_drawn == loaded.scorer.never == tuple(range(first, VOCAB))
+    larger = tiny_tokenizer()
+    larger.add_tokens([f"<{number}>" for number in range(first, VOCAB)])
+    assert PolicyLoader(model=tiny_model("qwen2"), tokenizer=larger).load_encoder().never_drawn == ()
 
 
 def test_a_text_policy_takes_no_images():
@@ -262,7 +272,7 @@ def test_a_folder_is_loaded_with_its_processor(tmp_path, family):
     prompt = prompt_of(tiny_vlms.picture(0), "x")
     assert loaded.encoder(prompt).token_ids == encoder_of(vlm)(prompt).token_ids
     assert loaded.scorer.path == "extended"
-    assert loaded.scorer.never == loaded.encoder.media_token_ids
+    assert loaded.scorer.never == loaded.encoder.never_drawn == loaded.encoder.media_token_ids
 
 
 def test_a_remote_code_folder_is_refused(tmp_path):

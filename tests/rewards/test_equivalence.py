@@ -131,12 +131,13 @@ def test_a_killed_run_leaves_no_process_behind(answer: str, holds_pipe: bool):
         run.stdout.close()
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="no signals here")
-def test_an_interrupt_at_the_terminal_leaves_it_running(process: Equivalence):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no signals here")
+def test_what_a_terminal_or_slurm_says_to_all_processes_leaves_it_running(process: Equivalence, name: str):
     assert decide(process, "3", "3") is True
     before = process._process
     assert before is not None
-    before.send_signal(signal.SIGINT)
+    before.send_signal(getattr(signal, name))
     assert decide(process, "3", "3") is True
     assert process._process is before
 

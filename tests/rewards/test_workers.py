@@ -150,6 +150,13 @@ def test_what_a_call_logs_is_in_the_log_of_the_run(caplog):
     ]
 
 
+def test_a_warning_to_all_processes_of_a_job_ends_no_worker():
+    rewards = reward_set(misbehaving.dies)
+    for _ in range(2):
+        scores = rewards.score(groups("warned", "is killed", "warned", "fine"))
+        assert [row.tolist() == [1, 1] for row in scores.total] == [True, False, True, True]
+
+
 def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     async def sleeps(completions):
         await asyncio.sleep(10**6)
