@@ -28,6 +28,8 @@ def lengths(completions):
     if calls == 3 and "SEND" in os.environ:
         os.kill(os.getpid(), int(os.environ["SEND"]))
     return [float(len(set(text))) for text in completions]
+
+lengths.in_process = True  # the signal is for the run
 """
 
 
