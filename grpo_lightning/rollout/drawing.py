@@ -6,6 +6,8 @@ number. So a completion depends on its prompt, seed and place in the group alone
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -71,7 +73,7 @@ class TokenDrawer:
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.suppress_tokens:
-            self.processors.append(Suppress(sampling.suppress_tokens))
+            self.processors.append(functools.partial(without, tuple(sorted(sampling.suppress_tokens))))
         if sampling.is_greedy:
             return
         if sampling.temperature != 1:  # first, as in transformers: the filters act on tempered scores
@@ -163,18 +165,30 @@ class StopStrings:
         return ends
 
 
-class Suppress:
-    """Gives tokens no chance; those that the model has no score for are left out."""
+@functools.lru_cache(maxsize=64)
+def drawable(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
+    """Which of a model's scores can be drawn.
 
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids, self.places = token_ids, torch.empty(0)
+    The ids behind the tokenizer's last token are at the end, where leaving them out costs nothing.
 
-    def __call__(self, history: Tensor, logits: Tensor) -> Tensor:
-        """[rows, V] the logits, -inf at these tokens."""
-        if not len(self.places):
-            known = [token for token in self.token_ids if token < logits.shape[-1]]
-            self.places = torch.tensor(known, dtype=torch.long, device=logits.device)
-        return logits.index_fill(-1, self.places, -torch.inf)
+    Args:
+        never: Token ids that are never drawn.
+        size: Scores that the model has.
+
+    Returns:
+        How many there are before the last ones that cannot be drawn, and those among them that cannot.
+    """
+    refused = set(never)
+    while size - 1 in refused:
+        size -= 1
+    return size, tuple(token for token in never if token < size)
+
+
+def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
+    """[rows, V] the logits without the last tokens that are never drawn, and -inf at others."""
+    size, among = drawable(never, logits.shape[-1])
+    logits = logits[:, :size]
+    return logits.index_fill(-1, torch.tensor(among, device=logits.device), -torch.inf) if among else logits
 
 
 def refuse_nan(history: Tensor, logits: Tensor) -> Tensor:
