@@ -149,7 +149,10 @@ class LoadedReward:
 def _command(control: socket.socket) -> tuple[bytes, list[int]]:
     """The next command and what descriptors came with it. Raises: ClosedError if the other side is gone."""
     control.settimeout(None)
-    data, descriptors, _, _ = socket.recv_fds(control, 64, 1)
+    try:
+        data, descriptors, _, _ = socket.recv_fds(control, 64, 1)
+    except ConnectionError as error:
+        raise ClosedError from error
     if not data:
         raise ClosedError
     return data, list(descriptors)
