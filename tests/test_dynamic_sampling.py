@@ -303,8 +303,8 @@ def test_a_number_of_rounds_that_is_none(rounds):
 
 
 def test_a_reward_that_there_is_not():
-    with pytest.raises(ValueError, match=r"dynamic_sampling\.reward .* got 'acuracy'; there are: vowel_share"):
-        make_module(dynamic_sampling=DynamicSampling(reward="acuracy"))
+    with pytest.raises(ValueError, match=r"dynamic_sampling\.reward .* got 'accurate'; there are: vowel_share"):
+        make_module(dynamic_sampling=DynamicSampling(reward="accurate"))
 
 
 @pytest.mark.parametrize("is_on", [True, False])
