@@ -58,17 +58,19 @@ def check_validation_interval(trainer: L.Trainer) -> None:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.
     """
     every = trainer.val_check_interval
-    given = trainer.fit_loop._data_source.instance
-    if isinstance(given, PromptSource) and not given.has_length and isinstance(every, float) and every != 1.0:
+    is_share = isinstance(every, float) and every != 1.0
+    is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
+    if not (is_share or is_count) or not trainer.limit_val_batches:
+        return
+    loader, limit = trainer.fit_loop._data_source.dataloader(), trainer.limit_train_batches
+    has_length = not isinstance(loader, PromptSource) or loader.has_length
+    if is_share and not has_length:
         raise ValueError(
             f"trainer.val_check_interval is {every}, a share of an epoch, and an epoch of this loader has no length "
             "(a stream, or dynamic sampling): give a number of micro-steps, and set trainer.check_val_every_n_epoch to "
             "null to count on over epochs."
         )
-    if type(every) is not int or trainer.check_val_every_n_epoch is None or not trainer.limit_val_batches:
-        return
-    loader, limit = trainer.fit_loop._data_source.dataloader(), trainer.limit_train_batches
-    if isinstance(loader, PromptSource) and not loader.has_length:
+    if is_share or not has_length:
         return
     batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
     if every > batches:

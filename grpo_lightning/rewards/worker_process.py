@@ -100,7 +100,8 @@ def main() -> None:
     # A reward of the training script must not be looked for in this one.
     sys.modules["__main__"] = types.ModuleType("__main__")
     rewards = [LoadedReward(data) for data in setup["rewards"]]
-    send(control, [reward.problem for reward in rewards])
+    with contextlib.suppress(OSError):  # the other side is gone already
+        send(control, [reward.problem for reward in rewards])
     workers: set[int] = set()
     try:
         while True:
