@@ -102,7 +102,7 @@ class Task:
 
 
 class WorkerPool:
-    """Workers that share the loaded rewards; started with the first call, gone with this object or this process.
+    """Workers that share the loaded rewards, each forked for its first call; gone with this object or this process.
 
     Args:
         rewards: Each pickled.
@@ -191,6 +191,8 @@ class WorkerParent:
                 theirs.close()
                 return ours, receive(ours, time.monotonic() + START_SECONDS)
             except (OSError, ClosedError) as error:
+                ours.close()
+                theirs.close()
                 raise CrashError(
                     f"no worker could be started (the parent's exit status: {self.process.poll()})"
                 ) from error
