@@ -155,7 +155,7 @@ def test_groups_of_equals_are_counted():
 def test_what_rewards_log_and_what_went_wrong_with_them():
     def talkative(completions, log_metric):
         log_metric("spread", 3.0)
-        return [1.0, None, 0.0, math.inf] * 2
+        return [1.0, None, 0.0, math.inf]
 
     history = History()
     reward = WeightedReward(talkative, name="talkative", on_error="none")

@@ -1,7 +1,8 @@
 """One reward on one batch: where it runs, what it logs, what comes back, and what goes wrong.
 
-Called in this process, a reward gets the whole batch. In workers, each call has the completions of one prompt: calls
-run side by side, and one that hangs or dies takes no other with it.
+A call has the completions of one prompt, in a worker and in this process: workers make several calls at a time, and one
+that hangs or dies takes no other with it. A reward that is in this process by its own word (`in_process`, or async)
+gets the whole batch in one call.
 """
 
 from __future__ import annotations
@@ -123,18 +124,27 @@ class RewardCall:
 
     def start_here(self) -> None:
         """Run a sync reward; set an async one going. What it raises waits for `finish`."""
-        part = Part(self.groups, Future())
-        self.parts = [part]
+        calls = [self.groups] if self.reward.in_process else [[group] for group in self.groups]
+        for groups in calls:
+            part = self._begun_here(groups)
+            self.parts.append(part)
+            if self.reward.on_error == "raise" and part.answer.done() and part.answer.exception() is not None:
+                return  # `finish` raises: the other calls would be for nothing
+
+    def _begun_here(self, groups: Sequence[Group]) -> Part:
+        """A call in this process, on its way or over."""
+        part = Part(groups, Future())
         logs = self.reward.taken({"log_extra": part.log_extra, "log_metric": part.log_metric})
         try:
-            result = self.reward(**arguments(self.reward, self.groups, self.circumstances), **logs)
+            result = self.reward(**arguments(self.reward, groups, self.circumstances), **logs)
         except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
             part.answer.set_exception(error)
-            return
+            return part
         if inspect.isawaitable(result):
             part.answer = asyncio.run_coroutine_threadsafe(_finished(result), _event_loop(os.getpid()))
         else:
             part.answer.set_result({"result": result})
+        return part
 
     def cancel(self) -> None:
         """Wait for nothing of it any more: what has not begun does not begin."""

@@ -31,7 +31,9 @@ def close(actual: torch.Tensor, expected: list[list[float]]) -> None:
 
 
 class Spy:
-    """A reward that keeps what it was called with."""
+    """A reward that keeps what it was called with; it gets the whole batch at once."""
+
+    in_process = True
 
     def __init__(self, *, per_group: bool = False) -> None:
         self.per_group = per_group
@@ -43,7 +45,48 @@ class Spy:
         return [[1.0] * len(row) for row in completions] if self.per_group else [1.0] * len(completions)
 
 
+def at_once(reward: Any) -> Any:
+    """A function that asks for the whole batch in one call."""
+    reward.in_process = True
+    return reward
+
+
 # --- what a reward is called with
+
+
+@pytest.mark.parametrize("per_group", [False, True])
+def test_a_call_has_the_completions_of_one_prompt(per_group: bool):
+    calls: list[Any] = []
+
+    def watched(completions: Any, answer: Any) -> Any:
+        calls.append((completions, answer))
+        return [[1.0] * len(row) for row in completions] if per_group else [1.0] * len(completions)
+
+    watched.per_group = per_group  # type: ignore[attr-defined]
+    batch = [group("a", "bb", answer="1"), group("c", "d", answer="2")]
+    close(score(watched, *batch).total, [[1, 1], [1, 1]])
+    whole = [([["a", "bb"]], ["1"]), ([["c", "d"]], ["2"])]
+    assert calls == (whole if per_group else [(["a", "bb"], ["1", "1"]), (["c", "d"], ["2", "2"])])
+    calls.clear()
+    close(score(at_once(watched), *batch).total, [[1, 1], [1, 1]])
+    whole = [([["a", "bb"], ["c", "d"]], ["1", "2"])]
+    assert calls == (whole if per_group else [(["a", "bb", "c", "d"], ["1", "1", "2", "2"])])
+
+
+def test_the_prompt_that_a_reward_raised_for_is_named_and_no_further_one_is_asked():
+    calls: list[Any] = []
+
+    def picky(completions: Any) -> list[float]:
+        calls.append(completions)
+        return [1.0 / (completion != "c") for completion in completions]
+
+    batch = [*BATCH, group("e", "f", index=1)]
+    with pytest.raises(RuntimeError, match=r"'picky' raised ZeroDivisionError: .* \(gsm8k, prompt 9\)\."):
+        score(picky, *batch)
+    assert calls == [["a", "b"], ["c", "d"]]
+    scores = score(picky, *batch, on_error="none")
+    close(scores.total, [[1, 1], [NAN, NAN], [1, 1]])
+    assert scores.failures["picky/exception"] == 2
 
 
 def test_arguments_for_text_prompts():
@@ -94,7 +137,8 @@ def test_limit_and_finish_reasons_reach_a_reward():
     spy = Spy(per_group=True)
     RewardSet([spy]).score(batch, max_completion_length=64)
     assert spy.seen["finish_reasons"] == [["stop", "length"], ["stop", "stop"]]
-    assert seen == [spy.seen["max_completion_length"]] == [64]
+    assert seen == [64, 64]
+    assert spy.seen["max_completion_length"] == 64
 
 
 @pytest.mark.parametrize("per_group", [False, True])
@@ -233,9 +277,11 @@ async def raises_later(completions: Any) -> Any:
 BATCH = [group("a", "b", index=4, source="gsm8k"), group("c", "d", index=9, source="gsm8k")]
 
 
-@pytest.mark.parametrize("reward", [raises, raises_later])
-def test_a_raise_stops_the_run_and_is_chained(reward: Any):
-    message = r"'bad' raised KeyError: 'gold' \(gsm8k, prompt 4; gsm8k, prompt 9\)\."
+@pytest.mark.parametrize(
+    ("reward", "where"), [(raises, "gsm8k, prompt 4"), (raises_later, "gsm8k, prompt 4; gsm8k, prompt 9")]
+)
+def test_a_raise_stops_the_run_and_is_chained(reward: Any, where: str):
+    message = rf"'bad' raised KeyError: 'gold' \({where}\)\."
     with pytest.raises(RuntimeError, match=message) as caught:
         score(reward, *BATCH, name="bad")
     assert isinstance(caught.value.__cause__, KeyError)
@@ -282,6 +328,7 @@ def test_an_interrupt_is_no_failure():
     ],
 )
 def test_a_wrong_length_follows_the_policy(returned: Any, described: str):
+    @at_once
     def bad(completions: Any) -> Any:
         return returned
 
@@ -295,6 +342,7 @@ def test_a_wrong_length_follows_the_policy(returned: Any, described: str):
 
 @pytest.mark.parametrize("returned", [[[1.0, 1.0]], [[1.0, 1.0], [1.0]], [[1.0] * 2] * 3, [1.0] * 2, [1.0] * 4, None])
 def test_a_wrong_length_of_whole_groups(returned: Any):
+    @at_once
     def bad(completions: Any) -> Any:
         return returned
 
@@ -306,6 +354,7 @@ def test_a_wrong_length_of_whole_groups(returned: Any):
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, 1e39, 10**400, "1.0", [1.0], torch.ones(2)])
 def test_a_value_that_is_no_number_follows_the_policy(value: Any, caplog: pytest.LogCaptureFixture):
+    @at_once
     def bad(completions: Any) -> Any:
         return [1.0, 2.0, 3.0, value]
 
@@ -329,12 +378,13 @@ def test_a_value_that_is_no_number_follows_the_policy(value: Any, caplog: pytest
 
 def test_many_bad_values_give_one_line_in_the_log(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        scores = score(lambda completions: [NAN] * 4, *BATCH, name="bad", on_error="none")
+        scores = score(lambda completions: [NAN] * 2, *BATCH, name="bad", on_error="none")
     assert scores.failures["bad/invalid_value"] == 4
     assert len(caplog.records) == 1
 
 
 def test_a_log_column_of_the_wrong_length_is_a_failure():
+    @at_once
     def bad(completions: Any, log_extra: Any) -> list[float]:
         log_extra("note", ["one"])
         return [1.0] * 4

@@ -39,6 +39,8 @@ def giving(*values: Any, name: str = "given") -> WeightedReward:
 
 
 class Given:
+    in_process = True  # the values are those of the whole batch
+
     def __init__(self, values: list[Any]) -> None:
         self.values = values
 
@@ -248,7 +250,7 @@ def test_a_reward_is_called_only_with_the_prompts_it_applies_to():
         only(["second", "watched"], "f", "g", answer="4"),
     ]
     scores = RewardSet([watched, second], [1, 10]).score(groups)
-    assert seen == [(["a", "bb", "eee", "", "f", "g"], ["1", "1", "3", "3", "4", "4"])]
+    assert seen == [(["a", "bb"], ["1", "1"]), (["eee", ""], ["3", "3"]), (["f", "g"], ["4", "4"])]
     close(scores.by_reward["watched"], [[1, 2], [NAN, NAN], [3, 0], [1, 1]])
     close(scores.by_reward["second"], [[NAN, NAN], [1, 1], [1, 1], [1, 1]])
     close(scores.total, [[1, 2], [10, 10], [13, 10], [11, 11]])
@@ -342,14 +344,14 @@ def test_metrics_and_extras_of_all_rewards():
         return [0.0] * len(completions)
 
     scores = RewardSet([logs, logs_too]).score([group("a", "bb"), group("c", "dd")])
-    assert scores.metrics == {"seen": 4.0}
+    assert scores.metrics == {"seen": (1 + 4 + 1 + 4 + 7) / 5}
     assert scores.extras == {"shout": ["A", "BB", "C", "DD"], "letters": [1, 2, 1, 2]}
 
 
 def test_a_column_that_two_rewards_log_is_there_twice():
     def logs(completions: list[str], log_extra: Any) -> list[float]:
         log_extra("shout", [text.upper() for text in completions])
-        log_extra(f"of {completions[0]}", completions)
+        log_extra(f"with {completions[0]}", completions)
         return [0.0] * len(completions)
 
     def quiet(completions: list[str], log_extra: Any) -> list[float]:
@@ -360,7 +362,8 @@ def test_a_column_that_two_rewards_log_is_there_twice():
     assert RewardSet([logs, quiet]).score(groups).extras == {
         "logs/shout": ["A", "BB", "C", "DD"],
         "quiet/shout": ["-", "-", None, None],
-        "of a": ["a", "bb", "c", "dd"],
+        "with a": ["a", "bb", None, None],
+        "with c": [None, None, "c", "dd"],
     }
 
 
