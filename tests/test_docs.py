@@ -118,13 +118,18 @@ def test_methods_named_exist():
 
 def test_metrics_named_are_logged():
     """Those of a run with a reference and validation; an example's own and `time/...` are no metrics of ours."""
-    module = make_module(objective=Objective(), num_iterations=2, dynamic_sampling=DynamicSampling())
+    objective = Objective(rollout_correction="token_truncate")
+    module = make_module(objective=objective, num_iterations=2, dynamic_sampling=DynamicSampling())
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, make_source(module), PromptSource(PROMPTS[:2], 2))
     pattern = r"`((?:reward|policy|rollout|val)/[\w/]+)`"
     named = {name for page in PAGES for name in re.findall(pattern, prose(read(page)))}
     assert {"reward/mean", "policy/kl", "val/reward"} <= named
     assert sorted(named - {*trainer.callback_metrics}) == []
+    table = read("grpo.md").partition("## What is logged")[2].partition("## Questions")[0]
+    rows = [re.sub(r"<\w+>", ".+", re.escape(name)) for name in re.findall(r"`([\w/<>@.]+)`", table)]
+    logged = [name for name in trainer.callback_metrics if "/" in name]
+    assert [name for name in logged if not any(re.fullmatch(row, name) for row in rows)] == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from grpo_lightning.rewards import RewardWorkers, WeightedReward
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.rewards import misbehaving
 
-LIMITS = RewardWorkers(num_workers=2, timeout_seconds=3.0, memory_gb=0.5)
+LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, memory_gb=0.5)
 PROMPTS = ["one", "hang, hoard, is killed, raise", "two", "three"]
 REWARDS = (misbehaving.loops, misbehaving.allocates, misbehaving.dies, misbehaving.wrong)
 FAILURES = {"loops/timeout", "allocates/exception", "dies/crash", "wrong/exception"}
@@ -38,7 +38,7 @@ def test_a_run_goes_on_whatever_its_rewards_do():
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (misbehaving.loops, "'loops' was stopped: it took longer than the 3 s"),
+        (misbehaving.loops, "'loops' was stopped: it took longer than the 6 s"),
         (misbehaving.dies, "'dies' did not return: its process ended by signal 9"),
         (misbehaving.wrong, "'wrong' raised ValueError: no such luck"),
     ],

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
+from grpo_lightning.rewards.workers import RaisedError
+
 TRACEBACK = "GRPO_LIGHTNING_TRACEBACK"
 RANKS = ("LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
 """What launchers set that know no rank in the whole run, or before it is known."""
@@ -115,7 +117,9 @@ def lines(error: BaseException) -> list[str]:
     if isinstance(error, ConfigurationError) or plain_refusal(error) is not None:
         return said
     cause = error.__cause__
-    if cause is not None:
+    if isinstance(cause, RaisedError):  # in another process: its own traceback is all there is
+        said.append(cause.shown.rstrip())
+    elif cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         said.append(f"caused by {type(cause).__name__}: {cause}{where}")

@@ -17,8 +17,8 @@ functions written for TRL run unchanged, as do the ORM classes of ms-swift and, 
 With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
 value of each column per group, and lists of completions; it returns a list per group.
 
-A call has the completions of one prompt or of several: where rewards run in workers (`rewards/workers.py`), of one.
-There a reward is a copy, which keeps nothing from call to call.
+A call has the completions of one prompt; of an async reward, or with the attribute `in_process = True`, those of the
+whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps nothing from call to call.
 
 A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
 that it is going to judge. What it loads itself, it loads in `connect`, along with the policy.
@@ -67,7 +67,7 @@ class Reward(ABC):
     """True if it is called with whole groups."""
 
     in_process: bool = False
-    """True if it must be called in the training process: it holds a device or other things that do not travel."""
+    """True if it is called in the training process, once for a batch: it holds a device, or scores many at once."""
 
     required_columns: tuple[str, ...] = ()
     """Data columns it needs beyond those its signature names."""
@@ -134,7 +134,8 @@ RewardLike = Reward | Callable[..., Any]
 class WeightedReward(Reward):
     """A reward with its weight in the total, a name, and what to do when it fails.
 
-    Failing is: raising, returning the wrong number of values, or returning NaN, infinity or what is no number.
+    Failing is: raising, taking longer than allowed, losing its process, returning the wrong number of values, or
+    returning NaN, infinity or what is no number.
 
     Args:
         reward: The function or callable object.

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from grpo_lightning.rewards.arguments import Circumstances, arguments
 from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.rewards.worker_process import told
 from grpo_lightning.rewards.workers import CrashError, OverdueError, RaisedError, WorkerPool, checked
 from grpo_lightning.seeding import derived_seed
 from grpo_lightning.types import Group
@@ -255,18 +256,23 @@ class RewardCall:
         more = "; ..." if len(groups) > 8 else ""
         message = f"Reward {self.reward.name!r} {problem} ({where}{more})."
         if self.reward.on_error == "raise":
-            remedy = "Mend it, or wrap it in WeightedReward with on_error 'none' or 'value' to go on without it."
-            raise (ValueError if cause is None else RuntimeError)(f"{message} {remedy}") from cause
+            mend = "Mend it, raise the limit," if kind == "timeout" else "Mend it,"
+            remedy = f"{mend} or wrap it in WeightedReward with on_error 'none' or 'value' to go on without it."
+            inside = cause if kind == "exception" else None  # of the others, all is said
+            raise (ValueError if cause is None else RuntimeError)(f"{message} {remedy}") from inside
         self._warnings.setdefault(kind, []).append(message)
         return self.reward.error_value
 
     def _warn(self) -> None:
         """Say of every kind of failure what the first was, and how often there was one; and what workers logged."""
         for (name, level, message), times in self.records.items():
-            logging.getLogger(name).log(level, "%s%s", message, f" ({times} times)" if times > 1 else "")
+            often = f" ({times} times)" if times > 1 else ""
+            logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, often)
         for kind, messages in self._warnings.items():
             count = self.failures[kind]
-            often = "" if len(messages) == 1 else f" So {len(messages)} times, for {count} completions in all."
+            often = (
+                "" if len(messages) == 1 else f" The first of {len(messages)} of its kind, {count} completions in all."
+            )
             logger.warning("%s Going on with %r.%s", messages[0], self.reward.error_value, often)
 
 
@@ -276,9 +282,8 @@ def _told(error: Exception) -> tuple[str, str]:
         return "timeout", str(error)
     if isinstance(error, CrashError):
         return "crash", f"did not return: {error}"
-    if isinstance(error, RaisedError):
-        return "exception", f"raised {str(error).partition(chr(10))[0]}"
-    return "exception", f"raised {type(error).__name__}: {error}"
+    problem = error.args[0] if isinstance(error, RaisedError) else told(error)[0]
+    return "exception", f"raised {problem}"
 
 
 def _as_rows(result: Any, num_groups: int, group_size: int, *, per_group: bool) -> list[list[Any]] | None:

@@ -33,6 +33,9 @@ SHORT_PICKLE = 1 << 20
 """Bytes up to which all of a reward is compared with what it was, after every call; of larger ones, only their plain
 attributes (numbers, texts)."""
 
+CALLERS = frozenset(str(Path(__file__).with_name(name)) for name in ("worker_process.py", "call.py", "base.py"))
+"""Files whose code is between a call and the reward."""
+
 NOT_FOR_US = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Signals that a terminal or a scheduler sends to all processes of a run. They are for the training process, which ends
 these."""
@@ -272,9 +275,10 @@ def answered(loaded: LoadedReward, call: Mapping[str, Any]) -> dict[str, Any]:
                 **call["arguments"], **{name: log for name, log in logs.items() if name in call["logs"]}
             )
         except BaseException as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
-            shown = "".join(traceback.format_exception(error))
-            problem = f"{type(error).__name__}: {error}"
+            problem, shown = told(error)
             is_full = isinstance(error, MemoryError)
+            if is_full:
+                problem += ", with model.reward_workers.memory_gb as its limit"
             return {"error": problem, "traceback": shown, "is_full": is_full, "records": records.kept}
     if isinstance(result, Awaitable):
         if hasattr(result, "close"):
@@ -285,6 +289,25 @@ def answered(loaded: LoadedReward, call: Mapping[str, Any]) -> dict[str, Any]:
     if hasattr(result, "tolist"):
         result = result.tolist()
     return {"result": result, "extras": extras, "metrics": metrics, "records": records.kept}
+
+
+def told(error: BaseException) -> tuple[str, str]:
+    """What is said of an exception of a reward.
+
+    Returns:
+        Its class, text and place, "KeyError: 'gold', at my_rewards.py:3"; and its traceback. Both begin at the reward's
+        own code.
+    """
+    frames = frame = error.__traceback__
+    while frame is not None:  # what is between: futures have frames of their own
+        if frame.tb_frame.f_code.co_filename in CALLERS:
+            frames = frame.tb_next
+        frame = frame.tb_next
+    shown = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    problem = f"{type(error).__name__}: {error}"
+    if frames is not None:
+        problem += f", at {Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
+    return problem, shown
 
 
 class Records(logging.Handler):

@@ -37,7 +37,20 @@ class CrashError(RuntimeError):
 
 
 class RaisedError(RuntimeError):
-    """A call raised; the message has the error and its traceback."""
+    """A call raised in another process.
+
+    Args:
+        problem: The error and its place, in a line.
+        shown: Its traceback there.
+    """
+
+    def __init__(self, problem: str, shown: str = "") -> None:
+        super().__init__(problem)
+        self.shown = shown
+
+    def __str__(self) -> str:
+        """Both: Python shows it as the cause of what is raised for it."""
+        return f"{self.args[0]}\n{self.shown}".rstrip()
 
 
 @dataclass
@@ -309,5 +322,5 @@ def _not_pickled(error: Exception) -> str:
 def checked(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     """An answer. Raises: RaisedError if the call raised."""
     if "error" in answer:
-        raise RaisedError(answer["error"] + (f"\n{answer['traceback']}" if "traceback" in answer else ""))
+        raise RaisedError(answer["error"], answer.get("traceback", ""))
     return answer

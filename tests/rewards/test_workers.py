@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_lightning.cli.errors import lines
 from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.types import Completion, Group, Prompt
 from tests.rewards import misbehaving
 
-LIMITS = RewardWorkers(num_workers=2, timeout_seconds=3.0, step_timeout_seconds=60, memory_gb=0.5)
+LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, step_timeout_seconds=60, memory_gb=0.5)
 
 
 def groups(*prompts: str, texts: tuple[str, ...] = ("a", "b"), **columns) -> list[Group]:
@@ -50,9 +51,14 @@ def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> Re
             misbehaving.loops,
             "hang",
             "timeout",
-            r"was stopped: it took longer than the 3 s of model\.reward_workers\.timeout_seconds",
+            r"was stopped: it took longer than the 6 s of model\.reward_workers\.timeout_seconds",
         ),
-        (misbehaving.allocates, "hoard", "exception", "raised MemoryError"),
+        (
+            misbehaving.allocates,
+            "hoard",
+            "exception",
+            "MemoryError: .*with model.reward_workers.memory_gb as its limit",
+        ),
         (misbehaving.dies, "is killed", "crash", r"its process ended by signal 9 \(SIGKILL\)"),
         (misbehaving.dies, "leaves", "crash", "its process ended with exit status 3"),
         (misbehaving.dies, "exits", "exception", "raised SystemExit: enough"),
@@ -73,7 +79,7 @@ def test_a_call_that_goes_wrong_takes_no_other_with_it(reward, bad, kind, said, 
     (message,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert re.search(said, message), message
     assert "prompt 1" in message
-    assert message.endswith("for 4 completions in all.")
+    assert re.search(r"Going on with None\. The first of [24] of its kind, 4 completions in all\.$", message)
 
 
 def test_none_for_all_means_that_the_reward_does_not_apply():
@@ -85,16 +91,23 @@ def test_none_for_all_means_that_the_reward_does_not_apply():
 @pytest.mark.parametrize(
     ("reward", "bad", "said"),
     [
-        (misbehaving.loops, "hang", "'loops' was stopped: it took longer than the 3 s"),
+        (misbehaving.loops, "hang", "'loops' was stopped: it took longer than the 6 s"),
         (misbehaving.dies, "is killed", "'dies' did not return: its process ended by signal 9"),
-        (misbehaving.wrong, "raise", "'wrong' raised ValueError: no such luck"),
+        (misbehaving.wrong, "raise", r"'wrong' raised ValueError: no such luck, at misbehaving.py:\d+ \("),
     ],
 )
 def test_the_run_stops_if_the_policy_says_so(reward, bad, said):
     with pytest.raises(RuntimeError, match=said) as caught:
         reward_set(reward, on_error="raise").score(groups("one", bad, "two"))
+    cause, message = caught.value.__cause__, str(caught.value)
+    assert ("raise the limit" in message) == (bad == "hang")
     if bad == "raise":
-        assert "in wrong" in str(caught.value.__cause__), "the traceback of the other process"
+        assert "in wrong" in str(cause), "the traceback of the other process"
+        assert "worker_process" not in str(cause), "where the reward's own code begins"
+        assert "in wrong" in "\n".join(lines(caught.value)), "the command line shows it"
+        assert "caused by" not in "\n".join(lines(caught.value))
+    else:
+        assert cause is None, "all is said"
 
 
 def test_all_calls_of_a_step_have_one_limit():
@@ -146,7 +159,7 @@ def test_a_failure_that_stops_the_run_leaves_nothing_to_wait_for():
 def test_what_a_call_logs_is_in_the_log_of_the_run(caplog):
     reward_set(misbehaving.logs).score(groups("one", "two", "three"))
     assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
-        ("my.rewards", "WARNING", "look at this (3 times)")
+        ("my.rewards", "WARNING", "Reward 'logs': look at this (3 times)")
     ]
 
 
