@@ -110,15 +110,17 @@ def further_prompts(config: Namespace) -> list[str]:
 
 
 def length_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: Known) -> list[str]:
-    """Steps per epoch and in all."""
+    """Steps per epoch and in all; of an epoch with dynamic sampling only how many there may be."""
     trainer, lines = config.trainer, []
+    is_open = config.model.dynamic_sampling is not None
+    most = "up to " if is_open else ""
     if known.train_prompts is None:
         lines.append(f"The number of prompts is not known: {known.why_no_prompts}.".replace("..", "."))
     else:
         assert length.steps_per_epoch is not None
         rollouts = length.steps_per_epoch // batches.steps_per_rollout
         lines.append(
-            f"{count(len(known.train_prompts), 'prompt')}: {count(rollouts, 'rollout')} = "
+            f"{count(len(known.train_prompts), 'prompt')}: {most}{count(rollouts, 'rollout')} = "
             f"{count(length.steps_per_epoch, 'optimizer step')} per epoch."
         )
     lines += further_prompts(config)
@@ -137,12 +139,14 @@ def length_lines(config: Namespace, batches: BatchPlan, length: RunPlan, known: 
         return [*lines, f"The length of the run follows from the number of prompts ({by})."]
     if "max_time" in by:
         by += ": fewer if the time is up before"
-    told = f"The run: {count(length.total_steps, 'optimizer step')}"
+    by_epochs = trainer.max_epochs not in (None, -1)
+    told = f"The run: {most if by_epochs else ''}{count(length.total_steps, 'optimizer step')}"
     if length.num_prompts is not None:
-        told += f", {count(length.num_prompts, 'prompt')} sampled for"
+        told += f", {count(length.num_prompts, 'prompt')} {'trained on' if is_open else 'sampled for'}"
         told += f", {count(length.num_prompts * batches.num_generations, 'completion')}"
     if length.epochs is not None:
-        told += f", {length.epochs:.3g} epoch{'' if length.epochs == 1 else 's'}"
+        least = "at least " if is_open and not by_epochs else ""
+        told += f", {least}{length.epochs:.3g} epoch{'' if length.epochs == 1 else 's'}"
     return [*lines, f"{told} ({by})."]
 
 

@@ -119,8 +119,8 @@ def list_all() -> None:
 
 
 def first_sentence(text: str) -> str:
-    """What a list has room for; the abbreviations that a text may begin with ("Dr.") end no sentence."""
-    match = re.match(r".{20,}?\.(?= |$)", text)
+    """What a list has room for; abbreviations ("Dr." at the beginning, "et al.") end no sentence."""
+    match = re.match(r".{20,}?(?<!et al)\.(?= |$)", text)
     return match[0] if match else text
 
 

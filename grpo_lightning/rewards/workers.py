@@ -311,7 +311,10 @@ def pickled(reward: Any) -> tuple[bytes | None, str]:
     try:
         return pickle.dumps(reward), ""
     except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
-        return None, f"it {_not_pickled(error)}"
+        return (
+            None,
+            f"it {_not_pickled(error)}; what a module defines can be, if it holds no lambda, file or connection",
+        )
 
 
 def _not_pickled(error: Exception) -> str:

@@ -54,13 +54,16 @@ class ReasoningGymTasks:
     ) -> None:
         """Raises: ImportError if reasoning-gym is missing; ValueError if a task, a setting or a size is wrong."""
         if not tasks:
-            raise ValueError("tasks is empty: name at least one, as in {chain_sum: {max_terms: 3}}.")
+            raise ValueError("ReasoningGymTasks.tasks is empty: name at least one, as in {chain_sum: {max_terms: 3}}.")
         for name, number in (("size", size), ("heldout_size", heldout_size)):
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}.")
         self.tasks = {task: dict(config or {}) for task, config in tasks.items()}
         for task, config in self.tasks.items():
-            created(task, config)
+            try:
+                created(task, config)
+            except ValueError as error:  # which names `tasks`; a recipe has more than these
+                raise ValueError(f"{type(self).__name__}.{error}") from error.__cause__
         self.folder, self.size, self.heldout_size, self.seed = Path(folder), size, heldout_size, seed
 
     def __call__(self) -> None:

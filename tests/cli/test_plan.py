@@ -91,6 +91,15 @@ def test_a_plan_without_weights(recipe, said, monkeypatch):
     assert not list(Path().rglob("runs*")), "a plan writes nothing"
 
 
+def test_what_dynamic_sampling_leaves_open_is_not_stated_as_known(recipe, said):
+    out = said(recipe(dynamic_sampling={"max_resample_times": 2}))
+    assert "10 prompts: up to 5 rollouts = 5 optimizer steps per epoch" in out
+    assert "may take up to 3 times the prompts" in out
+    assert "The run: 6 optimizer steps, 12 prompts trained on, 48 completions, at least 1.2 epochs (max_steps 6)" in out
+    out = said(recipe(trainer={"max_steps": -1, "max_epochs": 2}, dynamic_sampling={}))
+    assert "The run: up to 10 optimizer steps, 20 prompts trained on, 80 completions, 2 epochs (max_epochs 2)" in out
+
+
 def test_overrides_of_fit_and_ranks(recipe, said):
     flags = ["--model.num_generations=8", "--devices", "2", "--nodes", "3", "--prompt_tokens=33"]
     data = {"val_datasets": [{"json_path": "rows.jsonl", "sampling_strategy": "first:3"}]}

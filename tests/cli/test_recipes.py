@@ -69,6 +69,7 @@ def test_header_by_hand(tmp_path):
 
 def test_first_sentence():
     assert recipes.first_sentence("Dr. GRPO is centred by the mean. More.") == "Dr. GRPO is centred by the mean."
+    assert recipes.first_sentence("all of DAPO (Yu et al. 2025). More.") == "all of DAPO (Yu et al. 2025)."
     assert recipes.first_sentence("no full stop") == "no full stop"
 
 

@@ -114,7 +114,7 @@ def test_files_of_somebody_else_are_kept(tmp_path: Path):
         ({"tasks": {}}, "tasks is empty"),
         ({"size": 0}, "size must be at least 1, got 0"),
         ({"heldout_size": 0}, "heldout_size must be at least 1, got 0"),
-        ({"tasks": {"chain_sums": {}}}, "did you mean 'chain_sum'"),
+        ({"tasks": {"chain_sums": {}}}, r"^ReasoningGymTasks\.tasks: .*did you mean 'chain_sum'"),
         ({"tasks": {"chain_sum": {"min_terms": 0}}}, "does not take the settings"),
     ],
 )
