@@ -1,16 +1,17 @@
 """What the policy is trained towards: a paper is one row of settings, each a pure function of `functional/`.
 
-| row         | ratio    | surrogate           | aggregate | scale     | beta |
-|-------------|----------|---------------------|-----------|-----------|------|
-| GRPO        | token    | clip, low = high    | sequence  | group_std | 0.04 |
-| default     | token    | clip                | token     | group_std | 0.04 |
-| Dr. GRPO    | token    | clip                | constant  | none      | 0    |
-| DAPO        | token    | clip, high 0.28     | token     | group_std | 0    |
-| GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std | 0    |
-| CISPO       | token    | cispo, cap 1 + high | token     | group_std | 0    |
-| SAPO        | token    | sapo                | sequence  | group_std | 0    |
-| RLOO        | token    | clip                | constant  | none      | 0    |
-| REINFORCE++ | token    | clip                | token     | batch_std | 1e-3 |
+| row         | ratio    | surrogate           | aggregate | scale      | beta |
+|-------------|----------|---------------------|-----------|------------|------|
+| GRPO        | token    | clip, low = high    | sequence  | group_std  | 0.04 |
+| default     | token    | clip                | token     | group_std  | 0.04 |
+| Dr. GRPO    | token    | clip                | constant  | none       | 0    |
+| DAPO        | token    | clip, high 0.28     | token     | group_std  | 0    |
+| GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std  | 0    |
+| CISPO       | token    | cispo, cap 1 + high | token     | group_std  | 0    |
+| SAPO        | token    | sapo                | sequence  | group_std  | 0    |
+| RLOO        | token    | clip                | constant  | none       | 0    |
+| REINFORCE++ | token    | clip                | token     | batch_std  | 1e-3 |
+| MaxRL       | token    | clip                | constant  | group_mean | 0    |
 
 The rows are fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
 """
@@ -20,8 +21,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from grpo_lightning.functional import (
     rollout_weights,
     sapo_surrogate,
 )
+from grpo_lightning.objective_checks import check
 from grpo_lightning.types import MicroBatch
 
 
@@ -113,8 +115,9 @@ class Objective:
     """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
     with `scale: batch_std`)."""
 
-    scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What the difference is divided by (unbiased std + 1e-4)."""
+    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std"
+    """What the difference is divided by: an unbiased std + 1e-4, or the mean reward of the group (MaxRL), which has to
+    be a success rate: rewards below 0 are an error then."""
 
     beta: float = 0.04
     """Weight of the KL to the reference; 0 trains without a reference."""
@@ -155,52 +158,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
-        for name, kind in get_type_hints(type(self)).items():
-            choices, value = get_args(kind), getattr(self, name)
-            if get_origin(kind) is Literal and value not in choices:
-                raise ValueError(f"objective.{name} must be one of {', '.join(choices)}, got {value!r}.")
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"objective.epsilon must be at least 0 and below 1, got {self.epsilon}.")
-        if self.epsilon_high is not None and self.epsilon_high < 0:
-            raise ValueError(
-                f"objective.epsilon_high must be at least 0, or null for epsilon, got {self.epsilon_high}."
-            )
-        if self.beta < 0:
-            raise ValueError(f"objective.beta must be at least 0 (0 is no reference), got {self.beta}.")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.high:
-            raise ValueError(
-                f"objective.dual_clip must be above 1 + epsilon_high = {1 + self.high:g}, got {self.dual_clip}. "
-                "Raise it, or set it to null."
-            )
-        if self.surrogate != "clip" and self.dual_clip is not None:
-            raise ValueError(
-                f"objective.dual_clip has no meaning for the {self.surrogate} surrogate, a bounded one: leave it out."
-            )
-        self._check_unused()
-        if not 0 <= self.rollout_correction_low < self.rollout_correction_high:
-            raise ValueError(
-                "objective.rollout_correction_low must be at least 0 and below rollout_correction_high "
-                f"({self.rollout_correction_high}), got {self.rollout_correction_low}."
-            )
-
-    def _check_unused(self) -> None:
-        """Check that what is set is used. Raises: ValueError naming what is not, and why."""
-        is_sapo, is_corrected = self.surrogate == "sapo", self.rollout_correction != "none"
-        uses = [
-            (not is_sapo, "the sapo surrogate clips nothing", ["epsilon", "epsilon_high"]),
-            (is_sapo, "the surrogate is not sapo", ["sapo_temperature", "sapo_temperature_negative"]),
-            (self.beta > 0, "beta is 0, which leaves the KL out", ["kl_in"]),
-            (self.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
-            (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),
-        ]
-        unused = {name: why for is_used, why, names in uses if not is_used for name in names}
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if setting.name in unused and value != setting.default:
-                raise ValueError(f"objective.{setting.name} is {value!r}, and {unused[setting.name]}: leave it out.")
-        for name in ("sapo_temperature", "sapo_temperature_negative"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"objective.{name} must be above 0, got {getattr(self, name)}.")
+        check(self)
 
     @property
     def high(self) -> float:

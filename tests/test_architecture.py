@@ -20,6 +20,7 @@ LEVELS = {
     "tasks": 1,
     "functional": 1,
     "objective": 2,
+    "objective_checks": 2,
     "offload": 5,
     "optimization": 5,
     "overlong": 4,

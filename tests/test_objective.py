@@ -88,6 +88,7 @@ ROWS = {
     "dual clip": ({"dual_clip": 3.0, "beta": 0.0}, {"dual_clip": 3.0}),
     "sapo": ({"surrogate": "sapo", "aggregate": "sequence", "beta": 0.0}, {"is_sapo": True, "by": "sequence"}),
     "rloo": ({"aggregate": "constant", "scale": "none", "baseline": "leave_one_out", "beta": 0.0}, {"by": "constant"}),
+    "maxrl": ({"aggregate": "constant", "scale": "group_mean", "beta": 0.0}, {"by": "constant"}),
     "gspo token": (
         {"ratio": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregate": "sequence", "beta": 0.0},
         {"level": "sequence_token", "low": 3e-4, "high": 4e-4, "by": "sequence"},
@@ -105,7 +106,7 @@ def test_a_row_is_its_pieces(row):
     torch.testing.assert_close(gradient, want_gradient)
 
 
-@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo"])
+@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "maxrl"])
 def test_the_fragments_are_the_rows(row):
     fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
     assert Objective(**fragment) == Objective(**ROWS[row][0])
@@ -116,7 +117,7 @@ def test_the_table_in_the_docstring_is_true():
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
-        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++")
+        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++", "MaxRL")
     ]
     for name, ratio, surrogate, by, scale, beta in table:
         path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus')}.yaml"
@@ -180,7 +181,7 @@ REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "group_mean", "none"])
 def test_compare_is_the_advantage(baseline, scale):
     got = Objective(baseline=baseline, scale=scale).compare(REWARDS)
     torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
@@ -280,6 +281,11 @@ def test_unknown_old_logprobs_are_an_error():
         ({"sapo_temperature": 0.0, "surrogate": "sapo"}, r"sapo_temperature must be above 0, got 0\.0"),
         ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, and beta is 0"),
         ({"importance_corrected_kl": True, "kl_in": "reward"}, "or kl_in is reward: the loss has no KL"),
+        ({"scale": "group_mean", "kl_in": "reward"}, "which kl_in 'reward' makes negative at times"),
+        (
+            {"scale": "group_mean", "multi_objective_aggregation": "normalize_then_sum"},
+            "which multi_objective_aggregation 'normalize_then_sum' makes negative at times",
+        ),
         ({"kl_in": "reward", "beta": 0.0}, "kl_in is 'reward', and beta is 0"),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, and rollout_correction is none"),
         (

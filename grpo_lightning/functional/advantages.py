@@ -15,12 +15,12 @@ def group_relative_advantages(
     rewards: Tensor,
     *,
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean",
-    scale: Literal["group_std", "batch_std", "none"] = "group_std",
+    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std",
     eps: float = 1e-4,
 ) -> Tensor:
     """Compare each completion's reward with those of its group.
 
-        A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps),   "none": no division
+        A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps),   "group_mean": / mean[n],   "none": no division
 
     A reward that is nan is not scorable: it is left out of every mean and std, and its advantage is 0. A group whose
     scorable rewards are all equal, or that has fewer than two, gets exactly 0 (in floats its std may be above 0, and
@@ -32,14 +32,16 @@ def group_relative_advantages(
             ones, RLOO (arXiv:2402.14740): K / (K - 1) times the former for K scorable rewards.
         scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards of all groups given (hand in
             those of all ranks, or each rank divides by another number); "none" is Dr. GRPO (arXiv:2503.20783).
-            Every std is unbiased (divided by K - 1).
+            Every std is unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with rewards 1 and 0 the
+            gradient is that of the log of the chance to succeed, so that seldom solved prompts weigh more.
         eps: Added to the std, in units of reward.
 
     Returns:
         [N, G] float32 (float64 if the rewards are); the rows of both baselines sum to 0.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, or for an unknown baseline or scale.
+        ValueError: If the rewards are not [N, G] with G >= 2, for an unknown baseline or scale, or for rewards below 0
+            with "group_mean".
     """
     _check_shape(rewards)
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -61,10 +63,17 @@ def group_relative_advantages(
         spread = rewards - rewards.nanmean()
         std = (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
         scaled = numerator / (std + eps)
+    elif scale == "group_mean":
+        if (rewards < 0).any():
+            raise ValueError(
+                f"scale 'group_mean' divides by the mean reward, a rate of success: rewards must be at least 0, got "
+                f"{rewards[rewards < 0].min():g}. Take another scale, or rewards from 0 to 1."
+            )
+        scaled = numerator / rewards.nanmean(dim=1, keepdim=True)  # 0 only where all are equal
     elif scale == "none":
         scaled = numerator
     else:
-        raise ValueError(f"scale must be 'group_std', 'batch_std' or 'none', got {scale!r}.")
+        raise ValueError(f"scale must be 'group_std', 'batch_std', 'group_mean' or 'none', got {scale!r}.")
 
     return torch.where(is_scorable & ~equal_groups(rewards).unsqueeze(1), scaled, 0.0)
 

@@ -100,6 +100,8 @@ def test_scale():
     for scale, std in by_hand.items():
         torch.testing.assert_close(Objective(scale=scale).compare(REWARDS), centred / (std + 1e-4))
     torch.testing.assert_close(Objective(scale="none").compare(REWARDS), centred)
+    by_mean = Objective(scale="group_mean").compare(REWARDS)
+    torch.testing.assert_close(by_mean, centred / REWARDS.mean(1, keepdim=True))
 
 
 @case(Objective, "beta")

@@ -16,7 +16,7 @@ from grpo_lightning.functional import equal_groups, group_relative_advantages, n
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
 BASELINES = ["group_mean", "leave_one_out"]
-SCALES = ["group_std", "batch_std", "none"]
+SCALES = ["group_std", "batch_std", "group_mean", "none"]
 choices = pytest.mark.parametrize(("baseline", "scale"), [(b, s) for b in BASELINES for s in SCALES])
 
 
@@ -29,6 +29,11 @@ def reward_groups(draw: st.DrawFn, *, min_scorable: float = 0.0) -> Tensor:
     rewards = coarse if draw(st.booleans()) else fine
     is_dropped = torch.rand(shape, generator=generator) > max(draw(st.sampled_from([0.5, 0.8, 1.0])), min_scorable)
     return rewards.masked_fill(is_dropped, NAN)
+
+
+def allowed(rewards: Tensor, scale: str) -> Tensor:
+    """Rewards that a scale takes: a rate of success is not below 0."""
+    return rewards.abs() if scale == "group_mean" else rewards
 
 
 # --- by hand
@@ -50,6 +55,9 @@ def check_advantages(group_relative_advantages: Any) -> None:
     # Over the batch 0 2 4 4 6: mean 3.2, squares 10.24 + 1.44 + .64 + .64 + 7.84 = 20.8, variance 20.8 / 4.
     batch = group_relative_advantages(rewards, scale="batch_std", eps=0.0)
     assert_close(batch, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(5.2))
+    # Over the means, 2 and 5.
+    mean = group_relative_advantages(rewards, scale="group_mean")
+    assert_close(mean, torch.tensor([[-1.0, 0.0, 1.0], [-0.2, 0.0, 0.2]]))
 
 
 def check_equal_groups(equal_groups: Any) -> None:
@@ -91,8 +99,23 @@ def test_a_wrong_shape_is_explained(function: Any, shape: tuple[int, ...]) -> No
 def test_unknown_choices_are_named() -> None:
     with pytest.raises(ValueError, match="baseline must be 'group_mean' or 'leave_one_out', got 'mean'"):
         group_relative_advantages(torch.zeros(1, 2), baseline="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scale must be 'group_std', 'batch_std' or 'none', got 'std'"):
+    with pytest.raises(ValueError, match="scale must be 'group_std', 'batch_std', 'group_mean' or 'none', got"):
         group_relative_advantages(torch.zeros(1, 2), scale="std")  # type: ignore[arg-type]
+
+
+def test_a_mean_that_is_no_rate_of_success_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards must be at least 0, got -0.5"):
+        group_relative_advantages(torch.tensor([[0.0, 1.0], [-0.5, 1.0]]), scale="group_mean")
+
+
+@quick
+@given(solved=st.integers(1, 7))
+def test_over_the_mean_it_is_the_gradient_of_the_log_of_the_success_rate(solved: int) -> None:
+    """d log p = mean over the solved of d log pi (arXiv:2602.02710); the baseline 1 / G adds 0 in the mean."""
+    rewards = torch.tensor([[1.0] * solved + [0.0] * (8 - solved)])
+    advantages = group_relative_advantages(rewards, scale="group_mean")
+    estimator = rewards / solved - 1 / 8
+    assert_close(advantages / 8, estimator)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
@@ -116,9 +139,14 @@ def loop_advantages(rewards: list[list[float]], baseline: str, scale: str, eps: 
                 row.append(0.0)
                 continue
             others = [o for j, o in enumerate(group) if j != i and not math.isnan(o)]
-            divisor = {"group_std": known, "batch_std": everything}.get(scale)
             gain = r - statistics.fmean(known if baseline == "group_mean" else others)
-            row.append(gain / (statistics.stdev(divisor) + eps) if divisor else gain)
+            divisor = {
+                "group_std": lambda known=known: statistics.stdev(known) + eps,
+                "batch_std": lambda: statistics.stdev(everything) + eps,
+                "group_mean": lambda known=known: statistics.fmean(known),
+                "none": lambda: 1.0,
+            }[scale]
+            row.append(gain / divisor())
         result.append(row)
     return result
 
@@ -127,6 +155,7 @@ def loop_advantages(rewards: list[list[float]], baseline: str, scale: str, eps: 
 @quick
 @given(rewards=reward_groups())
 def test_advantages_equal_a_loop(baseline: Any, scale: Any, rewards: Tensor) -> None:
+    rewards = allowed(rewards, scale)
     expected = torch.tensor(loop_advantages(rewards.tolist(), baseline, scale, 1e-4), dtype=torch.float64)
     assert_close(group_relative_advantages(rewards, baseline=baseline, scale=scale), expected)
 
@@ -140,6 +169,7 @@ def test_advantages_equal_a_loop(baseline: Any, scale: Any, rewards: Tensor) -> 
 def test_rows_sum_to_zero_and_follow_a_permutation(
     baseline: Any, scale: Any, rewards: Tensor, data: st.DataObject
 ) -> None:
+    rewards = allowed(rewards, scale)
     result = group_relative_advantages(rewards, baseline=baseline, scale=scale)
     assert_close(result.sum(dim=1), torch.zeros(len(rewards), dtype=result.dtype), rtol=0, atol=1e-9)
     assert (result[rewards.isnan()] == 0).all()
@@ -155,12 +185,12 @@ def test_rows_sum_to_zero_and_follow_a_permutation(
 @given(rewards=reward_groups(), shift=st.floats(-10, 10), factor=st.floats(0.5, 20))
 def test_shift_and_positive_scale(baseline: Any, scale: Any, rewards: Tensor, shift: float, factor: float) -> None:
     options = {"baseline": baseline, "scale": scale, "eps": 0.0}
-    shifted, scaled = (
-        group_relative_advantages(rewards + shift, **options),
-        group_relative_advantages(rewards * factor, **options),
-    )
+    rewards = allowed(rewards, scale)
     expected = group_relative_advantages(rewards, **options)
-    assert_close(shifted, expected, rtol=1e-9, atol=1e-9)
+    if scale != "group_mean":  # a rate of success has a zero of its own
+        shifted = group_relative_advantages(rewards + shift, **options)
+        assert_close(shifted, expected, rtol=1e-9, atol=1e-9)
+    scaled = group_relative_advantages(rewards * factor, **options)
     assert_close(scaled, expected * factor if scale == "none" else expected, rtol=1e-9, atol=1e-9)
 
 
@@ -171,9 +201,8 @@ def test_a_completion_not_scorable_is_as_if_never_drawn(rewards: Tensor) -> None
     for baseline in BASELINES:
         for scale in SCALES:
             options: dict[str, Any] = {"baseline": baseline, "scale": scale}
-            assert_close(
-                group_relative_advantages(longer, **options)[:, :-1], group_relative_advantages(rewards, **options)
-            )
+            alone = group_relative_advantages(allowed(rewards, scale), **options)
+            assert_close(group_relative_advantages(allowed(longer, scale), **options)[:, :-1], alone)
 
 
 @quick
@@ -213,6 +242,9 @@ def test_inputs_are_not_modified(rewards: Tensor) -> None:
             id="population std of the group",
         ),
         pytest.param("(num_scorable.sum() - 1)", "num_scorable.sum()", id="population std of the batch"),
+        pytest.param(
+            "numerator / rewards.nanmean(dim=1, keepdim=True)", "numerator / rewards.nanmean()", id="mean of all"
+        ),
         pytest.param("spread = rewards - rewards.nanmean()", "spread = deviation", id="std around the group means"),
         pytest.param("* num_scorable / (num_scorable - 1).clamp(min=1)\n    elif", "\n    elif", id="baseline ignored"),
         pytest.param("is_scorable & ~equal", "~equal", id="not scorable spreads nan"),
