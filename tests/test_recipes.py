@@ -28,7 +28,7 @@ from grpo_lightning.planning.states import division_of
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.tasks.prepare import entries, row
 from tests import tiny_vlms
-from tests.planning.real_shapes import PUBLISHED
+from tests.planning.real_shapes import PUBLISHED, reward_model_0_6b
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -314,7 +314,9 @@ def planned(recipe: Path, prompt_tokens: int, device_gib: int, capsys, *more: st
             rows = [{"question": "1+1", "answer": "2", "solution": "\\boxed{2}"}]
             write_rows(rows * ROWS[entry["dataset"]])
     data = [f"--data.datasets={json.dumps([kept])}", "--data.val_datasets=null", "--data.prepare=null"]
-    if "RewardModel" in recipe.read_text():  # whose checkpoint is looked at, and not counted
+    if "RewardModel" in recipe.read_text():
+        Path("classifier/model.safetensors").unlink()
+        reward_model_0_6b().save_pretrained("classifier")
         rewards = [{"class_path": "grpo_lightning.rewards.RewardModel", "init_args": {"model": "classifier"}}]
         more = (*more, f"--model.rewards={json.dumps(rewards)}")
     sizes = [f"--prompt_tokens={prompt_tokens}", f"--device_gib={device_gib}"]

@@ -12,6 +12,7 @@ from grpo_lightning.planning.activations import ScoredBatch
 from grpo_lightning.planning.image_parts import Images
 from grpo_lightning.planning.parts import GIB, peak
 from grpo_lightning.planning.precision import precision_of
+from grpo_lightning.planning.reward_parts import reward_models_of
 from grpo_lightning.planning.settings import MemorySettings, Offloaded
 from grpo_lightning.planning.shape import ModelShape, meta_model, shape_of
 from grpo_lightning.planning.state_parts import state_parts
@@ -88,6 +89,8 @@ def describe(
     rows, prompts = sampling_size(module, batches)
     if not rows:
         remarks.append(f"{type(module.engine).__name__} samples with memory of its own: not counted")
+    reward_models, more = reward_models_of(module.reward_set.rewards)
+    remarks += more
     worst = batches.shapes(longest.tokens, completion_tokens)[0]
     settings = MemorySettings(
         batch=ScoredBatch(
@@ -111,6 +114,7 @@ def describe(
         accumulates=batches.accumulate_grad_batches > 1,
         offloaded=frozenset[Offloaded](module.offload),
         images=images,
+        reward_models=reward_models,
     )
     on_cpu = str(config.trainer.accelerator) == "cpu"
     is_gathered, remark = gathers_for_sampling(module, shape, settings, None if on_cpu else device_memory(device_gib))

@@ -8,6 +8,7 @@ from typing import Literal
 from grpo_lightning.planning.activations import ScoredBatch
 from grpo_lightning.planning.image_parts import Images
 from grpo_lightning.planning.precision import Precision
+from grpo_lightning.planning.reward_parts import RewardModelSize
 from grpo_lightning.planning.states import Division
 from grpo_lightning.planning.trained import TrainedWeights
 
@@ -47,6 +48,8 @@ class MemorySettings:
 
     images: Images | None = None
     """Of the prompts; None where there are none."""
+
+    reward_models: tuple[RewardModelSize, ...] = ()
 
     @property
     def holds_gradients(self) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grpo_lightning.planning.parts import ALWAYS, TRAINING, Moment, Part, Place, shared
+from grpo_lightning.planning.reward_parts import reward_parts
 from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.planning.shape import ModelShape
 from grpo_lightning.planning.states import shard_bytes
@@ -20,7 +21,8 @@ SAMPLING: frozenset[Moment] = frozenset({"sampling"})
 def state_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
     """Every part of the states; see `planning.states` for their division among ranks. Some may have no bytes."""
     states = States(shape, settings, settings.trained or TrainedWeights.all_of(shape))
-    return [*states.weights(), *states.gradients(), *states.optimizer(), *states.gathered()]
+    own = [*states.weights(), *states.gradients(), *states.optimizer(), *states.gathered()]
+    return own + reward_parts(settings.reward_models)
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,12 @@ class WeightedReward(Reward):
         """The name given, or the reward's own."""
         return self._name
 
+    @property
+    def loads(self) -> bool:
+        """True if it loads something with the policy, in `connect`, or one inside it does."""
+        inner = innermost(self.reward)
+        return self.in_process and isinstance(inner, Reward) and type(inner).connect is not Reward.connect
+
     def __call__(self, **available: Any) -> Any:
         """Call the reward with those of the arguments it takes."""
         return self.reward(**self.taken(available))

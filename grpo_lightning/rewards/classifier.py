@@ -94,6 +94,15 @@ class Classifier:
         if self.is_named and (stored := stored_names(Path(self.model))) is not None:
             refuse_missing([name for name in head_names(config) if name not in stored], named)
 
+    def size(self) -> tuple[int, int]:
+        """(weights, bytes of each), by the config alone. Raises: FileNotFoundError if there is none."""
+        if not self.is_named:
+            return sum(weight.numel() for weight in self.model.parameters()), self.model.dtype.itemsize
+        config: Any = self.load_config()
+        dtype = (config.dtype or torch.float32) if self.dtype == "auto" else self.dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return sum(weight.numel() for weight in on_meta(config).parameters()), dtype.itemsize
+
     def load(self, device: torch.device) -> PreTrainedModel:
         """Its weights, whole, frozen and in eval mode, on a device.
 
@@ -120,12 +129,17 @@ def has_classifier(config: PretrainedConfig) -> bool:
     return type(config) in AutoModelForSequenceClassification._model_mapping
 
 
-def head_names(config: PretrainedConfig) -> list[str]:
-    """The names of the weights that a classification model has beyond the model below it."""
+def on_meta(config: PretrainedConfig) -> Any:
+    """The sequence-classification model of a config, without weights."""
     from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"), unpartitioned():
-        model = AutoModelForSequenceClassification.from_config(config)
+        return AutoModelForSequenceClassification.from_config(config)
+
+
+def head_names(config: PretrainedConfig) -> list[str]:
+    """The names of the weights that a classification model has beyond the model below it."""
+    model = on_meta(config)
     return [name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")]
 
 

@@ -44,7 +44,7 @@ class RewardModel(Reward):
     The weights load with the policy's, after all checks. Every rank holds a whole copy, under ZeRO-3 and FSDP2 as well,
     and scores its own completions without the others. That costs each device 2 bytes per weight in bfloat16 (14 GB for
     7 billion), 4 in float32, for the whole run or, with `offload`, during the call; and the activations of
-    `batch_size` sequences. `grpo-lightning plan` does not count it. The model is frozen, and no part of the module:
+    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen, and no part of the module:
     no optimizer, strategy or checkpoint sees it. Automatic mixed precision is off while it scores.
 
     Args:

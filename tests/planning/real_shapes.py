@@ -138,6 +138,28 @@ def internvl3_2b() -> PretrainedConfig:
     )
 
 
+QWEN3_0_6B = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "num_labels": 1,
+    "dtype": "bfloat16",
+    "architectures": ["Qwen3ForSequenceClassification"],
+}
+"""Skywork/Skywork-Reward-V2-Qwen3-0.6B."""
+
+
+def reward_model_0_6b() -> PretrainedConfig:
+    """The config of a reward model of 0.6 billion weights."""
+    return AutoConfig.for_model("qwen3", **QWEN3_0_6B)
+
+
 PUBLISHED: dict[str, PretrainedConfig] = {
     "meta-llama/Llama-3.2-1B-Instruct": llama_1b(),
     "meta-llama/Llama-3.3-70B-Instruct": llama_70b(),
