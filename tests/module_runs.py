@@ -15,16 +15,12 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.types import Completion, SamplingParams
+from tests.light_rewards import vowel_share
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(8)]
 """Eight texts of different lengths."""
-
-
-def vowel_share(completions: list[str]) -> list[float]:
-    """The share of a completion's characters that are vowels."""
-    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
 
 
 def make_module(

@@ -21,7 +21,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.types import SamplingParams
 from tests.distributed.steps import STRATEGIES
-from tests.module_runs import vowel_share
+from tests.light_rewards import vowel_share
 
 OPEN, EQUAL = "open", "equal"
 

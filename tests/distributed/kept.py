@@ -26,7 +26,8 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.types import SamplingParams
 from tests.distributed.steps import STRATEGIES, whole_size
-from tests.module_runs import PROMPTS, vowel_share
+from tests.light_rewards import vowel_share
+from tests.module_runs import PROMPTS
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 STEPS = 4

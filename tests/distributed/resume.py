@@ -35,7 +35,7 @@ from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import SamplingParams
 from tests.distributed import harness, vision
 from tests.distributed.steps import STRATEGIES, save_policy, whole_weights
-from tests.module_runs import vowel_share
+from tests.light_rewards import capitals, vowel_share
 
 PROMPTS = [f"prompt {'x' * i}{i}" for i in range(7)]
 SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d", 4], ["last"]]
@@ -66,7 +66,7 @@ def train(
     """From the newest complete checkpoint to the kill or the end; returns the whole weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     has_images, draws_more = "images" in subject, FURTHER in subject
-    reward = vision.capitals if has_images else vowel_share
+    reward = capitals if has_images else vowel_share
     module = GRPOLightningModule(
         PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **settings),
         rewards=[functools.partial(of_some, reward) if draws_more else reward],

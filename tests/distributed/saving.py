@@ -24,7 +24,8 @@ from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.types import SamplingParams
 from tests.distributed.steps import LORA, STRATEGIES
-from tests.module_runs import PROMPTS, vowel_share
+from tests.light_rewards import vowel_share
+from tests.module_runs import PROMPTS
 
 IDS = torch.arange(2, 42).view(2, 20)
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": LORA}, "frozen": {"freeze_layers": 1}}

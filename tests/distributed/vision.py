@@ -23,6 +23,7 @@ from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.types import Prompt, SamplingParams
 from tests import tiny_vlms
 from tests.distributed.steps import LONGEST, STRATEGIES, ByPrompt, Watch
+from tests.light_rewards import capitals
 from tests.vision_prompts import prompt_of
 
 MIXED = [[0, "where?"], ["words only"], ["compare", 1, "with", 2], ["no image here"]]
@@ -74,12 +75,6 @@ CASES = {
         policy={"freeze_vision_modules": True}, engine={"gather_for_generation": False}, beta=0.04
     ),
 }
-
-
-def capitals(completions: list[Any]) -> list[float]:
-    """The share of characters below 'n', whatever a byte decodes to."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [sum(c < "n" for c in text) / max(1, len(text)) for text in texts]
 
 
 def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
