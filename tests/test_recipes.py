@@ -347,7 +347,12 @@ def test_every_number_of_a_header_is_what_plan_says(recipe, tiny, capsys):
     (peak,) = numbers(r"about (\d+) GiB", written)
     told = planned(recipe, int(tokens), int(device), capsys)
     assert numbers(r"It fits: ([\d.]+) of", told) == [pytest.approx(peak, abs=0.6)]
-    checked = [r"one GPU|\d+ GPUs|\d+ nodes of \d+", r"of \d+ GB", r"about \d+ GiB", r"prompts of \d+ tokens"]
+    checked = []
+    if "reward model's" in written:
+        (own,) = numbers(r"([\d.]+) of them the reward model's", written)
+        assert numbers(r"reward reward_model[^\d~]*([\d.]+)", told) == [pytest.approx(own, abs=0.06)]
+        checked += [r"[\d.]+ of them the reward"]
+    checked += [r"one GPU|\d+ GPUs|\d+ nodes of \d+", r"of \d+ GB", r"about \d+ GiB", r"prompts of \d+ tokens"]
     if "at least" in written and "a step at least" not in written:
         time = r"at least ([\d.]+) (hours|days|h)"
         (longest, unit), (length, short) = numbers(time, written), numbers(r"The run,.*? at least ([\d.]+) (\w+)", told)
