@@ -50,6 +50,7 @@ class MemorySettings:
     """Of the prompts; None where there are none."""
 
     reward_models: tuple[RewardModelSize, ...] = ()
+    """Among the rewards."""
 
     @property
     def holds_gradients(self) -> bool:

@@ -270,9 +270,8 @@ class RewardCall:
             logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, often)
         for kind, messages in self._warnings.items():
             count = self.failures[kind]
-            often = (
-                "" if len(messages) == 1 else f" The first of {len(messages)} of its kind, {count} completions in all."
-            )
+            often = f" The first of {len(messages)} of its kind, {count} completions in all."
+            often = often if len(messages) > 1 else ""
             logger.warning("%s Going on with %r.%s", messages[0], self.reward.error_value, often)
 
 
