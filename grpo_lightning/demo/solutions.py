@@ -38,7 +38,7 @@ PHRASES = (
 
 
 def steps(task: str, entry: Entry) -> str:
-    """How a question is worked out, without the answer: `8 - 0 = 8 + 7 = 15`, `0< 3= 8>`, `b r u s h`."""
+    """How a question is worked out, without the answer: `8-0=8+7=15`, `0< 3= 8>`, `b r u s h`."""
     return _STEPS[task](entry["question"])
 
 
@@ -53,14 +53,14 @@ def hasty(other: Entry) -> str:
 
 
 def _sums(question: str) -> str:
-    """Every running sum of `a + b - c =`."""
+    """Every running sum of `a + b - c =`, right behind its terms: with spaces between, few models learn to add."""
     _, _, terms = question.partition(": ")
     first, *rest = re.findall(r"[+-]|\d+", terms)
     total = int(first)
     written: str = first
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
         total += int(term) if sign == "+" else -int(term)
-        written += f" {sign} {term} = {total}"
+        written += f"{sign}{term}={total}"
     return written
 
 

@@ -14,8 +14,8 @@ from grpo_lightning.tasks.prepare import entries
 @pytest.mark.parametrize(
     ("task", "question", "written"),
     [
-        ("chain_sum", "State the answer: 8 - 0 + 7 =", "8 - 0 = 8 + 7 = 15"),
-        ("chain_sum", "State the answer: 0 - 9 - 9 =", "0 - 9 = -9 - 9 = -18"),
+        ("chain_sum", "State the answer: 8 - 0 + 7 =", "8-0=8+7=15"),
+        ("chain_sum", "State the answer: 0 - 9 - 9 =", "0-9=-9-9=-18"),
         ("number_filtering", "Keep all numbers larger than 3 in this list: ['0', '4', '3']\nReturn", "0< 4> 3="),
         ("spell_backward", "Spell this word backward (example: sun -> nus): Brush", "B r u s h"),
     ],
@@ -29,7 +29,7 @@ def test_steps_by_hand(task, question, written):
 
 def test_the_last_running_sum_is_the_answer():
     for entry in entries("chain_sum", TASKS["chain_sum"], 0, range(200)):
-        assert steps("chain_sum", entry).rpartition(" ")[2] == entry["answer"]
+        assert steps("chain_sum", entry).rpartition("=")[2] == entry["answer"]
 
 
 def test_the_comparisons_say_what_is_kept():

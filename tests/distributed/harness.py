@@ -1,13 +1,16 @@
-"""Several processes on this CPU, started as torchrun starts them.
+"""Several processes on this CPU, with the environment that torchrun gives them.
 
     run_ranks("tests.distributed.steps", "zero3", folder)
 
 A process group costs seconds, so a file of tests starts one per strategy and runs all of its cases in it. Every rank
-runs the module's `main(*arguments)`; what they find out they write to files, which the tests read.
+runs the module's `main(*arguments)`; what they find out they write to files, which the tests read. Ranks are forks of
+one process that has imported everything (`fork_server.py`); `test_command.py` also has ranks that start from nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import signal
 import socket
@@ -17,8 +20,17 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+FOR_ALL = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": str(ROOT),
+}
+"""What packages read when they are imported."""
 
 
 def free_port() -> int:
@@ -39,43 +51,85 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "tests",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(ROOT),
     }
     # The tests' own process may have run a Trainer, which leaves traces that would be taken for this run's.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTEST_", "NODE_"))}
-    return inherited | own
+    return inherited | FOR_ALL | own
+
+
+class Rank:
+    """A rank's process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.code is None:
+            self.code = ask_server({"poll": self.pid})
+        return self.code
+
+    def wait(self, timeout: float = 60) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            TimeoutError: If it runs after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} runs after {timeout} seconds")
+            time.sleep(0.1)
+        return code
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """The process that ranks are forks of; it ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.fork_server"],
+        env=os.environ | FOR_ALL,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ask_server(request: dict[str, Any]) -> Any:
+    """Its answer."""
+    requests, answers = server().stdin, server().stdout
+    assert requests
+    assert answers
+    requests.write(f"{json.dumps(request)}\n")
+    requests.flush()
+    return json.loads(answers.readline())
 
 
 def start_ranks(
     module: str, *arguments: object, world_size: int = 2, extra: Mapping[str, str] | None = None, folder: Path
-) -> list[subprocess.Popen[bytes]]:
+) -> list[Rank]:
     """Start `python -m module arguments` on every rank, each in a session of its own, writing to `rank<r>.txt`."""
     port = free_port()
     ranks = []
     for rank in range(world_size):
-        with (folder / f"rank{rank}.txt").open("wb") as output:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, *map(str, arguments)],
-                    env=environment(rank, world_size, port) | dict(extra or {}),
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+        start = {
+            "module": module,
+            "arguments": [str(argument) for argument in arguments],
+            "environment": environment(rank, world_size, port) | dict(extra or {}),
+            "folder": str(ROOT),
+            "output": str(folder / f"rank{rank}.txt"),
+        }
+        ranks.append(Rank(ask_server({"start": start})))
     return ranks
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(rank: Rank) -> None:
     """SIGKILL to a rank and everything that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    if rank.poll() is None:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
 
 
 def run_ranks(

@@ -1,0 +1,80 @@
+"""A process that has imported what ranks need, and of which every rank is a fork.
+
+The imports take longer than most of what ranks do in the tests: `harness.py` starts one such process and has it start
+the ranks. A request is a line of JSON on its standard input, answered by a line:
+
+    {"start": {"module": ..., "arguments": [...], "environment": {...}, "folder": ..., "output": ...}}  ->  its pid
+    {"poll": pid}  ->  its exit code, minus the signal's number if one ended it, or null while it runs
+
+It ends where its input does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+PRELOADED = [
+    "grpo_lightning",
+    "grpo_lightning.strategies",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "lightning.pytorch.strategies.deepspeed",
+    "peft",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen2.modeling_qwen2",
+]
+
+
+def serve() -> dict[str, Any] | None:
+    """Answer requests. Returns: in a fork, what it was started for; None at the end of the input."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "start" in request:
+            pid = os.fork()
+            if not pid:
+                return request["start"]
+            answer = pid
+        else:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        sys.stdout.write(f"{json.dumps(answer)}\n")
+        sys.stdout.flush()
+    return None
+
+
+def become(rank: dict[str, Any]) -> None:
+    """Do as `python -m module arguments` does in a session of its own."""
+    os.setsid()
+    for descriptor, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, rank["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        opened = os.open(path, flags)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(rank["environment"])
+    os.chdir(rank["folder"])
+    sys.argv[1:] = rank["arguments"]
+    runpy.run_module(rank["module"], run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    """Import, then serve."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    num_threads = len(os.listdir("/proc/self/task"))
+    assert num_threads == 1, f"a fork has none of the other {num_threads - 1} threads that an import has started"
+    rank = serve()
+    if rank is not None:
+        become(rank)
+
+
+if __name__ == "__main__":
+    main()
