@@ -104,7 +104,9 @@ def ask_server(request: dict[str, Any]) -> Any:
     assert answers
     requests.write(f"{json.dumps(request)}\n")
     requests.flush()
-    return json.loads(answers.readline())
+    answer = answers.readline()
+    assert answer, "the process that ranks are forks of has ended; what it printed says why"
+    return json.loads(answer)
 
 
 def start_ranks(
