@@ -30,7 +30,6 @@ PRELOADED = [
     "transformers.models.qwen2.modeling_qwen2",
 ]
 
-
 TASKS = Path("/proc/self/task")
 """A folder for each thread of this process, on Linux."""
 
