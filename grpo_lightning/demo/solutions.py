@@ -53,7 +53,7 @@ def hasty(other: Entry) -> str:
 
 
 def _sums(question: str) -> str:
-    """Every running sum of `a + b - c =`, right behind its terms: with spaces between, few models learn to add."""
+    """Every running sum of `a + b - c =`, without spaces: with them, the warm-up teaches sums to few seeds."""
     _, _, terms = question.partition(": ")
     first, *rest = re.findall(r"[+-]|\d+", terms)
     total = int(first)

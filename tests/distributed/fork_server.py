@@ -29,8 +29,9 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.models.qwen2.modeling_qwen2",
 ]
+"""What ranks import, all of them or most."""
 
-TASKS = Path("/proc/self/task")
+THREADS = Path("/proc/self/task")
 """A folder for each thread of this process, on Linux."""
 
 
@@ -41,6 +42,7 @@ def serve(answers: IO[str]) -> dict[str, Any] | None:
         if "start" in request:
             pid = os.fork()
             if not pid:
+                answers.close()  # if this server ends, nobody who waits for its answer is to wait for the ranks
                 return request["start"]
             answer = pid
         else:
@@ -75,8 +77,8 @@ def main() -> None:
     os.dup2(2, 1)  # what an import prints is no answer
     for name in PRELOADED:
         importlib.import_module(name)
-    if TASKS.exists():
-        started = len(list(TASKS.iterdir())) - 1
+    if THREADS.exists():
+        started = len(list(THREADS.iterdir())) - 1
         assert not started, f"imports have started {started} threads, which a fork does not have"
     rank = serve(answers)
     if rank is not None:
