@@ -29,7 +29,7 @@ from grpo_lightning.seeding import run_seed
 from grpo_lightning.tasks.prepare import entries, new_questions, write_rows
 from grpo_lightning.tasks.reasoning_gym import Entry, package
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
 
 NOT_TRAINED_ON = -100
@@ -50,12 +50,20 @@ class GymRecipe:
     """Questions of each task to measure on; neither the warm-up nor GRPO has them."""
 
     batch_size: int = 64
-    learning_rate: float = 5e-3
-    """Reached over 20 steps, held for 3 in 5 of the worked steps, then lowered to zero."""
+    learning_rate: float = 3e-3
+    """Reached over 20 steps and held until the worked completions are learned."""
 
-    num_worked_steps: int = 1000
+    target_loss: float = 0.02
+    """The worked completions are learned when the running mean of their loss is below this."""
+
+    max_worked_steps: int = 2500
+    """The warm-up fails if they are not learned within so many steps."""
+
+    num_decay_steps: int = 300
+    """Further steps on worked completions, while the learning rate falls to zero."""
+
     num_hasty_steps: int = 150
-    """At the end, at a fifth of the learning rate."""
+    """At the end, from a third of the learning rate."""
 
     hasty_share: float = 0.75
     """Share of hasty completions in those last steps. The rest is how often the policy starts out writing its steps."""
@@ -110,17 +118,33 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
 ) -> None:
-    """Teach both habits, in place: worked completions first, then mostly hasty ones."""
+    """Teach both habits, in place: worked completions until they are learned, then mostly hasty ones.
+
+    How many steps the worked completions take varies with the seed, so their phase ends by the loss.
+
+    Raises:
+        RuntimeError: If the worked completions are not learned within `max_worked_steps`.
+    """
     habits = _Habits(tokenizer, recipe)
     teacher = Teacher(model.parameters(), learning_rate=recipe.learning_rate, beta2=0.99)
-    with progress("worked answers", recipe.num_worked_steps, show=show_progress) as bar:
-        for step in range(recipe.num_worked_steps):
-            left = (recipe.num_worked_steps - step) / recipe.num_worked_steps
-            teacher.step(habits.loss(model, num_hasty=0), bar, rate=min(1.0, (step + 1) / 20, left / 0.4))
+    with progress("worked answers (until learned)", None, show=show_progress) as bar:
+        average = float("inf")
+        for step in range(recipe.max_worked_steps):
+            loss = teacher.step(habits.loss(model, num_hasty=0), bar, rate=min(1.0, (step + 1) / 20))
+            average = loss if step == 0 else 0.95 * average + 0.05 * loss
+            if average < recipe.target_loss:
+                break
+        else:
+            raise RuntimeError(
+                f"The worked completions were not learned: their loss is {average:.3f} after "
+                f"{recipe.max_worked_steps} steps and should be {recipe.target_loss}. Choose another seed."
+            )
+        for step in range(recipe.num_decay_steps):
+            teacher.step(habits.loss(model, num_hasty=0), bar, rate=1 - step / recipe.num_decay_steps)
     num_hasty = round(recipe.hasty_share * recipe.batch_size)
     with progress("hasty answers", recipe.num_hasty_steps, show=show_progress) as bar:
         for step in range(recipe.num_hasty_steps):
-            teacher.step(habits.loss(model, num_hasty), bar, rate=0.2 * (1 - step / recipe.num_hasty_steps))
+            teacher.step(habits.loss(model, num_hasty), bar, rate=(1 - step / recipe.num_hasty_steps) / 3)
 
 
 def prepare(

@@ -38,7 +38,7 @@ PHRASES = (
 
 
 def steps(task: str, entry: Entry) -> str:
-    """How a question is worked out, without the answer: `8-0=8+7=15`, `0< 3= 8>`, `b r u s h`."""
+    """How a question is worked out, without the answer: `8-0=8+7=15`, `0<n 3=n 8>y`, `b r u s h`."""
     return _STEPS[task](entry["question"])
 
 
@@ -65,11 +65,20 @@ def _sums(question: str) -> str:
 
 
 def _comparisons(question: str) -> str:
-    """Every number of the list, and how it compares with the one named."""
-    named, listed = question.partition(" in this list: ")[::2]
-    limit = int(named.rpartition(" ")[2])
-    numbers = [int(number) for number in re.findall(r"'(\d+)'", listed)]
-    return " ".join(f"{number}{'<' if number < limit else '>' if number > limit else '='}" for number in numbers)
+    """Every number of the list, how it compares with the limit, and whether it is kept: `y` or `n`.
+
+    Without the last letter, the answer depends on the comparison and on both words of the rule at once, which few
+    warm-ups teach.
+    """
+    rule, listed = question.partition(" in this list: ")[::2]
+    limit = int(rule.rpartition(" ")[2])
+    kept = "<" if "smaller" in rule else ">"
+    written = []
+    for number in (int(found) for found in re.findall(r"'(\d+)'", listed)):
+        sign = "<" if number < limit else ">" if number > limit else "="
+        is_kept = (sign == kept) == rule.startswith("Keep")
+        written.append(f"{number}{sign}{'y' if is_kept else 'n'}")
+    return " ".join(written)
 
 
 def _letters(question: str) -> str:

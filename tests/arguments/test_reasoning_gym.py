@@ -20,7 +20,7 @@ from grpo_lightning.tasks.prepare import entries, row
 from tests.arguments.registry import case
 
 TINY: dict[str, Any] = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
-TINY |= {"num_worked_steps": 2, "num_hasty_steps": 2}
+TINY |= {"target_loss": 100.0, "num_decay_steps": 2, "num_hasty_steps": 2}  # learned after one step
 
 
 @case(ReasoningGymTasks, "tasks", "folder", "size", "heldout_size", "seed")
@@ -79,7 +79,10 @@ def test_questions_of_the_quickstart(tmp_path):
         assert GymRecipe(**TINY, seed=1).train != GymRecipe(**TINY).train
 
 
-@case(GymRecipe, "batch_size", "num_worked_steps", "num_hasty_steps", "hasty_share", "learning_rate")
+@case(
+    *(GymRecipe, "batch_size", "target_loss", "max_worked_steps", "num_decay_steps"),
+    *("num_hasty_steps", "hasty_share", "learning_rate"),
+)
 def test_warm_up_of_the_quickstart(monkeypatch):
     steps: list[tuple[int, int]] = []
     loss = demo._Habits.loss
@@ -98,11 +101,16 @@ def test_warm_up_of_the_quickstart(monkeypatch):
 
     monkeypatch.setattr(demo._Habits, "loss", note)
     plain, weight = warmed_up()
-    assert plain == [(4, 0), (4, 0), (4, 3), (4, 3)]
-    assert warmed_up(batch_size=8)[0] == [(8, 0), (8, 0), (8, 6), (8, 6)]
-    assert warmed_up(num_worked_steps=1)[0] == [(4, 0), (4, 3), (4, 3)]
-    assert warmed_up(num_hasty_steps=1)[0] == [(4, 0), (4, 0), (4, 3)]
-    assert warmed_up(hasty_share=0.5)[0] == [(4, 0), (4, 0), (4, 2), (4, 2)]
+    assert plain == [(4, 0), (4, 0), (4, 0), (4, 3), (4, 3)]
+    assert warmed_up(batch_size=8)[0] == [(8, 0), (8, 0), (8, 0), (8, 6), (8, 6)]
+    assert warmed_up(num_decay_steps=1)[0] == [(4, 0), (4, 0), (4, 3), (4, 3)]
+    assert warmed_up(num_hasty_steps=1)[0] == [(4, 0), (4, 0), (4, 0), (4, 3)]
+    assert warmed_up(hasty_share=0.5)[0] == [(4, 0), (4, 0), (4, 0), (4, 2), (4, 2)]
+    assert warmed_up(max_worked_steps=2)[0] == plain
+    for max_worked_steps in (2, 3):
+        with pytest.raises(RuntimeError, match=f"after {max_worked_steps} steps and should be 0.0"):
+            warmed_up(target_loss=0.0, max_worked_steps=max_worked_steps)
+        assert steps == [(4, 0)] * max_worked_steps
     assert warmed_up(learning_rate=1e-2)[0] == plain
     assert warmed_up()[1] == weight != warmed_up(learning_rate=1e-2)[1]
 

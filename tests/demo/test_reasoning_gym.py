@@ -18,7 +18,8 @@ from grpo_lightning.demo.reasoning_gym import NOT_TRAINED_ON, GymRecipe, padded,
 from grpo_lightning.demo.solutions import TASKS
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_reasoning_gym.yaml"
-TINY = GymRecipe(num_warm_up=30, num_train=6, num_heldout=2, batch_size=4, num_worked_steps=2, num_hasty_steps=2)
+SIZES = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
+TINY = GymRecipe(**SIZES, target_loss=100.0, num_decay_steps=1, num_hasty_steps=2)
 
 
 def test_no_held_out_question_is_in_another_set():
@@ -54,10 +55,16 @@ def test_it_is_built_once(tmp_path: Path):
     assert len(tokenizer.encode("Spell this word backward (example: sun -> nus): sun")) == 4
 
 
+def test_worked_completions_that_are_not_learned_are_an_error(tmp_path: Path):
+    recipe = GymRecipe(**SIZES, target_loss=0.0, max_worked_steps=2)
+    with pytest.raises(RuntimeError, match=r"their loss is [0-9.]+ after 2 steps and should be 0.0. Choose another"):
+        prepare(0, tmp_path, recipe, show_progress=False)
+
+
 def test_grpo_improves_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The recipe with one of its tasks, shortened: from below 0.5 to above 0.7 in less than a minute."""
     short: dict[str, Any] = {"num_warm_up": 1500, "num_train": 300, "num_heldout": 24}
-    short |= {"num_worked_steps": 250, "num_hasty_steps": 60}
+    short |= {"target_loss": 0.05, "num_decay_steps": 60, "num_hasty_steps": 60}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)

@@ -1,7 +1,5 @@
 """How the three tasks of the quickstart on reasoning-gym are worked out."""
 
-import re
-
 import pytest
 
 pytest.importorskip("reasoning_gym")
@@ -16,7 +14,8 @@ from grpo_lightning.tasks.prepare import entries
     [
         ("chain_sum", "State the answer: 8 - 0 + 7 =", "8-0=8+7=15"),
         ("chain_sum", "State the answer: 0 - 9 - 9 =", "0-9=-9-9=-18"),
-        ("number_filtering", "Keep all numbers larger than 3 in this list: ['0', '4', '3']\nReturn", "0< 4> 3="),
+        ("number_filtering", "Keep all numbers larger than 3 in this list: ['0', '4', '3']\nReturn", "0<n 4>y 3=n"),
+        ("number_filtering", "Remove all numbers smaller than 3 in this list: ['0', '4', '3']\nReturn", "0<n 4>y 3=y"),
         ("spell_backward", "Spell this word backward (example: sun -> nus): Brush", "B r u s h"),
     ],
 )
@@ -32,12 +31,10 @@ def test_the_last_running_sum_is_the_answer():
         assert steps("chain_sum", entry).rpartition("=")[2] == entry["answer"]
 
 
-def test_the_comparisons_say_what_is_kept():
+def test_the_marked_numbers_are_the_answer():
     for entry in entries("number_filtering", TASKS["number_filtering"], 0, range(200)):
-        verb, kind = re.match(r"(\w+) all numbers (\w+) than", entry["question"]).groups()
-        sign = {"smaller": "<", "larger": ">"}[kind]
         marked = steps("number_filtering", entry).split()
-        kept = [number[:-1] for number in marked if (number[-1] == sign) == (verb == "Keep")]
+        kept = [number[:-2] for number in marked if number.endswith("y")]
         assert str(kept) == entry["answer"]
 
 
