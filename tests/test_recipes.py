@@ -28,7 +28,7 @@ from grpo_lightning.planning.states import division_of
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.tasks.prepare import entries, row
 from tests import tiny_vlms
-from tests.planning.real_shapes import PUBLISHED, reward_model_0_6b
+from tests.planning.real_shapes import published, reward_model_0_6b
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -300,7 +300,7 @@ def published_vision(recipe: Path, config: Any) -> list[str]:
 def planned(recipe: Path, prompt_tokens: int, device_gib: int, capsys, *more: str) -> str:
     """What `plan` prints for a recipe, with the published model's config and as many prompts as its data have."""
     content = yaml.safe_load(recipe.read_text())
-    config, entry = PUBLISHED[content["model"]["policy"]["init_args"]["name"]], content["data"]["datasets"][0]
+    config, entry = published(content["model"]["policy"]["init_args"]["name"]), content["data"]["datasets"][0]
     kept = {"json_path": "rows.jsonl"}
     if recipe in VISION:
         more = (*more, *published_vision(recipe, config))

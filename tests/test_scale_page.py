@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from grpo_lightning.cli.main import main, parse
 from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from tests.pages import blocks, read, tables
-from tests.planning.real_shapes import PUBLISHED
+from tests.planning.real_shapes import published
 from tests.test_docs import RECIPE
 from tests.tiny_models import tiny_tokenizer
 
@@ -104,7 +104,7 @@ def test_strategies_named_are_those_there_are():
 
 def planned(policy: str, strategy: str, more: list[str], capsys: pytest.CaptureFixture[str]) -> float:
     """GiB of the highest moment, as `plan` prints it."""
-    PUBLISHED[POLICIES[policy]].save_pretrained("policy")
+    published(POLICIES[policy]).save_pretrained("policy")
     tiny_tokenizer().save_pretrained("policy")
     Path("planned.yaml").write_text(yaml.safe_dump(PLANNED))
     own = ["--trainer.devices=1"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.plan_devices import Ranks, ranks_of
 from grpo_lightning.cli.plan_lengths import Longest, check_lengths, longest_prompt
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.batches import BatchPlan
+    from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.types import Prompt
 
 HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -47,8 +48,9 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
     Raises:
         ValueError: If a setting cannot be trained or translated.
-        ConfigurationError: After the plan, if it is one that would not end in sensible time.
-        FileNotFoundError: If the data or the policy are not there, and nothing says that the run builds them.
+        SystemExit: With 1, after the plan, if the run does not fit or would not end in sensible time.
+        FileNotFoundError: If the data are not there, neither --prompt_tokens nor data.prepare replaces them; or, after
+            the arithmetic of the batches, if the policy is not.
     """
     from grpo_lightning.cli.plan_tables import print_plan, print_translation
 
@@ -65,11 +67,13 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
+    use_known_config(module.loader)
     known = find_out(config, module, data, own)
     batches = batch_plan(config, module, data, known.ranks.world_size)
     refusal = print_plan(config, module, data, known, batches)
     if refusal is not None:
-        raise ConfigurationError(refusal)
+        print(f"\nerror: {refusal}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -90,7 +94,12 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device_gib", type=float, help="memory of a device, where another one than this machine's runs"
     )
-    parser.add_argument("--prompt_tokens", type=int, help="the longest prompt, instead of the data's")
+    parser.add_argument(
+        "--prompt_tokens", type=int, help="the longest prompt, instead of the data's; the data need not be there then"
+    )
+    parser.add_argument(
+        "--image_tokens", type=int, help="how many of --prompt_tokens are images', instead of what the processor says"
+    )
     parser.add_argument("--prepare", action="store_true", help="run data.prepare first, where the run would build data")
     return parser
 
@@ -128,6 +137,19 @@ def parse_script(args: Sequence[str]) -> Any:
     return OtherScript(**flags | {name: value for name, value in HF_DEFAULTS.items() if flags[name] is None})
 
 
+def use_known_config(loader: PolicyLoader) -> None:
+    """Where a published policy's config cannot be read, as without a network, take it from the package."""
+    from grpo_lightning.planning.known_models import known_config
+
+    if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
+        return
+    try:
+        loader.load_config()
+    except FileNotFoundError:
+        loader.model = config
+        print(f"{loader.name} cannot be read here: its sizes are those that this package knows.")
+
+
 def seed(config: Namespace) -> None:
     """The run's seed: `random:N` and what `data.prepare` builds follow from it."""
     import lightning as L
@@ -148,9 +170,14 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
     try:
         data.setup("fit")
     except FileNotFoundError as error:
-        if data.prepare is None:
-            raise
-        why_no_prompts = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
+        if data.prepare is not None:
+            why_no_prompts = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
+        elif own.prompt_tokens is not None:
+            why_no_prompts = f"the data are not here ({error})"
+        else:
+            raise FileNotFoundError(
+                f"{error} To plan without the data, say how long the prompts are: --prompt_tokens 300."
+            ) from error
     train, val = (prompts if isinstance(prompts, list) else None for prompts in (data.train_prompts, data.val_prompts))
     if train is None and not why_no_prompts:
         why_no_prompts = "the data are streamed"
@@ -160,7 +187,7 @@ def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataMod
     _, validation = module.validation.draw(module.sampling, is_greedy=False)
     for prompts, sampling in ((train, module.sampling), (val, validation)):
         check_lengths(module, prompts or [], sampling)
-    longest = longest_prompt(module, data, train, own.prompt_tokens)
+    longest = longest_prompt(module, data, train, own.prompt_tokens, own.image_tokens)
     return Known(ranks, train, val, longest, why_no_prompts, own.device_gib)
 
 

@@ -10,15 +10,20 @@ from rich.table import Table
 
 from grpo_lightning.cli.plan_memory import Described
 from grpo_lightning.planning.memory import memory_parts
-from grpo_lightning.planning.parts import GIB, MOMENTS, Moment, Part, peak
+from grpo_lightning.planning.parts import ALWAYS, GIB, MOMENTS, TRAINING, Moment, Part, peak
+from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.planning.times import Speeds, StepTimes
 from grpo_lightning.planning.trained import TrainedWeights
 
 TITLES: dict[Moment, str] = {"sampling": "sampling", "update": "update", "step": "step"}
 
 
-def print_memory(console: Console, described: Described, device_gib: float | None = None) -> None:
-    """The table of parts, the highest moment, and the device it has to fit."""
+def print_memory(console: Console, described: Described, device_gib: float | None = None) -> str | None:
+    """Print the table of parts, the highest moment, and the device it has to fit.
+
+    Returns:
+        That it does not fit, with the settings that need less; None if it may fit, or there is no device to compare.
+    """
     shape, settings, remarks = described
     parts = memory_parts(shape, settings)
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
@@ -49,9 +54,44 @@ def print_memory(console: Console, described: Described, device_gib: float | Non
         *[f"{remark[0].upper()}{remark[1:]}." for remark in remarks],
     ]
     notes += host_lines(parts)
-    notes.append(device_line(peaks[highest], device_gib))
-    for note in notes:
+    compared = device_line(peaks[highest], device_gib)
+    for note in [*notes, compared]:
         console.print(note, markup=False)
+    if not compared.startswith(verdict(2)):
+        return None
+    too_high = [moment for moment in MOMENTS if verdict_at(peaks[moment], device_gib) == verdict(2)]
+    lines = [f"{TITLES[moment]}: {'; '.join(levers(settings, moment))}" for moment in too_high]
+    return "\n".join([f"{compared} What needs less, by moment:", *lines])
+
+
+def levers(settings: MemorySettings, moment: Moment) -> list[str]:
+    """The settings that lower the memory of a moment and are not used yet, the cheapest in time first."""
+    division, batch, trained = settings.division, settings.batch, settings.trained
+    is_full = trained is None or not trained.adapters
+    has_copy = settings.has_reference and is_full and not division.are_weights_offloaded
+    found = [
+        (batch.num_completions > 1, {"update"}, "a larger trainer.accumulate_grad_batches (the update stays the same)"),
+        (settings.checkpointing == "none", {"update"}, "policy.activation_checkpointing: layers"),
+        (settings.sampling_prompts > 1, {"sampling"}, "model.engine.max_rows: sample in several waves"),
+        (
+            has_copy and "reference" not in settings.offloaded,
+            {"sampling"},
+            "model.offload: [reference, optimizer]",
+        ),
+        (has_copy, ALWAYS, "objective.beta: 0, which needs no reference"),
+        (
+            settings.optimizer_bytes > 4 and is_full and not division.is_optimizer_offloaded,
+            ALWAYS,
+            "the optimizer AdamW8bit",
+        ),
+        (is_full, ALWAYS, "policy.lora"),
+        (not division.gathers_layers, ALWAYS, "--config strategies/zero3 (or fsdp2) on several devices"),
+        (division.gathers_layers, ALWAYS, "more devices (each holds a smaller share)"),
+        (not division.is_optimizer_offloaded, TRAINING, "--config strategies/zero3_offload"),
+        (settings.gathers_for_sampling, {"sampling"}, "model.engine.gather_for_generation: false"),
+        (True, {"sampling", "update"}, "a smaller sampling.max_completion_length"),
+    ]
+    return [text for is_open, moments, text in found if is_open and moment in moments]
 
 
 def part_row(part: Part, unit: int) -> list[str]:
@@ -71,10 +111,16 @@ def host_lines(parts: list[Part]) -> list[str]:
     return [f"On the CPU, for every device of a node: {needed / GIB:.2f} GiB ({sizes})."]
 
 
+def verdict_at(needed: int, device_gib: float | None) -> str:
+    """Whether so many bytes fit the device that is planned for."""
+    total = torch.cuda.get_device_properties(0).total_memory if device_gib is None else device_gib * GIB
+    return verdict(needed / total)
+
+
 def device_line(needed: int, device_gib: float | None = None) -> str:
     """What is needed against what is there, or against a device that is named."""
     if device_gib is not None:
-        return f"{verdict(needed / GIB / device_gib)}: {needed / GIB:.1f} of {device_gib:g} GiB."
+        return f"{verdict_at(needed, device_gib)}: {needed / GIB:.1f} of {device_gib:g} GiB."
     if not torch.cuda.is_available():
         return "No CUDA device is here to compare with; --device_gib N names one."
     device: Any = torch.cuda.get_device_properties(0)

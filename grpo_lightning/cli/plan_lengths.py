@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo_lightning.policy.families import sees_images
+
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.policy.processing import Encoder
@@ -33,15 +37,23 @@ class Longest(NamedTuple):
 
 
 def longest_prompt(
-    module: GRPOLightningModule, data: PromptDataModule, prompts: list[Prompt] | None, given: int | None
+    module: GRPOLightningModule,
+    data: PromptDataModule,
+    prompts: list[Prompt] | None,
+    given: int | None,
+    given_image_tokens: int | None = None,
 ) -> Longest:
-    """The longest training prompt: as given, measured, or assumed.
+    """The longest training prompt: as given, measured, or assumed; likewise the tokens of its images.
 
     Raises:
         ValueError: If what is given could not be trained on.
     """
     if given is not None and given < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {given}.")
+    if given_image_tokens is not None and not 0 <= given_image_tokens <= (given or 0):
+        raise ValueError(
+            f"--image_tokens are a part of --prompt_tokens, at most {given or 0} here, got {given_image_tokens}."
+        )
     if given is not None:
         check_given_length(module, given)
     why_not = "the prompts are not known yet"
@@ -56,7 +68,13 @@ def longest_prompt(
         found = assumed(encoder, data.max_prompt_length, why_not)
     if given is None:
         return found
-    return Longest(given, "as --prompt_tokens says", min(given, found.image_tokens))
+    if given_image_tokens is not None:
+        return Longest(given, "as --prompt_tokens says", given_image_tokens)
+    why = "as --prompt_tokens says"
+    config = policy_config(module)
+    if encoder is None and config is not None and sees_images(config):
+        why += "; no image is counted, as the policy's processor cannot be loaded: --image_tokens N says how many"
+    return Longest(given, why, min(given, found.image_tokens))
 
 
 def measured(prompts: list[Prompt], encoder: Encoder) -> Longest:
@@ -107,14 +125,20 @@ def num_image_tokens(prompt: Prompt, encoder: Encoder) -> int:
     return sum(1 + encoder.num_more_tokens(*image.size()) for image in prompt.images)
 
 
+def policy_config(module: GRPOLightningModule) -> PretrainedConfig | None:
+    """The policy's config; None where there is no policy yet: where memory is planned, it is said, or refused."""
+    try:
+        return module.loader.load_config()
+    except FileNotFoundError:
+        return None
+
+
 def positions(module: GRPOLightningModule) -> int | None:
     """Positions of the policy; None without a limit, and where there is no policy yet."""
     from grpo_lightning.policy.tokenize import num_positions
 
-    try:
-        return num_positions(module.loader.load_config())
-    except FileNotFoundError:  # where memory is planned, it is said, or refused
-        return None
+    config = policy_config(module)
+    return None if config is None else num_positions(config)
 
 
 def check_lengths(module: GRPOLightningModule, prompts: list[Prompt], sampling: SamplingParams) -> None:

@@ -46,13 +46,15 @@ def print_plan(
         print_lines(console, "Memory", [f"Not known: {error} data.prepare may build it: add --prepare to do so now."])
         return None
     print_lines(console, "Tokens", token_lines(described, known.longest.why))
-    print_memory(console, described, known.device_gib)
+    too_large = print_memory(console, described, known.device_gib)
     nodes = known.ranks.num_nodes
     times = step_times(described.shape, described.settings, batches, num_nodes=nodes)
     if not runs_on_cpu(config):
         cycles = None if length.total_steps is None else length.total_steps / batches.steps_per_rollout
         print_lines(console, "Time, estimated", time_lines(times, cycles))
-    return sampling_refusal(times, described.shape, described.settings, nodes)
+    if runs_on_cpu(config) and known.device_gib is None:
+        too_large = None  # the device it was compared with is not used
+    return too_large or sampling_refusal(times, described.shape, described.settings, nodes)
 
 
 def runs_on_cpu(config: Namespace) -> bool:

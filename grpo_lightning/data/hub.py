@@ -17,7 +17,7 @@ def open_dataset(entry: DatasetEntry) -> Any:
     """The data set of an entry: a `datasets.Dataset`, or an `IterableDataset` if it is streaming.
 
     Raises:
-        FileNotFoundError: If there is none of that name or in that folder.
+        FileNotFoundError: If there is none of that name or in that folder, or the hub cannot be reached.
         ValueError: If it has no such subset or split, or cannot be read.
     """
     import datasets
@@ -38,7 +38,7 @@ def open_dataset(entry: DatasetEntry) -> Any:
             revision=entry.revision,
             streaming=entry.streaming,
         )
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(f"dataset {entry.dataset!r}: {error}") from error
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"dataset {entry.dataset!r} (split {entry.split!r}) cannot be loaded: {error}") from error

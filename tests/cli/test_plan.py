@@ -10,7 +10,6 @@ import yaml
 from jsonargparse import Namespace
 
 from grpo_lightning.cli import plan, plan_devices, plan_memory, plan_tables
-from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.plan_devices import Ranks
 from grpo_lightning.cli.plan_lengths import Longest
 from grpo_lightning.cli.plan_memory import Described
@@ -292,11 +291,12 @@ def test_seventy_billion_weights_are_planned_in_seconds_and_not_sampled_layer_by
         "precision": "bf16-mixed",
     }
     args = recipe(policy=policy_of(), sampling={"max_completion_length": 1024}, trainer=trainer)
-    with pytest.raises(
-        ConfigurationError, match=r"would take 1\.6 hours .*1,024 tokens needs all 131 GiB .*from the CPU"
-    ):
+    with pytest.raises(SystemExit) as ended:
         said(args)
-    out = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 1
+    captured = capsys.readouterr()
+    out = " ".join(captured.out.split())
+    assert re.search(r"would take 1\.6 hours .*1,024 tokens needs all 131 GiB .*from the CPU", captured.err)
     assert "70,553,706,496 weights, 80 layers" in out
     # 24 bytes a weight over 16 devices: weights, reference 2 each; masters, their gradients, sums 4 each; AdamW 8.
     assert "On the CPU, for every device of a node: 98.56 GiB (weights 8.21" in out
@@ -305,9 +305,13 @@ def test_seventy_billion_weights_are_planned_in_seconds_and_not_sampled_layer_by
     short = ["--model.sampling.max_completion_length=256"]
     assert "24 min to draw" in said([*args, *short])
     gathered = ["--model.engine=grpo_lightning.LocalEngine", "--model.engine.gather_for_generation=true"]
-    out = said([*args, *gathered, "--device_gib=80"])
-    assert re.search(r"gathered weights │ ~131\.4", out)
-    assert "It does not fit: " in out
+    with pytest.raises(SystemExit):
+        said([*args, *gathered, "--device_gib=80"])
+    captured = capsys.readouterr()
+    assert re.search(r"gathered weights\s+│\s+~131\.4", captured.out)
+    sampling = next(line for line in captured.err.splitlines() if line.startswith("sampling: "))
+    assert "model.engine.gather_for_generation: false" in sampling
+    assert "AdamW8bit" not in sampling  # the optimizer is on the CPU already
 
 
 def test_idle_devices_are_said(recipe, said, monkeypatch):
@@ -409,3 +413,78 @@ def test_usage(args, capsys):
     assert stopped.value.code == (0 if args == ["--help"] else 2)
     printed = capsys.readouterr()
     assert "usage: grpo-lightning plan" in printed.out + printed.err
+
+
+# ------------------------------------------------------------------------------------------- without hub, without data
+
+
+def test_a_published_policy_is_planned_without_hub_and_data(recipe, said):
+    """Neither the model nor the data set can be had here; of the policy, only the number of its weights is checked."""
+    data = {"datasets": [{"dataset": "openai/gsm8k", "subset": "main"}]}
+    out = said([*recipe(policy="Qwen/Qwen2.5-1.5B-Instruct", data=data), "--prompt_tokens", "300"])
+    assert "Qwen/Qwen2.5-1.5B-Instruct cannot be read here: its sizes are those that this package knows." in out
+    assert "2 prompts per rank x 1 rank x 4 completions = 8 completions per rollout" in out
+    assert "The number of prompts is not known: the data are not here (dataset 'openai/gsm8k'" in out
+    assert "Longest prompt: 300 tokens (as --prompt_tokens says)." in out
+    assert "1,543,714,304 weights, 28 layers" in out
+
+
+def test_data_that_are_not_there_are_an_error_without_a_length(recipe, said):
+    with pytest.raises(
+        FileNotFoundError, match=r"no file .*there\.jsonl.* To plan without the data, .*--prompt_tokens"
+    ):
+        said(recipe(data={"datasets": [{"json_path": "there.jsonl"}]}))
+
+
+def test_batches_are_planned_where_the_policy_is_not_known(recipe, said, capsys):
+    with pytest.raises(FileNotFoundError, match=r"model\.policy 'nobody/knows-7B' cannot be loaded"):
+        said([*recipe(policy="nobody/knows-7B"), "--prompt_tokens=300"])
+    assert "8 completions per rollout" in capsys.readouterr().out
+
+
+def test_images_are_given_where_the_processor_is_not_there(recipe, said):
+    args = recipe(policy="Qwen/Qwen2.5-VL-3B-Instruct")
+    out = said([*args, "--prompt_tokens=1300"])
+    assert "no image is counted, as the policy's processor cannot be loaded: --image_tokens N" in out
+    assert "image activations" not in out
+    out = said([*args, "--prompt_tokens=1300", "--image_tokens=1200"])
+    assert re.search(r"image activations .*2 x 4,800 patches", out)
+    for tokens in (-1, 1301):
+        with pytest.raises(ValueError, match=f"a part of --prompt_tokens, at most 1300 here, got {tokens}"):
+            said([*args, "--prompt_tokens=1300", f"--image_tokens={tokens}"])
+
+
+def test_what_does_not_fit_names_what_would(recipe, said, capsys):
+    """An update of 8 x 306 tokens needs activations; with fewer of them and nothing left to save, other levers."""
+    args = [*recipe(policy="Qwen/Qwen2.5-1.5B", trainer={"accelerator": "auto"}), "--prompt_tokens=300"]
+    assert "It fits" in said([*args, "--device_gib=80"])
+    with pytest.raises(SystemExit) as ended:
+        said([*args, "--device_gib=20"])
+    assert ended.value.code == 1
+    found = capsys.readouterr().err
+    assert "error: It does not fit: " in found
+    update = next(line for line in found.splitlines() if line.startswith("update: "))
+    assert "policy.activation_checkpointing: layers" in update
+    assert "policy.lora" in update
+    sparing = ["--model.objective.beta=0", "--model.policy.activation_checkpointing=layers"]
+    policy = {"class_path": "PolicyLoader", "init_args": {"name": "Qwen/Qwen2.5-1.5B"}}
+    args = [*recipe(policy=policy, trainer={"accelerator": "auto"}), "--prompt_tokens=300", *sparing]
+    with pytest.raises(SystemExit):
+        said([*args, "--device_gib=8"])
+    found = capsys.readouterr().err
+    assert "activation_checkpointing" not in found
+    assert "objective.beta" not in found
+    assert "policy.lora" in found
+
+
+def test_a_run_on_the_cpu_is_not_refused_for_a_device_it_does_not_use(recipe, said, monkeypatch):
+    class Device:
+        name, total_memory = "Tiny GPU", 2**10
+
+    monkeypatch.setattr(plan_memory, "device_memory", lambda given: 1.0)
+    monkeypatch.setattr(plan_devices, "visible", lambda accelerator: 0)
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    assert "It does not fit" in said(recipe())
