@@ -35,6 +35,8 @@ from grpo_lightning.functional import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    is_k3_clamped,
+    is_ratio_clamped,
     keeps_sequence,
     kl_divergence,
     normalized_sum,
@@ -78,6 +80,12 @@ class ObjectiveTerms(NamedTuple):
 
     is_corrected: Tensor | None = None
     """[B, T] bool, True where that weight was outside of its range, or the completion is left out as off-policy."""
+
+    ratio_clamped: Tensor | None = None
+    """[B, T] bool, True where the log-ratio was beyond 20 nats."""
+
+    kl_clamped: Tensor | None = None
+    """[B, T] bool, True where k3 was above 10 nats; None for the other estimators, and without a reference."""
 
 
 @dataclass
@@ -235,9 +243,10 @@ class Objective:
         correction = self._correction(logprobs, batch)
         if correction is not None:
             loss = torch.where(mask, loss, 0.0) * correction[0]
-        kl = torch.zeros_like(logprobs)
+        kl, kl_clamped = torch.zeros_like(logprobs), None
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
+            kl_clamped = is_k3_clamped(kl.detach()) if self.kl == "k3" else None
             if self.importance_corrected_kl:
                 kl = ratio * kl
             if self.has_kl_loss:
@@ -255,8 +264,16 @@ class Objective:
             if entropy is None:
                 raise ValueError("objective.entropy_coefficient is set, and the entropies were not given.")
             total = total - self.entropy_coefficient * mean(entropy, by="token")
-        spread = ratio.detach().expand_as(mask) * mask
-        return ObjectiveTerms(total, kl.detach(), clipped_low, clipped_high, spread, *(correction or ()))
+        return ObjectiveTerms(
+            total,
+            kl.detach(),
+            clipped_low,
+            clipped_high,
+            ratio.detach().expand_as(mask) * mask,
+            *(correction or (None, None)),
+            ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
+            kl_clamped=kl_clamped,
+        )
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
         """[B, T] or [B, 1] the loss of each token, before the KL."""

@@ -30,13 +30,15 @@ def micro_batches_of(
     Returns:
         As many micro-batches on every rank as its updates have, and the counts of each update over all ranks.
     """
+    # With a reference they stay, for `policy/kl`: a KL in the rewards leaves hardly an advantage at 0.
+    skips = not module.objective.trains_on_zero_advantages and not module.objective.needs_reference
     micro_batches, counts = plan_over_ranks(
         groups,
         torch.zeros(len(groups), module.num_generations) if advantages is None else advantages,
         updates=module.updates_per_rollout,
         accumulate=module.trainer.accumulate_grad_batches,
         pad_id=module.tokenizer.pad_token_id,
-        skip_zero_advantages=advantages is not None and not module.objective.trains_on_zero_advantages,
+        skip_zero_advantages=advantages is not None and skips,
         num_chunks=module.scorer.num_chunks,
     )
     give_images(micro_batches, vision_of(groups, module.encoder, module.policy, module.sharding))

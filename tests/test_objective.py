@@ -196,6 +196,42 @@ def test_epsilon_stands_in_for_epsilon_high():
     assert torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("far", [25.0, 89.0, -25.0, -89.0])
+def test_one_token_that_has_moved_far_leaves_loss_and_gradient_finite(row, far):
+    """Clipped to a finite loss, exp(89) still had a nan gradient: one token ended the run."""
+    objective = Objective(**ROWS[row][0])
+    logprobs, batch = make_batch(objective.needs_reference)
+    batch.old_logprobs[0, 0], batch.rollout_logprobs[0, 0] = -100.0, -100.0
+    if objective.needs_reference:
+        batch.ref_logprobs[0, 0] = -100.0
+    moved = logprobs.detach().clone()
+    moved[0, 0] = -100.0 + far
+    moved.requires_grad_()
+    terms = objective(moved, batch, COUNTS, LONGEST)
+    terms.loss.backward()
+    assert terms.loss.isfinite()
+    assert moved.grad.isfinite().all()
+    by_sequence = objective.ratio != "token"  # a mean of 89 / 4 nats is beyond 20, one of 25 / 4 is not
+    is_far = torch.zeros(4, 5, dtype=torch.bool)
+    if by_sequence and abs(far) > 80:
+        is_far[0] = batch.completion_mask[0]
+    elif not by_sequence:
+        is_far[0, 0] = True
+    assert torch.equal(terms.ratio_clamped, is_far)
+    if objective.needs_reference:
+        assert terms.kl_clamped.nonzero().tolist() == [[0, 0]]
+        assert terms.kl[0, 0] == 10
+    else:
+        assert terms.kl_clamped is None
+
+
+def test_only_k3_is_bounded():
+    logprobs, batch = make_batch()
+    for estimator in ("k1", "k2"):
+        assert Objective(kl=estimator)(logprobs, batch, COUNTS, LONGEST).kl_clamped is None
+
+
 def test_what_the_logs_get():
     logprobs, batch = make_batch()
     terms = Objective(epsilon=0.2, epsilon_high=0.28)(logprobs, batch, COUNTS, LONGEST)
