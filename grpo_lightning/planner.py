@@ -50,7 +50,7 @@ class Row:
 
     @property
     def entropy(self) -> float:
-        """Nats, summed over the trained tokens. Minus the log-probs have the same mean, where the engine tells no more."""
+        """Nats, summed over the trained tokens. If the engine tells none, minus the log-probs: their mean is it."""
         entropies = self.completion.entropies or [-logprob for logprob in self.completion.logprobs]
         return sum(entropy for entropy, is_trained in zip(entropies, self.mask, strict=True) if is_trained)
 
@@ -162,8 +162,8 @@ def plan_micro_batches(
         updates: Optimizer steps the rollout is divided over.
         accumulate: Micro-batches per update.
         pad_id: Any token id.
-        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same, and the
-            first micro-batch of their update says what metrics are told of them.
+        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same, and
+            metrics find them in the first micro-batch of their update (`skipped_tokens`, `skipped_entropy`).
         share: What part of the rollout of all ranks these groups are; None if they are all of it.
 
     Returns:

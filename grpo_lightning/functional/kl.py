@@ -10,8 +10,8 @@ from torch import Tensor
 from grpo_lightning.functional.log_ratios import MAX_LOG_RATIO
 
 MAX_K3 = 10.0
-"""Nats per token. k3 grows as exp(d): unbounded, one token that the policy has all but lost is the whole loss. The bound
-of verl, OpenRLHF and ms-swift; a token is beyond it where d is above 2.6 or below -11."""
+"""Nats per token. k3 grows as exp(d): unbounded, one token that the policy has all but lost is the whole loss. The
+bound of verl, OpenRLHF and ms-swift; a token is beyond it where d is above 2.6 or below -11."""
 
 
 def kl_divergence(
@@ -28,8 +28,8 @@ def kl_divergence(
 
     k1 and k3 are unbiased where the tokens were drawn from the policy, k2 is not; k2 and k3 are never negative
     (Schulman 2020, http://joschu.net/blog/kl-approx.html). Unbiased in value is not unbiased in gradient: of the three
-    only k2's gradient is that of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). k3's exponent is clipped to 20 nats and
-    its value to 10, with a gradient of 0 beyond (`is_k3_clamped` says where): what holds of k3 holds below that.
+    only k2's gradient is that of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). k3's exponent is clipped to 20 nats
+    and its value to 10, with a gradient of 0 beyond (`is_k3_clamped` says where): what holds of k3 holds below that.
 
     Args:
         logprobs: [B, T] nats, of the policy.

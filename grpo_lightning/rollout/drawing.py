@@ -67,8 +67,8 @@ class Draw(NamedTuple):
     logprobs: Tensor
     """[rows] nats, of the distribution it was drawn from."""
 
-    entropies: Tensor | None
-    """[rows] nats, of the softmax at the temperature, before any filter; None if the most likely token was taken."""
+    entropies: Tensor
+    """[rows] nats, of the softmax at the temperature (1 for greedy), before any filter."""
 
 
 class TokenDrawer:
@@ -111,12 +111,12 @@ class TokenDrawer:
             rows: [rows] which of the wave's N x G rows these are; None if they are all there.
         """
         distribution = log_distribution(self.processors, history, logits)
+        probabilities = distribution.exp()
         if self.sampling.is_greedy:
             ids = distribution.argmax(-1)
-            return Draw(ids, distribution.gather(1, ids[:, None])[:, 0], None)
-        uniforms = self.uniforms(history.shape[1] - self.prompt_length)
-        probabilities = distribution.exp()
-        ids = pick(probabilities, uniforms if rows is None else uniforms[rows])
+        else:
+            uniforms = self.uniforms(history.shape[1] - self.prompt_length)
+            ids = pick(probabilities, uniforms if rows is None else uniforms[rows])
         logprobs = distribution.gather(1, ids[:, None])[:, 0]
         if self.is_filtered:
             distribution = log_distribution(self.unfiltered, history, logits)

@@ -155,13 +155,12 @@ class LocalEngine:
                 ids, logprobs, entropies = draw(state.history, state.logits, state.number)
                 state.history = torch.cat([state.history, ids[:, None]], 1)
                 ended = is_stop[ids] | draw.ends_with_stop_string(state.history)
-                for row, token, logprob, end in zip(rows, ids.tolist(), logprobs.tolist(), ended.tolist(), strict=True):
+                values = (column.tolist() for column in (ids, logprobs, entropies, ended))
+                for row, token, logprob, entropy, end in zip(rows, *values, strict=True):
                     drawn[row].token_ids.append(token)
                     drawn[row].logprobs.append(logprob)
+                    drawn[row].entropies.append(entropy)
                     drawn[row].is_stopped = end
-                if entropies is not None:
-                    for row, entropy in zip(rows, entropies.tolist(), strict=True):
-                        drawn[row].entropies.append(entropy)
                 rows = [row for row in rows if not drawn[row].is_stopped]
                 if rows and len(rows) < len(ids):
                     keep = (~ended).nonzero()[:, 0]
@@ -236,8 +235,7 @@ class LocalEngine:
             return []
         tokens = sequences[:, prompt_ids.shape[1] :]
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
-        of_steps = [step.entropies for step in steps if step.entropies is not None]
-        entropies = torch.stack(of_steps, 1).tolist() if of_steps else [[]] * len(tokens)
+        entropies = torch.stack([step.entropies for step in steps], 1).tolist()
         drawn = []
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
@@ -261,7 +259,7 @@ class LocalEngine:
                 row.logprobs,
                 "stop" if row.is_stopped else "length",
                 text,
-                entropies=row.entropies or None,
+                entropies=row.entropies,
             )
             for row, text in zip(drawn, texts, strict=True)
         ]

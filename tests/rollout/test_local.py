@@ -175,11 +175,6 @@ def test_entropies_equal_the_scorers(way, filters, monkeypatch):
         torch.testing.assert_close(torch.tensor(completion.entropies), entropies[:length], atol=tolerance, rtol=0)
 
 
-def test_greedy_completions_have_no_entropies():
-    (group,) = connected(tiny_model("qwen2")).generate(make_prompts((5,)), 1, greedy(), seeds=[0])
-    assert group[0].entropies is None
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_the_scorers(family):
     model, prompts = tiny_model(family), make_prompts()
