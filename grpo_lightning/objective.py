@@ -1,17 +1,17 @@
 """What the policy is trained towards: a paper is one row of settings, each a pure function of `functional/`.
 
-| row         | ratio    | surrogate           | aggregate | scale      | beta |
-|-------------|----------|---------------------|-----------|------------|------|
-| GRPO        | token    | clip, low = high    | sequence  | group_std  | 0.04 |
-| default     | token    | clip                | token     | group_std  | 0.04 |
-| Dr. GRPO    | token    | clip                | constant  | none       | 0    |
-| DAPO        | token    | clip, high 0.28     | token     | group_std  | 0    |
-| GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std  | 0    |
-| CISPO       | token    | cispo, cap 1 + high | token     | group_std  | 0    |
-| SAPO        | token    | sapo                | sequence  | group_std  | 0    |
-| RLOO        | token    | clip                | constant  | none       | 0    |
-| REINFORCE++ | token    | clip                | token     | batch_std  | 1e-3 |
-| MaxRL       | token    | clip                | constant  | group_mean | 0    |
+| row         | ratio    | surrogate           | aggregate | scale               | beta |
+|-------------|----------|---------------------|-----------|---------------------|------|
+| GRPO        | token    | clip, low = high    | sequence  | group_std           | 0.04 |
+| default     | token    | clip                | token     | group_std           | 0.04 |
+| Dr. GRPO    | token    | clip                | constant  | none                | 0    |
+| DAPO        | token    | clip, high 0.28     | token     | group_std           | 0    |
+| GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std           | 0    |
+| CISPO       | token    | cispo, cap 1 + high | token     | group_std           | 0    |
+| SAPO        | token    | sapo                | sequence  | group_std           | 0    |
+| RLOO        | token    | clip                | constant  | none                | 0    |
+| REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
+| MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
 The rows are fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
 """
@@ -123,9 +123,10 @@ class Objective:
     """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
     with `scale: batch_std`)."""
 
-    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std"
-    """What the difference is divided by: an unbiased std + 1e-4, or the mean reward of the group (MaxRL), which has to
-    be a success rate: rewards below 0 are an error then."""
+    scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
+    """What the difference is divided by: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
+    of all differences of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the mean reward of the group
+    (MaxRL), which has to be a success rate: rewards below 0 are an error then."""
 
     beta: float = 0.04
     """Weight of the KL to the reference; 0 trains without a reference."""

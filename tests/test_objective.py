@@ -112,6 +112,14 @@ def test_the_fragments_are_the_rows(row):
     assert Objective(**fragment) == Objective(**ROWS[row][0])
 
 
+def test_reinforce_plus_plus_divides_by_the_spread_of_the_centred_rewards():
+    """Of an easy and a hard prompt, raw rewards spread by their difference too."""
+    fragment = yaml.safe_load((FRAGMENTS / "reinforce_plus_plus.yaml").read_text())["model"]["objective"]
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    centred = rewards - rewards.mean(1, keepdim=True)
+    torch.testing.assert_close(Objective(**fragment).compare(rewards), centred / (centred.std() + 1e-4))
+
+
 def test_the_table_in_the_docstring_is_true():
     """Of every paper that has a fragment: ratio, surrogate, aggregation, scale and beta."""
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
@@ -181,7 +189,7 @@ REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group_std", "batch_std", "group_mean", "none"])
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"])
 def test_compare_is_the_advantage(baseline, scale):
     got = Objective(baseline=baseline, scale=scale).compare(REWARDS)
     torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
