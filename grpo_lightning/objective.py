@@ -253,6 +253,7 @@ class Objective:
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
         clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
+        rollout_weight, is_corrected = correction or (None, None)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -271,7 +272,8 @@ class Objective:
             clipped_low,
             clipped_high,
             ratio.detach().expand_as(mask) * mask,
-            *(correction or (None, None)),
+            rollout_weight,
+            is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
         )

@@ -72,6 +72,7 @@ def test_every_metric_of_the_first_step():
         "rollout/tokens_per_second": pytest.approx(26 / seconds["time/rollout"], rel=1e-4),
         # Prompts of 3 and 12 tokens in 2 x 12 slots, 26 completion tokens in 8 x 4.
         "rollout/padding": pytest.approx((24 - 15 + 32 - 26) / (24 + 32)),
+        "rollout/empty_updates": 0,
         "reward/mean": pytest.approx(2),
         "reward/std": pytest.approx(std),
         "reward/num_vowels": pytest.approx(1),

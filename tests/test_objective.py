@@ -331,6 +331,11 @@ def test_unknown_old_logprobs_are_an_error():
             "which multi_objective_aggregation 'normalize_then_sum' makes negative at times",
         ),
         ({"kl_in": "reward", "beta": 0.0}, "kl_in is 'reward', and beta is 0"),
+        ({"kl": "k2", "beta": 0.0}, "kl is 'k2', and beta is 0"),
+        (
+            {"epsilon": 0.1, "epsilon_high": 4.0, "surrogate": "cispo"},
+            r"objective\.epsilon is 0\.1, and the cispo surrogate has one bound, which is epsilon_high",
+        ),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, and rollout_correction is none"),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
@@ -346,6 +351,9 @@ def test_refused_settings_are_named(settings, said):
 def test_the_edges_are_allowed():
     Objective(epsilon=0.0, epsilon_high=0.0, beta=0.0)
     Objective(dual_clip=1.21)
+    assert Objective(surrogate="cispo", epsilon=0.3).high == 0.3, "epsilon stands in for epsilon_high"
+    Objective(surrogate="cispo", epsilon_high=4.0)
+    Objective(beta=0.1, kl_in="reward", kl="k2")  # the estimator of policy/kl
 
 
 @pytest.mark.parametrize(

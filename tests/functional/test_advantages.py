@@ -195,7 +195,7 @@ def whitened(rewards: list[list[float]]) -> list[list[float]]:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_reinforce_plus_plus_is_verls(rate: float) -> None:
-    """Binary rewards of prompts of every difficulty: the raw rewards spread more than their differences in the groups."""
+    """Binary rewards of easy and hard prompts: raw rewards spread more than their differences in the groups."""
     generator = torch.Generator().manual_seed(0)
     chance = (rate + torch.randn(64, 1, generator=generator)).clamp(0, 1)
     rewards = (torch.rand(64, 8, generator=generator) < chance).double()
