@@ -105,7 +105,7 @@ class Objective:
     fades out (SAPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped below 1 - epsilon."""
+    """The ratio is clipped below 1 - epsilon; CISPO has no lower bound."""
 
     epsilon_high: float | None = None
     """The ratio is clipped above 1 + epsilon_high; null takes epsilon."""
