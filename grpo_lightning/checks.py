@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch.utils.data import DataLoader
 
-from grpo_lightning import box_checks, data_checks, dynamic_sampling, limits, offload, sync_reference
+from grpo_lightning import (
+    box_checks,
+    data_checks,
+    dynamic_sampling,
+    limits,
+    objective_checks,
+    offload,
+    sync_reference,
+)
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.overlong import OverlongFilter
@@ -116,6 +124,7 @@ def check_settings(module: GRPOLightningModule) -> None:
             f"validation.success names the reward that says what is solved, got {success!r}; there are: "
             f"{', '.join(module.reward_set.names)}."
         )
+    objective_checks.warn(module.objective)
     if reshaping := module.sampling.reshaping:
         log.warning(
             "Sampling with %s draws from another distribution than the one that is trained (full softmax at "

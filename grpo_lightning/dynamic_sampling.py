@@ -1,21 +1,23 @@
 """Further prompts in place of those that teach nothing: DAPO's dynamic sampling (arXiv:2503.14476, sec. 3.2).
 
-A group whose rewards are all equal has no gradient. Its prompt is replaced by the next of the data, and the one drawn
-then is looked at in turn, up to `max_resample_times` times. A group that teaches something is never thrown away: as
-many prompts are drawn as are missing. What is missing in the end keeps the groups of equal rewards.
+A group whose rewards are all equal has no gradient, and neither has one whose completions the overlong filter leaves
+out. Its prompt is replaced by the next one in the data, which is checked in turn, up to `max_resample_times` times. A
+group that has a gradient is never thrown away: as many prompts are sampled as groups are missing. If some are still
+missing in the end, their first groups stay.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from grpo_lightning import ranks
+from grpo_lightning import overlong, ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import equal_groups
 from grpo_lightning.rewards.scores import Scores, joined_scores
@@ -48,13 +50,14 @@ class DynamicSampling:
                 "dynamic_sampling out to draw no further prompts."
             )
 
-    def is_equal(self, rewards: Tensor, scores: Scores) -> Tensor:
-        """[N] bool, True for groups that teach nothing. Args: rewards: [N, G]."""
+    def teaches_nothing(self, groups: Sequence[Group], rewards: Tensor, scores: Scores) -> Tensor:
+        """[N] bool, True for groups without a gradient. Args: groups: N; rewards: [N, G]."""
+        is_idle = equal_groups(rewards) | overlong.is_emptied(groups)
         if self.reward is None:
-            return equal_groups(rewards)
+            return is_idle
         named = scores.by_reward[self.reward]
         applies = ~named.isnan().all(dim=1)  # where it does not, the others decide
-        return equal_groups(rewards) | (applies & equal_groups(named.masked_fill(rewards.isnan(), torch.nan)))
+        return is_idle | (applies & equal_groups(named.masked_fill(rewards.isnan(), torch.nan)))
 
 
 def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) -> tuple[list[Group], Tensor]:
@@ -74,13 +77,13 @@ def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) 
     settings = module.dynamic_sampling
     assert settings is not None
     source, scores = source_of(module.trainer), [_scores(module)]
-    is_equal = settings.is_equal(rewards, scores[0]).tolist()
+    is_idle = settings.teaches_nothing(groups, rewards, scores[0]).tolist()
     places = ranks.own_numbers(len(groups))
     numbers, rows = list(places), list(range(len(groups)))  # of the group in each place: in the cycle, in `drawn`
     used, drawn, compared = sum(ranks.gather_objects(len(groups))), list(groups), [rewards]
     rounds = 0
     for _ in range(settings.max_resample_times):
-        own = [i for i, equal in enumerate(is_equal) if equal]
+        own = [i for i, idle in enumerate(is_idle) if idle]
         missing = sorted(itertools.chain.from_iterable(ranks.gather_objects([places[i] for i in own])))
         if not missing:
             break
@@ -93,14 +96,14 @@ def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) 
         further = module.sample(prompts, their_numbers)
         compared.append(module.score_rewards(further))
         scores.append(_scores(module))
-        still_equal = settings.is_equal(compared[-1], scores[-1]).tolist()
-        for row, (i, number, equal) in enumerate(zip(taken, their_numbers, still_equal, strict=True), len(drawn)):
-            if not equal:
-                is_equal[i], numbers[i], rows[i] = False, number, row
+        still_idle = settings.teaches_nothing(further, compared[-1], scores[-1]).tolist()
+        for row, (i, number, idle) in enumerate(zip(taken, their_numbers, still_idle, strict=True), len(drawn)):
+            if not idle:
+                is_idle[i], numbers[i], rows[i] = False, number, row
         drawn += further
         used += num_prompts
     is_over = rounds < settings.max_resample_times  # for want of prompts, or of groups to replace
-    _report(module, rounds=rounds, num_skipped=len(drawn) - len(groups), num_equal=sum(is_equal), is_over=is_over)
+    _report(module, rounds=rounds, num_skipped=len(drawn) - len(groups), num_idle=sum(is_idle), is_over=is_over)
     chosen = [drawn[row] for row in rows]
     if rounds:
         source.settle(ranks.gather_objects(numbers), [group.prompt for group in chosen])
@@ -150,18 +153,19 @@ def _scores(module: GRPOLightningModule) -> Scores:
     return module.samples[1]
 
 
-def _report(module: GRPOLightningModule, *, rounds: int, num_skipped: int, num_equal: int, is_over: bool) -> None:
+def _report(module: GRPOLightningModule, *, rounds: int, num_skipped: int, num_idle: int, is_over: bool) -> None:
     """Log what was drawn for nothing, and say once when all rounds left a rollout with groups that teach nothing."""
     module.metrics.add("rollout/resample_rounds", rounds)
     module.metrics.add_sum("rollout/skipped_prompts", num_skipped)
-    module.metrics.add_sum("rollout/filled_groups", num_equal)
-    of_all = sum(ranks.gather_objects(num_equal))
+    module.metrics.add_sum("rollout/filled_groups", num_idle)
+    of_all = sum(ranks.gather_objects(num_idle))
     if of_all and not is_over and not module.has_said_filled:
         module.has_said_filled = True
         log.warning(
-            "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards. "
-            "They keep their places and teach nothing; rollout/filled_groups counts them in every rollout. Raise "
-            "dynamic_sampling.max_resample_times, or leave out prompts that are always or never solved.",
+            "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards, "
+            "or completions that the overlong filter all leaves out. They keep their places and teach nothing; "
+            "rollout/filled_groups counts them in every rollout. Raise dynamic_sampling.max_resample_times, or leave "
+            "out prompts that are always or never solved.",
             rounds,
             of_all,
         )

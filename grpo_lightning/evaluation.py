@@ -270,11 +270,20 @@ def evaluation_tables(
     return {kind: EvaluationTable(rewards, size, validation, sources).to(device) for kind, size in draws.items()}
 
 
-def numbers_of(tables: Mapping[str, EvaluationTable], stage: str) -> dict[str, float]:
-    """The numbers of every table by their log names: `<stage>/...` of sampled, `<stage>/greedy/...` of greedy ones."""
-    prefixes = {kind: f"{stage}/greedy" if kind == "greedy" else stage for kind in tables}
-    computed = {prefixes[kind]: table.compute() for kind, table in tables.items()}
-    return {f"{prefix}/{name}": value for prefix, numbers in computed.items() for name, value in numbers.items()}
+def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
+    """The numbers of every table by their log names: `<stage>/...` of sampled, `<stage>/greedy/...` of greedy ones.
+
+    Args:
+        tables: Of each loader. With several, the names of the first one's begin with `<stage>/loader_0/...`.
+        stage: "val" or "test".
+    """
+    numbers: dict[str, float] = {}
+    for place, of_loader in enumerate(tables):
+        loader = f"{stage}/loader_{place}" if len(tables) > 1 else stage
+        for kind, table in of_loader.items():
+            prefix = f"{loader}/greedy" if kind == "greedy" else loader
+            numbers |= {f"{prefix}/{name}": value for name, value in table.compute().items()}
+    return numbers
 
 
 def means(evaluations: Sequence[Evaluation], validation: Validation | None = None) -> dict[str, float]:

@@ -54,13 +54,25 @@ def num_batches(trainer: L.Trainer) -> int:
 def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
 
+    An interval without validation data is only said: a recipe keeps its interval when its data are left out.
+
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.
     """
     every = trainer.val_check_interval
     is_share = isinstance(every, float) and every != 1.0
     is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
-    if not (is_share or is_count) or not trainer.limit_val_batches:
+    if not trainer.limit_val_batches:
+        return
+    is_given = every != 1.0 or type(every) is int  # 1 is every micro-step
+    if is_given and not has_validation_data(trainer):
+        log.warning(
+            "trainer.val_check_interval is %s, and there are no validation data: nothing is validated. Give some "
+            "(data.validation of the command line, val_dataloaders of trainer.fit), or leave the interval out.",
+            every,
+        )
+        return
+    if not (is_share or is_count):
         return
     loader, limit = trainer.fit_loop._data_source.dataloader(), trainer.limit_train_batches
     has_length = not isinstance(loader, PromptSource) or loader.has_length
@@ -79,6 +91,12 @@ def check_validation_interval(trainer: L.Trainer) -> None:
             "trainer.check_val_every_n_epoch to null to count on over epochs, or val_check_interval to 1.0, which is "
             "once an epoch."
         )
+
+
+def has_validation_data(trainer: L.Trainer) -> bool:
+    """True if `fit` has a loader to validate on."""
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source
+    return source.is_defined() and source.dataloader() not in (None, [])
 
 
 def recount_batches(trainer: L.Trainer) -> None:

@@ -178,23 +178,31 @@ def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> No
 def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, terms: ObjectiveTerms) -> None:
     """Loss, KL, entropy, ratio and clip fractions of a micro-batch, over its trained tokens.
 
+    No metric depends on whether completions of advantage 0 are run through the policy. Entropy and KL are of all
+    completions; a completion that was skipped has the entropy that it had when it was sampled. The others are about
+    the policy loss, in which a completion of advantage 0 has no part: they are of those with an advantage.
+
     `rollout_kl` is that of the engine's distribution to the policy's at the start of the cycle, nats per token.
     """
-    per_token = {
-        "entropy": scores.entropy.detach(),
+    of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
+    of_loss = {
         "ratio": terms.ratio,
+        "ratio_clamped": terms.ratio_clamped,
         "clip_fraction": terms.clipped_low | terms.clipped_high,
         "clip_fraction_low": terms.clipped_low,
         "clip_fraction_high": terms.clipped_high,
+        "rollout_weight": terms.rollout_weight,
+        "rollout_corrected": terms.is_corrected,
     }
-    if batch.ref_logprobs is not None:
-        per_token["kl"] = terms.kl
     if batch.old_logprobs is not None and batch.old_logprobs is not batch.rollout_logprobs:
         engine = kl_divergence(batch.rollout_logprobs, batch.old_logprobs, batch.completion_mask)
-        per_token["rollout_kl"] = engine.detach()
-    if terms.rollout_weight is not None and terms.is_corrected is not None:
-        per_token |= {"rollout_weight": terms.rollout_weight, "rollout_corrected": terms.is_corrected}
-    trained = batch.completion_mask.sum()
-    for name, values in per_token.items():
-        metrics.add(f"policy/{name}", (values * batch.completion_mask).sum(), trained)
+        of_loss["rollout_kl"] = engine.detach()
+    trained = batch.completion_mask
+    in_loss = trained & (batch.advantages != 0)[:, None]
+    for per_token, mask in ((of_all, trained), (of_loss, in_loss)):
+        for name, values in per_token.items():
+            if values is not None:
+                metrics.add(f"policy/{name}", (values * mask).sum(), mask.sum())
+    entropy = (scores.entropy.detach() * trained).sum()
+    metrics.add("policy/entropy", entropy + batch.skipped_entropy, trained.sum() + batch.skipped_tokens)
     metrics.add_sum("policy/loss", terms.loss.detach())

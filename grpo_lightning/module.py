@@ -42,7 +42,7 @@ from grpo_lightning.rewards.trainer_state import TrainerState
 from grpo_lightning.rollout.base import RolloutEngine
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout_batches import micro_batches_of
+from grpo_lightning.rollout_batches import micro_batches_of, report_empty_updates
 from grpo_lightning.schedules import SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.strategies import sharding_of
@@ -131,6 +131,7 @@ class GRPOLightningModule(L.LightningModule):
         self.rollout: Rollout | None = None
         self.rollout_index = 0
         self.is_broken_off = self.has_said_filled = False
+        self.said_empty: set[str] = set()
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
         self.sources: list[str] = []
@@ -200,6 +201,7 @@ class GRPOLightningModule(L.LightningModule):
         fixed_logprobs.add_ref_logprobs(self, groups)
         micro_batches, counts = micro_batches_of(self, groups, advantages)
         add_padding(self.metrics, micro_batches)
+        report_empty_updates(self, groups, micro_batches)
         fixed_logprobs.add_old_logprobs(self, micro_batches)
         return Rollout(micro_batches, counts, self.num_iterations)
 
@@ -269,17 +271,19 @@ class GRPOLightningModule(L.LightningModule):
         return evaluate(self, prompts, is_greedy=is_greedy)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin a table of every kind of completions."""
+        """Begin a table of every kind of completions, for each loader."""
         sources = data_checks.known_sources(self.trainer)
-        self.tables = evaluation_tables(self.reward_set.names, self.validation, sources, self.device)
+        loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
+        names, validation = self.reward_set.names, self.validation
+        self.tables = [evaluation_tables(names, validation, sources, self.device) for _ in loaders]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch of prompts."""
-        for kind, table in self.tables.items():
+        for kind, table in self.tables[dataloader_idx].items():
             table.update(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=kind == "greedy"))
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val/...` of sampled and `val/greedy/...` of greedy completions, over all prompts of all ranks."""
+        """Log `val/...` of sampled and `val/greedy/...` of greedy completions, over a loader's prompts of all ranks."""
         self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
 
     # `test` is validation under another name.

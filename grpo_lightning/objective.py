@@ -1,17 +1,17 @@
 """What the policy is trained towards: a paper is one row of settings, each a pure function of `functional/`.
 
-| row         | ratio    | surrogate           | aggregate | scale      | beta |
-|-------------|----------|---------------------|-----------|------------|------|
-| GRPO        | token    | clip, low = high    | sequence  | group_std  | 0.04 |
-| default     | token    | clip                | token     | group_std  | 0.04 |
-| Dr. GRPO    | token    | clip                | constant  | none       | 0    |
-| DAPO        | token    | clip, high 0.28     | token     | group_std  | 0    |
-| GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std  | 0    |
-| CISPO       | token    | cispo, cap 1 + high | token     | group_std  | 0    |
-| SAPO        | token    | sapo                | sequence  | group_std  | 0    |
-| RLOO        | token    | clip                | constant  | none       | 0    |
-| REINFORCE++ | token    | clip                | token     | batch_std  | 1e-3 |
-| MaxRL       | token    | clip                | constant  | group_mean | 0    |
+| row         | ratio    | surrogate           | aggregate | scale               | beta |
+|-------------|----------|---------------------|-----------|---------------------|------|
+| GRPO        | token    | clip, low = high    | sequence  | group_std           | 0.04 |
+| default     | token    | clip                | token     | group_std           | 0.04 |
+| Dr. GRPO    | token    | clip                | constant  | none                | 0    |
+| DAPO        | token    | clip, high 0.28     | token     | group_std           | 0    |
+| GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std           | 0    |
+| CISPO       | token    | cispo, cap 1 + high | token     | group_std           | 0    |
+| SAPO        | token    | sapo                | sequence  | group_std           | 0    |
+| RLOO        | token    | clip                | constant  | none                | 0    |
+| REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
+| MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
 The rows are fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
 """
@@ -35,6 +35,8 @@ from grpo_lightning.functional import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    is_k3_clamped,
+    is_ratio_clamped,
     keeps_sequence,
     kl_divergence,
     normalized_sum,
@@ -79,6 +81,12 @@ class ObjectiveTerms(NamedTuple):
     is_corrected: Tensor | None = None
     """[B, T] bool, True where that weight was outside of its range, or the completion is left out as off-policy."""
 
+    ratio_clamped: Tensor | None = None
+    """[B, T] bool, True where the log-ratio was beyond 20 nats."""
+
+    kl_clamped: Tensor | None = None
+    """[B, T] bool, True where k3 was above 10 nats; None for the other estimators, and without a reference."""
+
 
 @dataclass
 class Objective:
@@ -97,7 +105,7 @@ class Objective:
     fades out (SAPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped below 1 - epsilon."""
+    """The ratio is clipped below 1 - epsilon; CISPO has no lower bound."""
 
     epsilon_high: float | None = None
     """The ratio is clipped above 1 + epsilon_high; null takes epsilon."""
@@ -115,9 +123,10 @@ class Objective:
     """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
     with `scale: batch_std`)."""
 
-    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std"
-    """What the difference is divided by: an unbiased std + 1e-4, or the mean reward of the group (MaxRL), which has to
-    be a success rate: rewards below 0 are an error then."""
+    scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
+    """What the difference is divided by: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
+    of all differences of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the mean reward of the group
+    (MaxRL), which has to be a success rate: rewards below 0 are an error then."""
 
     beta: float = 0.04
     """Weight of the KL to the reference; 0 trains without a reference."""
@@ -235,14 +244,16 @@ class Objective:
         correction = self._correction(logprobs, batch)
         if correction is not None:
             loss = torch.where(mask, loss, 0.0) * correction[0]
-        kl = torch.zeros_like(logprobs)
+        kl, kl_clamped = torch.zeros_like(logprobs), None
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
+            kl_clamped = is_k3_clamped(kl.detach()) if self.kl == "k3" else None
             if self.importance_corrected_kl:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
         clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
+        rollout_weight, is_corrected = correction or (None, None)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -255,8 +266,17 @@ class Objective:
             if entropy is None:
                 raise ValueError("objective.entropy_coefficient is set, and the entropies were not given.")
             total = total - self.entropy_coefficient * mean(entropy, by="token")
-        spread = ratio.detach().expand_as(mask) * mask
-        return ObjectiveTerms(total, kl.detach(), clipped_low, clipped_high, spread, *(correction or ()))
+        return ObjectiveTerms(
+            total,
+            kl.detach(),
+            clipped_low,
+            clipped_high,
+            ratio.detach().expand_as(mask) * mask,
+            rollout_weight,
+            is_corrected,
+            ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
+            kl_clamped=kl_clamped,
+        )
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
         """[B, T] or [B, 1] the loss of each token, before the KL."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from grpo_lightning.objective import Objective
+
+log = logging.getLogger(__name__)
 
 
 def check(objective: Objective) -> None:
@@ -52,10 +55,12 @@ def _check_unused(objective: Objective) -> None:
             f"objective.dual_clip has no meaning for the {objective.surrogate} surrogate, a bounded one: leave it out."
         )
     is_sapo, is_corrected = objective.surrogate == "sapo", objective.rollout_correction != "none"
+    is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
     uses = [
         (not is_sapo, "the sapo surrogate clips nothing", ["epsilon", "epsilon_high"]),
+        (not is_capped, "the cispo surrogate has one bound, which is epsilon_high", ["epsilon"]),
         (is_sapo, "the surrogate is not sapo", ["sapo_temperature", "sapo_temperature_negative"]),
-        (objective.beta > 0, "beta is 0, which leaves the KL out", ["kl_in"]),
+        (objective.beta > 0, "beta is 0, which leaves the KL out", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
         (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),
     ]
@@ -77,3 +82,13 @@ def _check_scale(objective: Objective) -> None:
                 f"objective.scale 'group_mean' divides by the mean reward, which {name} {value!r} makes negative at "
                 "times: leave one of them out."
             )
+
+
+def warn(objective: Objective) -> None:
+    """Log what is allowed, and seldom meant."""
+    if objective.ratio != "token" and objective.aggregate == "token":
+        log.warning(
+            "objective.ratio %r with objective.aggregate 'token' (the default) weighs each completion by its length. "
+            "Set objective.aggregate to 'sequence' for GSPO, or to 'constant' for LUSPO.",
+            objective.ratio,
+        )

@@ -28,6 +28,12 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
                 completion.mask = [False] * len(completion.token_ids)
 
 
+def is_emptied(groups: Sequence[Group]) -> Tensor:
+    """[N] bool, True for groups of which no token is trained on."""
+    masks = [[completion.mask for completion in group.completions] for group in groups]
+    return torch.tensor([all(mask is not None and not any(mask) for mask in row) for row in masks], dtype=torch.bool)
+
+
 def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
     """The rewards, without those that the filter leaves out of their groups. Args: rewards: [N, G].
 

@@ -48,6 +48,12 @@ class Row:
         """[T] True where trained on."""
         return [True] * self.length if self.completion.mask is None else self.completion.mask
 
+    @property
+    def entropy(self) -> float:
+        """Nats, summed over the trained tokens. If the engine tells none, minus the log-probs: their mean is it."""
+        entropies = self.completion.entropies or [-logprob for logprob in self.completion.logprobs]
+        return sum(entropy for entropy, is_trained in zip(entropies, self.mask, strict=True) if is_trained)
+
 
 @dataclass
 class Turn:
@@ -156,7 +162,8 @@ def plan_micro_batches(
         updates: Optimizer steps the rollout is divided over.
         accumulate: Micro-batches per update.
         pad_id: Any token id.
-        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same.
+        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same, and
+            metrics find them in the first micro-batch of their update (`skipped_tokens`, `skipped_entropy`).
         share: What part of the rollout of all ranks these groups are; None if they are all of it.
 
     Returns:
@@ -178,8 +185,13 @@ def plan_micro_batches(
             for row, tokens in zip(update, trained, strict=True)
             if tokens and (row.advantage != 0 or not skip_zero_advantages)  # no token, no gradient
         ]
-        for part in split_update(kept, accumulate):
-            micro_batches.append(collate(part, pad_id) if part else idle_micro_batch(rows, pad_id))
+        parts = split_update(kept, accumulate)
+        batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
+        if skip_zero_advantages:
+            skipped = [row for row in update if row.advantage == 0]
+            batches[0].skipped_tokens = sum(sum(row.mask) for row in skipped)
+            batches[0].skipped_entropy = sum(row.entropy for row in skipped)
+        micro_batches += batches
     return micro_batches, counts
 
 

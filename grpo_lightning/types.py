@@ -192,6 +192,10 @@ class Completion:
     ref_logprobs: list[float] | None = None
     """[T] nats: of each token under the reference; None until they are known, or without one."""
 
+    entropies: list[float] | None = None
+    """[T] nats: of the policy's softmax at the sampling temperature when each token was drawn; None if the engine does
+    not tell."""
+
     @property
     def is_truncated(self) -> bool:
         """True if the length limit ended the completion."""
@@ -326,6 +330,13 @@ class MicroBatch:
 
     vision: VisionInputs | None = None
     """The images of the prompts; None if the policy sees none."""
+
+    skipped_tokens: int = 0
+    """Trained tokens of completions of advantage 0 that were left out of this micro-batch: the passes skip them, the
+    metrics do not."""
+
+    skipped_entropy: float = 0.0
+    """Nats: the sum of the policy's entropies at those tokens when they were drawn."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""

@@ -15,7 +15,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.schedules import Linear
-from tests.module_runs import are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 PROMPTS = [f"p{number}" for number in range(12)]
 OPEN = {3, 5, 6, 9}
@@ -76,7 +76,7 @@ def test_the_last_round_is_looked_at_and_nothing_good_is_lost(caplog):
     _, seen = run(dynamic_sampling=DynamicSampling(max_resample_times=1), trainer={"max_steps": 2})
     assert seen.rollouts == [["p0", "p3"], ["p6", "p5"]]
     assert seen.of("filled_groups") == [1, 0]
-    assert caplog.text.count("still have equal rewards") == 1
+    assert caplog.text.count("still have equal rewards, or") == 1
     assert "after 1 rounds of further prompts, 1 groups" in caplog.text
 
 
@@ -84,6 +84,34 @@ def test_nothing_is_drawn_where_nothing_is_missing():
     _, seen = run(reward=lambda prompts: varied(prompts, lambda number: True))
     assert seen.rollouts == [["p0", "p1"]]
     assert seen.of("resample_rounds") == seen.of("skipped_prompts") == seen.of("filled_groups") == [0]
+
+
+class CutsTheFirst(ScriptedEngine):
+    """Completions of the first rollout are all cut by the length limit, those of the next ones by none."""
+
+    def generate(self, *args, **options):
+        groups = super().generate(*args, **options)
+        self.finish_reason = "stop"
+        return groups
+
+
+@pytest.mark.parametrize("overlong_filter", ["none", "loss", "group"])
+def test_groups_that_the_overlong_filter_emptied_are_replaced(overlong_filter):
+    """Their rewards differ, and no token of theirs is trained on."""
+    engine = CutsTheFirst([[40, 41], [42], [43, 44, 45], [46]], "length")
+    options = {"engine": engine, "overlong_filter": overlong_filter}
+    module, seen = run(reward=lambda prompts: varied(prompts, lambda number: True), **options)
+    is_filtered = overlong_filter != "none"
+    assert seen.rollouts == [["p2", "p3"] if is_filtered else ["p0", "p1"]]
+    assert seen.of("skipped_prompts") == [2 if is_filtered else 0]
+    assert module.rollout.counts[0].num_sequences == 8
+
+
+def test_groups_that_stay_empty_are_counted(caplog):
+    engine = ScriptedEngine([[40, 41], [42], [43, 44, 45], [46]], "length")
+    _, seen = run(reward=lambda prompts: varied(prompts, lambda number: True), engine=engine, overlong_filter="loss")
+    assert seen.of("filled_groups") == [2]
+    assert "have equal rewards, or completions that the overlong filter all leaves out" in caplog.text
 
 
 def test_the_rewards_logged_are_those_of_all_prompts_drawn():

@@ -146,3 +146,27 @@ def test_a_validation_that_no_epoch_comes_to_is_refused_before_weights_load(tmp_
     ):
         with pytest.raises(OSError, match="not/there"):
             run(**options)
+
+
+def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
+    """It does nothing: said before the weights load, whichever way there are no data."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(8)))
+    entries = [DatasetEntry(str(tmp_path / "rows.jsonl"))]
+
+    def said(validation, **options):
+        caplog.clear()
+        trainer, module = make_trainer(max_steps=2, **options), GRPOLightningModule("not/there", [Format()])
+        data = PromptDataModule(entries, validation, batch_size=2)
+        with pytest.raises(OSError, match="not/there"):
+            trainer.fit(module, datamodule=data)
+        return "there are no validation data" in caplog.text
+
+    assert said(None, val_check_interval=2)
+    assert "trainer.val_check_interval is 2, and there are no validation data" in caplog.text
+    assert said(None, val_check_interval=5, check_val_every_n_epoch=None)
+    assert not said(entries, val_check_interval=2)
+    assert not said(None)
+    assert not said(None, val_check_interval=2, limit_val_batches=0), "turned off on purpose"
+    caplog.clear()
+    fit(make_module(), max_steps=1, val_check_interval=1)  # after every micro-step
+    assert "there are no validation data" in caplog.text, "a loader without one for validation"

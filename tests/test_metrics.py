@@ -155,13 +155,11 @@ def test_scores_by_hand():
 
 def micro_batch(mask, lengths=(3, 1), prompts=((True, True), (False, True)), ref=None):
     mask = torch.tensor(mask)
-    zeros = torch.zeros(mask.shape)
+    zeros, ones = torch.zeros(mask.shape), torch.ones(len(mask))
     prompt_mask = torch.tensor(prompts)
     attention = torch.arange(mask.shape[1]) < torch.tensor(lengths)[:, None]
     ids = zeros.long()
-    return MicroBatch(
-        prompt_mask.long(), prompt_mask, torch.arange(2), ids, attention, mask, zeros[:, 0], zeros, zeros, ref
-    )
+    return MicroBatch(prompt_mask.long(), prompt_mask, torch.arange(2), ids, attention, mask, ones, zeros, zeros, ref)
 
 
 def test_padding_by_hand():
@@ -179,7 +177,8 @@ def update_of(batch, scale):
     low = torch.zeros(shape, dtype=torch.bool)
     high = torch.zeros(shape, dtype=torch.bool)
     low[0, 0] = high[0, 1] = True
-    return batch, scores, ObjectiveTerms(torch.tensor(scale, requires_grad=True), 3 * values, low, high, values)
+    terms = ObjectiveTerms(torch.tensor(scale, requires_grad=True), 3 * values, low, high, values)
+    return batch, scores, terms._replace(ratio_clamped=values == 3, kl_clamped=values < 3)
 
 
 def test_updates_by_hand():
@@ -196,9 +195,34 @@ def test_updates_by_hand():
         "policy/clip_fraction": pytest.approx(2 / 5),
         "policy/clip_fraction_low": pytest.approx(1 / 5),
         "policy/clip_fraction_high": pytest.approx(1 / 5),
+        "policy/ratio_clamped": pytest.approx(1 / 5),
         "policy/kl": pytest.approx(3 * ratio),
+        "policy/kl_clamped": pytest.approx(2 / 5),
         "policy/loss": 11.0,  # shares of the step's loss add up
     }
+
+
+def test_completions_without_an_advantage_have_an_entropy_and_a_kl_and_no_ratio():
+    """By hand: the second completion's token is in the batch; 5 others of 7 nats together were left out of it."""
+    metrics = StepMetrics()
+    batch, scores, terms = update_of(
+        micro_batch([[True, True, True], [True, False, False]], ref=torch.zeros(2, 3)), 1.0
+    )
+    batch.advantages = torch.tensor([-1.0, 0.0])
+    batch.skipped_tokens, batch.skipped_entropy = 5, 7.0
+    batch.old_logprobs = torch.full((2, 3), math.log(0.5))
+    batch.old_logprobs[1] = -9.0
+    add_update(metrics, batch, scores, terms._replace(rollout_weight=terms.ratio, is_corrected=terms.ratio > 2))
+    values = metrics.pop()
+    assert values["policy/entropy"] == pytest.approx((2 + 4 + 6 + 8 + 7) / 9)
+    assert values["policy/kl"] == pytest.approx(3 * (1 + 2 + 3 + 4) / 4)
+    assert values["policy/kl_clamped"] == pytest.approx(2 / 4)
+    assert values["policy/ratio"] == pytest.approx(2)
+    assert values["policy/ratio_clamped"] == pytest.approx(1 / 3)
+    assert values["policy/clip_fraction"] == pytest.approx(2 / 3)
+    assert values["policy/rollout_kl"] == pytest.approx(0.5 + math.log(2) - 1)
+    assert values["policy/rollout_weight"] == pytest.approx(2)
+    assert values["policy/rollout_corrected"] == pytest.approx(1 / 3)
 
 
 def test_no_reference_no_kl():

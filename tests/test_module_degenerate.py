@@ -72,6 +72,52 @@ def test_what_teaches_nothing_moves_nothing(case, beta):
     assert are_equal(weights_of(module), before)
 
 
+def run_said(caplog, **options):
+    """(share of empty updates per rollout, what was said about them) of two rollouts."""
+    caplog.clear()
+    history = History()
+    fit(make_module(length=4, **options), max_steps=2 * options.get("updates_per_rollout", 1), callbacks=[history])
+    said = [record.getMessage() for record in caplog.records if "advantage" in record.getMessage()]
+    return [step["rollout/empty_updates"] for step in history.steps], said
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"rewards": [no_reward]}, "no completion could be scored"),
+        ({"rewards": [constant]}, "equal rewards"),
+        ({"engine": ENGINES["all truncated"], "overlong_filter": "loss"}, "overlong_filter 'loss'"),
+        ({"engine": ENGINES["all truncated"], "overlong_filter": "group"}, "overlong_filter 'group'"),
+    ],
+    ids=["not scorable", "equal", "loss", "group"],
+)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_a_step_that_trains_on_nothing_is_counted_and_said_once(options, reason, beta, caplog):
+    empty, said = run_said(caplog, objective=Objective(beta=beta), **options)
+    assert empty == [1.0, 1.0]
+    assert len(said) == 1
+    assert reason in said[0]
+    assert ("apart from the KL" in said[0]) == (beta > 0)
+    assert "rollout/empty_updates" in said[0]
+
+
+def test_a_step_that_trains_on_something_is_not(caplog):
+    assert run_said(caplog) == ([0.0, 0.0], [])
+    truncated = ScriptedEngine([[A, X], [E, X], [X, X], [A, A]], "length")
+    assert run_said(caplog, engine=truncated) == ([0.0, 0.0], [])
+
+
+def test_one_of_two_updates_is_empty(caplog):
+    def of_the_first_prompts(prompts, completions):
+        return [float(int(p[-1]) < 2) * place for place, p in enumerate(prompts)]
+
+    history = History()
+    module = make_module(length=4, rewards=[of_the_first_prompts], updates_per_rollout=2)
+    fit(module, batch_size=4, max_steps=2, callbacks=[history], shuffle=False)
+    assert history.steps[0]["rollout/empty_updates"] == 0.5
+    assert caplog.text.count("equal rewards") == 1
+
+
 def test_the_metrics_say_so():
     history = History()
     fit(make_module(rewards=[no_reward]), max_steps=1, callbacks=[history])

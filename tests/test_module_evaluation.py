@@ -107,6 +107,33 @@ def test_sources_are_told_apart():
     assert metrics["val/source/easy/avg@4"] == metrics["val/source/hard/avg@4"] == 0.5
 
 
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_every_loader_has_numbers_of_its_own(stage):
+    """Merged into one number, neither could be told."""
+    loaders = [PromptSource(rows, 2, shuffle=False) for rows in (ROWS, [{"prompt": "p", "answer": "none"}] * 3)]
+
+    def is_number(completions, answer):
+        return [float(text.isdigit()) for text in answer]
+
+    module = make_module(engine=ScriptedEngine([[6, 7, EOS]] * 4), rewards=[is_number])
+    metrics, *_ = getattr(make_trainer(), stage)(module, loaders, verbose=False)
+    prefix = "val" if stage == "validate" else "test"
+    for name in ("reward", "is_number", "avg@1", "greedy/reward", "avg@1/low"):
+        assert {f"{prefix}/loader_{i}/{name}" for i in (0, 1)} <= set(metrics), name
+        assert f"{prefix}/{name}" not in metrics
+    assert metrics[f"{prefix}/loader_0/reward"] == 1
+    assert metrics[f"{prefix}/loader_1/reward"] == 0
+
+
+def test_several_loaders_during_training():
+    trainer = make_trainer(max_epochs=1, limit_train_batches=1)
+    module = scripted()
+    loaders = [PromptSource(rows, 2, shuffle=False) for rows in (ROWS, ROWS[:1])]
+    source = PromptSource(ROWS, 2, cycle=module.cycle_length(1))
+    trainer.fit(module, source, loaders)
+    assert trainer.callback_metrics["val/loader_1/reward"] == 0.5
+
+
 def test_no_loss_is_computed():
     class NoUpdates(GRPOLightningModule):
         def update(self, turn):

@@ -72,6 +72,7 @@ def test_every_metric_of_the_first_step():
         "rollout/tokens_per_second": pytest.approx(26 / seconds["time/rollout"], rel=1e-4),
         # Prompts of 3 and 12 tokens in 2 x 12 slots, 26 completion tokens in 8 x 4.
         "rollout/padding": pytest.approx((24 - 15 + 32 - 26) / (24 + 32)),
+        "rollout/empty_updates": 0,
         "reward/mean": pytest.approx(2),
         "reward/std": pytest.approx(std),
         "reward/num_vowels": pytest.approx(1),
@@ -83,11 +84,78 @@ def test_every_metric_of_the_first_step():
         "policy/loss": pytest.approx(-(3 - 2) * advantage / 13, rel=1e-5),
         "policy/entropy": pytest.approx(policy_entropy(), rel=1e-4),
         "policy/kl": 0,
+        "policy/kl_clamped": 0,
         "policy/ratio": 1,
+        "policy/ratio_clamped": 0,
         "policy/clip_fraction": 0,
         "policy/clip_fraction_low": 0,
         "policy/clip_fraction_high": 0,
     }
+
+
+def has_an_e(prompts, completions):
+    """Whole groups of equals, and completions at the mean of their groups."""
+    return [float(len(prompt) > 9) * text.count("e") for prompt, text in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "lr": 0.0}, {"updates_per_rollout": 2, "lr": 0.0}])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_no_metric_depends_on_which_completions_are_skipped(accumulate, options):
+    """Without a KL, completions of advantage 0 are not run through the policy; with the least KL they are."""
+    steps, rows = {}, {}
+    for beta in (0.0, 1e-9):
+        history = History()
+        module = make_module(rewards=[has_an_e], objective=Objective(beta=beta), length=12, **options)
+        fit(module, max_steps=2, accumulate_grad_batches=accumulate, batch_size=8, callbacks=[history])
+        steps[beta] = history.steps
+        rows[beta] = sum(len(batch.completion_ids) for batch in module.rollout.micro_batches)
+    assert rows[0.0] < rows[1e-9] == 32
+    for skipped, whole in zip(steps[0.0], steps[1e-9], strict=True):
+        names = {name for name in whole if name.startswith("policy/")} - {"policy/kl", "policy/kl_clamped"}
+        assert {name for name in skipped if name.startswith("policy/")} == names
+        for name in names:
+            assert skipped[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_kl_in_the_reward_is_logged_of_all_completions():
+    """A completion that is not scorable has advantage 0, and a KL all the same."""
+
+    def some(completions):
+        return [None if len(text) > 2 else 1.0 for text in completions]
+
+    logged = []
+    for kl_in in ("reward", "loss"):
+        history = History()
+        module = make_module(
+            rewards=[some], engine=ScriptedEngine(COMPLETIONS), objective=Objective(beta=0.1, kl_in=kl_in)
+        )
+        module.configure_model()
+        with torch.no_grad():
+            module.policy.lm_head.weight.add_(
+                0.05 * torch.randn(module.policy.lm_head.weight.shape, generator=torch.Generator().manual_seed(0))
+            )
+        fit(module, PROMPTS, batch_size=2, max_steps=1, callbacks=[history])
+        logged += history.of("policy/kl")
+    assert logged[0] == pytest.approx(logged[1], rel=1e-5)
+    assert logged[0] > 0
+
+
+def test_an_engine_that_tells_no_entropies_is_believed_its_log_probs():
+    """Of a skipped completion; their mean is that of the entropies. The script says -1 nat of every token."""
+    history = History()
+
+    def vowels_of_the_long_prompt(prompts, completions):
+        return [float(len(p) > 3) * num_vowels([c])[0] for p, c in zip(prompts, completions, strict=True)]
+
+    module = make_module(rewards=[vowels_of_the_long_prompt], engine=ScriptedEngine(COMPLETIONS))
+    fit(module, PROMPTS, batch_size=2, max_steps=1, callbacks=[history])
+    (batch,) = module.rollout.micro_batches
+    assert (len(batch.completion_ids), batch.skipped_tokens) == (2, 26 - 3 - 2)
+    exact = make_module(rewards=[vowels_of_the_long_prompt], engine=ScriptedEngine(COMPLETIONS), lr=0.0)
+    exact.configure_model()
+    batch.skipped_tokens, batch.old_logprobs = 0, None
+    entropies = exact.scorer(exact.policy, batch, temperature=1.0).entropy[batch.completion_mask]
+    assert history.of("policy/entropy") == [pytest.approx((entropies.sum().item() + 21) / 26, rel=1e-4)]
 
 
 def test_without_a_reference_there_is_no_kl():

@@ -209,3 +209,11 @@ def test_boxes_are_turned_into_pixels_once(tmp_path):
         data = PromptDataModule([{"json_path": str(rows), "boxes": boxes}])
         with pytest.raises(ValueError, match="would turn them again" if is_twice else "the policy takes text only"):
             make_trainer(max_steps=1).fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_a_sequence_ratio_under_the_default_aggregation_is_said(ratio, aggregate, caplog):
+    """`sequence` is GSPO and `constant` LUSPO; with `token`, the default, it is neither."""
+    make_module(objective=Objective(beta=0.0, ratio=ratio, aggregate=aggregate))
+    assert caplog.text.count("objective.aggregate 'token'") == (ratio != "token" and aggregate == "token")

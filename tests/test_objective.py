@@ -112,6 +112,14 @@ def test_the_fragments_are_the_rows(row):
     assert Objective(**fragment) == Objective(**ROWS[row][0])
 
 
+def test_reinforce_plus_plus_divides_by_the_spread_of_the_centred_rewards():
+    """Of an easy and a hard prompt, raw rewards spread by their difference too."""
+    fragment = yaml.safe_load((FRAGMENTS / "reinforce_plus_plus.yaml").read_text())["model"]["objective"]
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    centred = rewards - rewards.mean(1, keepdim=True)
+    torch.testing.assert_close(Objective(**fragment).compare(rewards), centred / (centred.std() + 1e-4))
+
+
 def test_the_table_in_the_docstring_is_true():
     """Of every paper that has a fragment: ratio, surrogate, aggregation, scale and beta."""
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
@@ -181,7 +189,7 @@ REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group_std", "batch_std", "group_mean", "none"])
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"])
 def test_compare_is_the_advantage(baseline, scale):
     got = Objective(baseline=baseline, scale=scale).compare(REWARDS)
     torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
@@ -194,6 +202,42 @@ def test_epsilon_stands_in_for_epsilon_high():
     assert Objective(epsilon=0.3, epsilon_high=0.0).high == 0.0
     got, want = (loss_and_gradient(Objective(epsilon=0.3, **o)) for o in ({}, {"epsilon_high": 0.3}))
     assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("far", [25.0, 89.0, -25.0, -89.0])
+def test_one_token_that_has_moved_far_leaves_loss_and_gradient_finite(row, far):
+    """Clipped to a finite loss, exp(89) still had a nan gradient: one token ended the run."""
+    objective = Objective(**ROWS[row][0])
+    logprobs, batch = make_batch(objective.needs_reference)
+    batch.old_logprobs[0, 0], batch.rollout_logprobs[0, 0] = -100.0, -100.0
+    if objective.needs_reference:
+        batch.ref_logprobs[0, 0] = -100.0
+    moved = logprobs.detach().clone()
+    moved[0, 0] = -100.0 + far
+    moved.requires_grad_()
+    terms = objective(moved, batch, COUNTS, LONGEST)
+    terms.loss.backward()
+    assert terms.loss.isfinite()
+    assert moved.grad.isfinite().all()
+    by_sequence = objective.ratio != "token"  # a mean of 89 / 4 nats is beyond 20, one of 25 / 4 is not
+    is_far = torch.zeros(4, 5, dtype=torch.bool)
+    if by_sequence and abs(far) > 80:
+        is_far[0] = batch.completion_mask[0]
+    elif not by_sequence:
+        is_far[0, 0] = True
+    assert torch.equal(terms.ratio_clamped, is_far)
+    if objective.needs_reference:
+        assert terms.kl_clamped.nonzero().tolist() == [[0, 0]]
+        assert terms.kl[0, 0] == 10
+    else:
+        assert terms.kl_clamped is None
+
+
+def test_only_k3_is_bounded():
+    logprobs, batch = make_batch()
+    for estimator in ("k1", "k2"):
+        assert Objective(kl=estimator)(logprobs, batch, COUNTS, LONGEST).kl_clamped is None
 
 
 def test_what_the_logs_get():
@@ -287,6 +331,11 @@ def test_unknown_old_logprobs_are_an_error():
             "which multi_objective_aggregation 'normalize_then_sum' makes negative at times",
         ),
         ({"kl_in": "reward", "beta": 0.0}, "kl_in is 'reward', and beta is 0"),
+        ({"kl": "k2", "beta": 0.0}, "kl is 'k2', and beta is 0"),
+        (
+            {"epsilon": 0.1, "epsilon_high": 4.0, "surrogate": "cispo"},
+            r"objective\.epsilon is 0\.1, and the cispo surrogate has one bound, which is epsilon_high",
+        ),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, and rollout_correction is none"),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
@@ -302,6 +351,9 @@ def test_refused_settings_are_named(settings, said):
 def test_the_edges_are_allowed():
     Objective(epsilon=0.0, epsilon_high=0.0, beta=0.0)
     Objective(dual_clip=1.21)
+    assert Objective(surrogate="cispo", epsilon=0.3).high == 0.3, "epsilon stands in for epsilon_high"
+    Objective(surrogate="cispo", epsilon_high=4.0)
+    Objective(beta=0.1, kl_in="reward", kl="k2")  # the estimator of policy/kl
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages, normalized_sum
 from grpo_lightning.functional.correction import keeps_sequence, rollout_weights
-from grpo_lightning.functional.kl import kl_divergence
+from grpo_lightning.functional.kl import is_k3_clamped, kl_divergence
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.losses import (
     cispo_surrogate,
@@ -10,6 +10,7 @@ from grpo_lightning.functional.losses import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    is_ratio_clamped,
     sapo_surrogate,
 )
 from grpo_lightning.functional.masking import aggregate, masked_mean, step_counts
@@ -23,6 +24,8 @@ __all__ = [
     "importance_ratio",
     "is_clipped_high",
     "is_clipped_low",
+    "is_k3_clamped",
+    "is_ratio_clamped",
     "keeps_sequence",
     "kl_divergence",
     "masked_mean",

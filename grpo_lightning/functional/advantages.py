@@ -5,17 +5,19 @@ Left out on purpose: rewards of several functions. They are weighed and summed b
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+Scale = Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"]
 
 
 def group_relative_advantages(
     rewards: Tensor,
     *,
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean",
-    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std",
+    scale: Scale = "group_std",
     eps: float = 1e-4,
 ) -> Tensor:
     """Compare each completion's reward with those of its group.
@@ -31,9 +33,11 @@ def group_relative_advantages(
         baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2); "leave_one_out" is the mean of the other scorable
             ones, RLOO (arXiv:2402.14740): K / (K - 1) times the former for K scorable rewards.
         scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards of all groups given (hand in
-            those of all ranks, or each rank divides by another number); "none" is Dr. GRPO (arXiv:2503.20783).
-            Every std is unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with rewards 1 and 0 the
-            gradient is that of the log of the chance to succeed, so that seldom solved prompts weigh more.
+            those of all ranks, or each rank divides by another number), "batch_advantage_std" by that of their
+            differences from the baseline, REINFORCE++-baseline (arXiv:2501.03262); "none" is Dr. GRPO
+            (arXiv:2503.20783). Every std is unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with
+            rewards 1 and 0 the gradient is that of the log of the chance to succeed, so that seldom solved prompts
+            weigh more.
         eps: Added to the std, in units of reward.
 
     Returns:
@@ -63,6 +67,10 @@ def group_relative_advantages(
         spread = rewards - rewards.nanmean()
         std = (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
         scaled = numerator / (std + eps)
+    elif scale == "batch_advantage_std":
+        # Their mean is 0: each group's is.
+        std = (numerator.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
+        scaled = numerator / (std + eps)
     elif scale == "group_mean":
         if (rewards < 0).any():
             raise ValueError(
@@ -73,7 +81,7 @@ def group_relative_advantages(
     elif scale == "none":
         scaled = numerator
     else:
-        raise ValueError(f"scale must be 'group_std', 'batch_std', 'group_mean' or 'none', got {scale!r}.")
+        raise ValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}.")
 
     return torch.where(is_scorable & ~equal_groups(rewards).unsqueeze(1), scaled, 0.0)
 

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_lightning.functional.log_ratios import bounded_exp
 from grpo_lightning.functional.masking import masked_mean
 
 
@@ -35,7 +36,7 @@ def rollout_weights(
 
     Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"); masked per token it is IcePop (Ling team 2025, arXiv:2510.18855). A sequence's weight is a product over
-    its tokens: long completions leave any fixed range.
+    its tokens: long completions leave any fixed range. Exponents are clipped to -20 and 20 (`log_ratios.py`).
 
     Args:
         old_logprobs: [B, T] nats, of the policy at the start of the cycle.
@@ -57,7 +58,7 @@ def rollout_weights(
         difference = difference.sum(dim=1, keepdim=True)
     elif level != "token":
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}.")
-    weights = difference.exp()
+    weights = bounded_exp(difference)
     if outside == "truncate":
         return weights.clamp(low, high)
     if outside == "mask":

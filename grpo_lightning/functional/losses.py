@@ -11,7 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_lightning.functional.log_ratios import MAX_LOG_RATIO, bounded_exp
 from grpo_lightning.functional.masking import masked_mean
+
+RatioLevel = Literal["token", "sequence", "sequence_token"]
 
 
 def importance_ratio(
@@ -19,13 +22,15 @@ def importance_ratio(
     old_logprobs: Tensor,
     mask: Tensor,
     *,
-    level: Literal["token", "sequence", "sequence_token"] = "token",
+    level: RatioLevel = "token",
 ) -> Tensor:
     """Probability of the tokens now over their probability when they were drawn.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
+
+    Exponents are clipped to -20 and 20, with a gradient of 0 outside (`log_ratios.py`; `is_ratio_clamped` says where).
 
     Args:
         logprobs: [B, T] nats, of the policy now.
@@ -41,16 +46,36 @@ def importance_ratio(
     Raises:
         ValueError: If the level is none of the three.
     """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, level)
+    if level == "sequence_token":
+        own = torch.where(mask, logprobs - logprobs.detach(), 0.0)  # 0, with a gradient
+        log_ratio = log_ratio.detach() + own
+    return bounded_exp(log_ratio)
+
+
+def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: RatioLevel = "token") -> Tensor:
+    """Say which trained tokens have a log-ratio beyond 20 nats, so that `importance_ratio` clips it.
+
+    Args:
+        logprobs: [B, T], as in `importance_ratio`.
+        old_logprobs: [B, T] likewise.
+        mask: [B, T] likewise.
+        level: Likewise.
+
+    Returns:
+        [B, T] bool; False where masked.
+    """
+    return (_log_ratio(logprobs.detach(), old_logprobs, mask, level).abs() > MAX_LOG_RATIO) & mask
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+    """[B, T], or [B, 1] the mean of each sequence."""
     # Masked before exp: an overflow at a padded position has a nan gradient even when it is masked afterwards.
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
     if level == "token":
-        return log_ratio.exp()
+        return log_ratio
     if level in ("sequence", "sequence_token"):
-        of_sequence = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
-        if level == "sequence":
-            return of_sequence
-        own = torch.where(mask, logprobs - logprobs.detach(), 0.0)  # 0, with a gradient
-        return of_sequence.detach() * own.exp()
+        return masked_mean(log_ratio, mask, dim=1).unsqueeze(1)
     raise ValueError(f"level must be 'token', 'sequence' or 'sequence_token', got {level!r}.")
 
 

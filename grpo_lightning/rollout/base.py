@@ -50,6 +50,7 @@ class RolloutEngine(Protocol):
                 be kept there, for the passes to come.
 
         Returns:
-            N lists of G completions, in the order of the prompts.
+            N lists of G completions, in the order of the prompts. Their `entropies` are optional: `policy/entropy`
+            takes them for completions that are not run through the policy, or minus the log-probs without.
         """
         ...

@@ -7,6 +7,7 @@ number. So a completion depends on its prompt, seed and place in the group alone
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,19 @@ class Uniforms:
         return self.block[step % BLOCK_STEPS]
 
 
+class Draw(NamedTuple):
+    """The next token of every row."""
+
+    ids: Tensor
+    """[rows]"""
+
+    logprobs: Tensor
+    """[rows] nats, of the distribution it was drawn from."""
+
+    entropies: Tensor
+    """[rows] nats, of the softmax at the temperature (1 for greedy), before any filter."""
+
+
 class TokenDrawer:
     """Draws the next token of every row, with its log-probability under the distribution it was drawn from."""
 
@@ -69,15 +83,18 @@ class TokenDrawer:
     ) -> None:
         self.sampling, self.prompt_length, self.uniforms = sampling, prompt_length, uniforms
         self.stop_strings = StopStrings(sampling.stop_strings, tokenizer)
-        self.processors = LogitsProcessorList([refuse_nan])
+        self.processors, self.unfiltered = LogitsProcessorList([refuse_nan]), LogitsProcessorList()
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.suppress_tokens:
-            self.processors.append(functools.partial(without, tuple(sorted(sampling.suppress_tokens))))
+            self.unfiltered.append(functools.partial(without, tuple(sorted(sampling.suppress_tokens))))
+        if not sampling.is_greedy and sampling.temperature != 1:
+            # first, as in transformers: the filters act on tempered scores
+            self.unfiltered.append(TemperatureLogitsWarper(sampling.temperature))
+        self.processors += self.unfiltered
+        self.is_filtered = bool(sampling.reshaping.keys() - {"suppress_tokens"})
         if sampling.is_greedy:
             return
-        if sampling.temperature != 1:  # first, as in transformers: the filters act on tempered scores
-            self.processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             self.processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
@@ -85,31 +102,40 @@ class TokenDrawer:
         if sampling.min_p:
             self.processors.append(MinPLogitsWarper(sampling.min_p))
 
-    def __call__(self, history: Tensor, logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, history: Tensor, logits: Tensor, rows: Tensor | None = None) -> Draw:
         """Draw one token per row.
 
         Args:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
             rows: [rows] which of the wave's N x G rows these are; None if they are all there.
-
-        Returns:
-            [rows] token ids and [rows] log-probabilities.
         """
-        scores = logits.float()
-        for process in self.processors:  # calling the list would inspect every signature at every token
-            scores = process(history, scores)
-        distribution = torch.log_softmax(scores, -1)
+        distribution = log_distribution(self.processors, history, logits)
+        probabilities = distribution.exp()
         if self.sampling.is_greedy:
             ids = distribution.argmax(-1)
         else:
             uniforms = self.uniforms(history.shape[1] - self.prompt_length)
-            ids = pick(distribution.exp(), uniforms if rows is None else uniforms[rows])
-        return ids, distribution.gather(1, ids[:, None])[:, 0]
+            ids = pick(probabilities, uniforms if rows is None else uniforms[rows])
+        logprobs = distribution.gather(1, ids[:, None])[:, 0]
+        if self.is_filtered:
+            distribution = log_distribution(self.unfiltered, history, logits)
+            probabilities = distribution.exp()
+        # In place, and without a product of [rows, V]: 0.5 % of a step of a 0.5B model on a CPU. 0 x -inf would be nan.
+        entropies = -torch.linalg.vecdot(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
+        return Draw(ids, logprobs, entropies)
 
     def ends_with_stop_string(self, history: Tensor) -> Tensor:
         """[rows] bool, looking at the completion alone."""
         return self.stop_strings(history[:, self.prompt_length :])
+
+
+def log_distribution(processors: LogitsProcessorList, history: Tensor, logits: Tensor) -> Tensor:
+    """[rows, V] nats: the log-probabilities that logits [rows, V] have after some processors."""
+    scores = logits.float()
+    for process in processors:  # calling the list would inspect every signature at every token
+        scores = process(history, scores)
+    return torch.log_softmax(scores, -1)
 
 
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from grpo_lightning.policy.prefix_cache import LostCacheError
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.rollout.base import Progress
-from grpo_lightning.rollout.drawing import TokenDrawer, Uniforms
+from grpo_lightning.rollout.drawing import Draw, TokenDrawer, Uniforms
 from grpo_lightning.rollout.lockstep import Lockstep, is_gathered, say_gathering
 from grpo_lightning.rollout.sampling_cache import SamplingCache, no_fan_out_reason
 from grpo_lightning.types import Completion, PromptVision, SamplingParams, VisionInputs
@@ -144,7 +144,7 @@ class LocalEngine:
         number = torch.arange(len(fan), device=fan.device)
         state = OpenRows(number, logits[fan], prompt_mask[fan], placed.first[fan], prompt_ids[fan])
 
-        drawn = [Drawn([], []) for _ in range(len(wave.prompts) * num_generations)]
+        drawn = [Drawn() for _ in range(len(wave.prompts) * num_generations)]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
         rows = list(range(len(drawn)))
@@ -152,12 +152,14 @@ class LocalEngine:
         for step in range(sampling.max_completion_length):
             keep = number[:1]
             if rows:
-                ids, logprobs = draw(state.history, state.logits, state.number)
+                ids, logprobs, entropies = draw(state.history, state.logits, state.number)
                 state.history = torch.cat([state.history, ids[:, None]], 1)
                 ended = is_stop[ids] | draw.ends_with_stop_string(state.history)
-                for row, token, logprob, end in zip(rows, ids.tolist(), logprobs.tolist(), ended.tolist(), strict=True):
+                values = (column.tolist() for column in (ids, logprobs, entropies, ended))
+                for row, token, logprob, entropy, end in zip(rows, *values, strict=True):
                     drawn[row].token_ids.append(token)
                     drawn[row].logprobs.append(logprob)
+                    drawn[row].entropies.append(entropy)
                     drawn[row].is_stopped = end
                 rows = [row for row in rows if not drawn[row].is_stopped]
                 if rows and len(rows) < len(ids):
@@ -210,12 +212,11 @@ class LocalEngine:
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.pad_id,
         )
-        steps: list[Tensor] = []
+        steps: list[Draw] = []
 
         def leave_the_drawn(ids: Tensor, logits: Tensor) -> Tensor:
-            drawn, logprobs = draw(ids, logits)
-            steps.append(logprobs)
-            return torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+            steps.append(draw(ids, logits))
+            return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
         rows = wave.vision and wave.vision.select(fan.tolist())
         types = place(self.policy, prompt_ids[fan], prompt_mask[fan], rows).arguments if rows else {}
@@ -233,16 +234,18 @@ class LocalEngine:
         if not wave.prompts:
             return []
         tokens = sequences[:, prompt_ids.shape[1] :]
-        logprobs = torch.stack(steps, 1)
+        logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
+        entropies = torch.stack([step.entropies for step in steps], 1).tolist()
         drawn = []
-        for row_ids, row_logprobs in zip(tokens, logprobs.tolist(), strict=True):
+        for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
                 for i, token in enumerate(row_ids.tolist())
                 if token in self.stop_ids or bool(draw.stop_strings(row_ids[None, : i + 1])[0])
             ]
             length = ends[0] if ends else len(row_ids)
-            drawn.append(Drawn(row_ids.tolist()[:length], row_logprobs[:length], is_stopped=bool(ends)))
+            row = Drawn(row_ids.tolist()[:length], row_logprobs[:length], row_entropies[:length], bool(ends))
+            drawn.append(row)
         return self.completions(drawn)
 
     def completions(self, drawn: list[Drawn]) -> list[Completion]:
@@ -251,7 +254,13 @@ class LocalEngine:
             return []  # `batch_decode` gives a text even so
         texts = self.tokenizer.batch_decode([row.token_ids for row in drawn], skip_special_tokens=True)
         return [
-            Completion(row.token_ids, row.logprobs, "stop" if row.is_stopped else "length", text)
+            Completion(
+                row.token_ids,
+                row.logprobs,
+                "stop" if row.is_stopped else "length",
+                text,
+                entropies=row.entropies,
+            )
             for row, text in zip(drawn, texts, strict=True)
         ]
 
@@ -273,8 +282,9 @@ class Wave(NamedTuple):
 class Drawn:
     """A row while it is being decoded."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
     is_stopped: bool = False
 
 

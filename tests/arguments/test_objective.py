@@ -96,7 +96,11 @@ def test_baseline():
 @case(Objective, "scale")
 def test_scale():
     centred = REWARDS - REWARDS.mean(1, keepdim=True)
-    by_hand = {"group_std": REWARDS.std(1, keepdim=True), "batch_std": REWARDS.std()}
+    by_hand = {
+        "group_std": REWARDS.std(1, keepdim=True),
+        "batch_std": REWARDS.std(),
+        "batch_advantage_std": centred.std(),
+    }
     for scale, std in by_hand.items():
         torch.testing.assert_close(Objective(scale=scale).compare(REWARDS), centred / (std + 1e-4))
     torch.testing.assert_close(Objective(scale="none").compare(REWARDS), centred)

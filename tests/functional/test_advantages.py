@@ -16,7 +16,7 @@ from grpo_lightning.functional import equal_groups, group_relative_advantages, n
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
 BASELINES = ["group_mean", "leave_one_out"]
-SCALES = ["group_std", "batch_std", "group_mean", "none"]
+SCALES = ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"]
 choices = pytest.mark.parametrize(("baseline", "scale"), [(b, s) for b in BASELINES for s in SCALES])
 
 
@@ -55,6 +55,12 @@ def check_advantages(group_relative_advantages: Any) -> None:
     # Over the batch 0 2 4 4 6: mean 3.2, squares 10.24 + 1.44 + .64 + .64 + 7.84 = 20.8, variance 20.8 / 4.
     batch = group_relative_advantages(rewards, scale="batch_std", eps=0.0)
     assert_close(batch, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(5.2))
+    # The deviations -2 0 2 -1 1: squares 4 + 0 + 4 + 1 + 1 = 10, variance 10 / 4.
+    centred = group_relative_advantages(rewards, scale="batch_advantage_std", eps=0.0)
+    assert_close(centred, torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / math.sqrt(2.5))
+    # Of leave one out they are -3 0 3 -2 2: variance 26 / 4.
+    centred = group_relative_advantages(rewards, baseline="leave_one_out", scale="batch_advantage_std", eps=0.0)
+    assert_close(centred, leave_one_out / math.sqrt(6.5))
     # Over the means, 2 and 5.
     mean = group_relative_advantages(rewards, scale="group_mean")
     assert_close(mean, torch.tensor([[-1.0, 0.0, 1.0], [-0.2, 0.0, 0.2]]))
@@ -99,7 +105,9 @@ def test_a_wrong_shape_is_explained(function: Any, shape: tuple[int, ...]) -> No
 def test_unknown_choices_are_named() -> None:
     with pytest.raises(ValueError, match="baseline must be 'group_mean' or 'leave_one_out', got 'mean'"):
         group_relative_advantages(torch.zeros(1, 2), baseline="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scale must be 'group_std', 'batch_std', 'group_mean' or 'none', got"):
+    with pytest.raises(
+        ValueError, match="scale must be one of group_std, batch_std, batch_advantage_std, group_mean, none, got 'std'"
+    ):
         group_relative_advantages(torch.zeros(1, 2), scale="std")  # type: ignore[arg-type]
 
 
@@ -128,8 +136,16 @@ def test_results_are_float32_whatever_the_rewards_are(dtype: torch.dtype) -> Non
 # --- parity with a loop
 
 
+def loop_gains(group: list[float], baseline: str) -> list[float]:
+    """Of every scorable reward of a group: it less its baseline."""
+    known = [r for r in group if not math.isnan(r)]
+    others = [known[:i] + known[i + 1 :] if baseline == "leave_one_out" else known for i in range(len(known))]
+    return [r - statistics.fmean(of or [r]) for r, of in zip(known, others, strict=True)]
+
+
 def loop_advantages(rewards: list[list[float]], baseline: str, scale: str, eps: float) -> list[list[float]]:
     everything = [r for group in rewards for r in group if not math.isnan(r)]
+    gains = [gain for group in rewards for gain in loop_gains(group, baseline)]
     result = []
     for group in rewards:
         known = [r for r in group if not math.isnan(r)]
@@ -143,6 +159,7 @@ def loop_advantages(rewards: list[list[float]], baseline: str, scale: str, eps: 
             divisor = {
                 "group_std": lambda known=known: statistics.stdev(known) + eps,
                 "batch_std": lambda: statistics.stdev(everything) + eps,
+                "batch_advantage_std": lambda: statistics.stdev(gains) + eps,
                 "group_mean": lambda known=known: statistics.fmean(known),
                 "none": lambda: 1.0,
             }[scale]
@@ -158,6 +175,35 @@ def test_advantages_equal_a_loop(baseline: Any, scale: Any, rewards: Tensor) -> 
     rewards = allowed(rewards, scale)
     expected = torch.tensor(loop_advantages(rewards.tolist(), baseline, scale, 1e-4), dtype=torch.float64)
     assert_close(group_relative_advantages(rewards, baseline=baseline, scale=scale), expected)
+
+
+def whitened(rewards: list[list[float]]) -> list[list[float]]:
+    """REINFORCE++-baseline as verl and OpenRLHF write it: off the group's mean, then whitened over the batch's tokens.
+
+    Every completion has as many tokens here. Where lengths differ, their mean and spread weigh long completions more.
+    """
+    tokens, num_tokens = [], 3
+    for group in rewards:
+        mean = sum(group) / len(group)
+        tokens += [[reward - mean] * num_tokens for reward in group]
+    values = [value for row in tokens for value in row]
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / len(values)
+    scores = [(row[0] - mean) / math.sqrt(variance + 1e-8) for row in tokens]
+    return [scores[i : i + len(rewards[0])] for i in range(0, len(scores), len(rewards[0]))]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_reinforce_plus_plus_is_verls(rate: float) -> None:
+    """Binary rewards of easy and hard prompts: raw rewards spread more than their differences in the groups."""
+    generator = torch.Generator().manual_seed(0)
+    chance = (rate + torch.randn(64, 1, generator=generator)).clamp(0, 1)
+    rewards = (torch.rand(64, 8, generator=generator) < chance).double()
+    theirs = torch.tensor(whitened(rewards.tolist()), dtype=torch.float64)
+    ours = group_relative_advantages(rewards, scale="batch_advantage_std")
+    assert_close(ours, theirs, rtol=3e-3, atol=1e-9)  # unbiased: n - 1 completions, not n
+    too_small = group_relative_advantages(rewards, scale="batch_std")
+    assert theirs.std() > 1.2 * too_small.std()
 
 
 # --- properties
@@ -241,9 +287,17 @@ def test_inputs_are_not_modified(rewards: Tensor) -> None:
             "nansum(dim=1, keepdim=True) / num_scorable",
             id="population std of the group",
         ),
-        pytest.param("(num_scorable.sum() - 1)", "num_scorable.sum()", id="population std of the batch"),
+        pytest.param(
+            "spread.square().nansum() / (num_scorable.sum() - 1)",
+            "spread.square().nansum() / num_scorable.sum()",
+            id="population std of the batch",
+        ),
         pytest.param(
             "numerator / rewards.nanmean(dim=1, keepdim=True)", "numerator / rewards.nanmean()", id="mean of all"
+        ),
+        pytest.param("numerator.square().nansum()", "deviation.square().nansum()", id="std of other advantages"),
+        pytest.param(
+            "numerator.square().nansum()", "(rewards - rewards.nanmean()).square().nansum()", id="std of rewards"
         ),
         pytest.param("spread = rewards - rewards.nanmean()", "spread = deviation", id="std around the group means"),
         pytest.param("* num_scorable / (num_scorable - 1).clamp(min=1)\n    elif", "\n    elif", id="baseline ignored"),

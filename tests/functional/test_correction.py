@@ -62,6 +62,14 @@ def test_weights_are_constants(level: Any, outside: Any) -> None:
     assert not rollout_weights(old, ROLLOUT, MASK, level=level, outside=outside).requires_grad
 
 
+@every_level
+def test_weights_are_bounded_whatever_the_limit(level: Any) -> None:
+    """A completion of a few hundred tokens leaves the range of exp; without a limit its weight was infinite."""
+    old = torch.tensor([[-1.0, -1.0], [-300.0, -300.0]])
+    found = rollout_weights(old, old.flip(0), torch.ones(2, 2).bool(), level=level, outside="truncate", high=math.inf)
+    assert_close(found[:, 0], torch.tensor([math.exp(20), math.exp(-20)]))
+
+
 @quick
 @given(st.integers(0, 10**6), st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_padding_and_agreement(seed: int, padding: float) -> None:

@@ -78,6 +78,31 @@ def test_the_reference_is_a_constant(estimator: Any) -> None:
     assert ref_logprobs.grad is None
 
 
+def check_k3_is_bounded(kl_divergence: Any) -> None:
+    # The reference finds the token more likely by 2, 3, 100 and, less likely, 5, 15 and 100 nats.
+    # exp(2) - 3 = 4.39 and exp(-5) + 5 - 1 = 4.007 stay; the others are above 10.
+    ref_logprobs = torch.tensor([[2.0, 3.0, 100.0, -5.0, -15.0, -100.0]])
+    logprobs = torch.zeros(1, 6, requires_grad=True)
+    kl = kl_divergence(logprobs, ref_logprobs)
+    assert_close(kl, torch.tensor([[math.exp(2) - 3, 10.0, 10.0, math.exp(-5) + 4, 10.0, 10.0]]))
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert_close(gradient, torch.tensor([[1 - math.exp(2), 0.0, 0.0, 1 - math.exp(-5), 0.0, 0.0]]))
+
+
+def test_k3_is_bounded_by_hand() -> None:
+    """As verl, OpenRLHF and ms-swift bound it: above 88.7 nats exp overflows, and long before one token is the loss."""
+    check_k3_is_bounded(kl_divergence)
+
+
+@pytest.mark.parametrize("far", [-INF, -300.0, -100.0])
+def test_a_token_that_the_policy_has_all_but_lost_has_a_finite_k3(far: float) -> None:
+    logprobs = torch.tensor([[far]], requires_grad=True)
+    kl = kl_divergence(logprobs, torch.zeros(1, 1))
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert kl.item() == 10
+    assert gradient.item() == 0
+
+
 # --- parity with a loop, reductions
 
 
@@ -88,7 +113,7 @@ def test_kl_divergence_equals_a_loop(estimator: str, pair: tuple[Tensor, Tensor]
     result = kl_divergence(*(tensor.double() for tensor in pair), estimator=estimator)  # type: ignore[arg-type]
     for ours, now, ref in zip(result.flatten().tolist(), *(t.flatten().tolist() for t in pair), strict=True):
         odds = math.exp(ref) / math.exp(now)  # pi_ref / pi
-        expected = {"k1": math.log(1 / odds), "k2": math.log(odds) ** 2 / 2, "k3": odds - 1 - math.log(odds)}
+        expected = {"k1": math.log(1 / odds), "k2": math.log(odds) ** 2 / 2, "k3": min(odds - 1 - math.log(odds), 10)}
         assert ours == pytest.approx(expected[estimator], rel=1e-6, abs=1e-12)
 
 
@@ -166,3 +191,15 @@ def test_inputs_are_not_modified(pair: tuple[Tensor, Tensor]) -> None:
 def test_a_broken_divergence_is_caught(broken: Any, old: str, new: str) -> None:
     with pytest.raises(AssertionError):
         check_kl_divergence(broken(kl_divergence, old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)", "difference", id="exponent not bounded"),
+        pytest.param(".clamp(max=MAX_K3)", "", id="value not bounded"),
+    ],
+)
+def test_a_broken_bound_is_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_k3_is_bounded(broken(kl_divergence, old, new))

@@ -18,6 +18,7 @@ from grpo_lightning.functional import (
     importance_ratio,
     is_clipped_high,
     is_clipped_low,
+    is_ratio_clamped,
     kl_divergence,
     sapo_surrogate,
     step_counts,
@@ -207,7 +208,7 @@ def loop_loss(rows: dict[str, Tensor], *, by: str, level: str, surrogate: str) -
         gain = rows["advantages"][row].item()
         losses = []
         for r, n, f in zip(ratios, now, ref, strict=True):
-            losses.append(loop_surrogate(r, n, gain, surrogate) + 0.1 * (math.exp(f) / math.exp(n) - 1 + n - f))
+            losses.append(loop_surrogate(r, n, gain, surrogate) + 0.1 * min(math.exp(f) / math.exp(n) - 1 + n - f, 10))
         kept.append(losses)
     if not kept:
         return 0.0
@@ -428,3 +429,70 @@ def test_sapo_fades_where_clip_cuts() -> None:
     assert (slopes > 0).all()
     assert slopes[4] < slopes[3] < slopes[2]
     assert slopes[0] < slopes[1] < slopes[2]
+
+
+# --- log-ratios too large for exp
+
+
+FAR = [30.0, 89.0, 200.0]
+"""Nats; in float32 exp overflows above 88.7."""
+
+
+@every_level
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("far", [*FAR, *(-far for far in FAR)])
+@pytest.mark.parametrize("gain", [2.0, -2.0])
+def test_a_log_ratio_too_large_for_exp_counts_as_20_nats(level: Any, surrogate: str, far: float, gain: float) -> None:
+    """Its loss is finite and its gradient exactly 0, as in verl; the other tokens' are what they were."""
+    old = torch.tensor([[-300.0, -1.0], [-1.0, -2.0]])
+    logprobs = (old + torch.tensor([[far, far], [0.1, -0.1]])).requires_grad_()
+    rows = {"logprobs": logprobs, "old_logprobs": old, "mask": torch.ones(2, 2, dtype=torch.bool)}
+    rows |= {"ref_logprobs": old, "advantages": torch.full((2, 1), gain)}
+    loss = share(rows, (4, 2), by="token", level=level, surrogate=surrogate)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    if surrogate != "cispo":  # whose loss is the log-prob itself; the ratio is a weight that is capped anyway
+        assert loss.isfinite()
+        assert (gradient[0] == 0).all()
+    assert gradient.isfinite().all()
+    assert (gradient[1] != 0).all()
+
+
+def check_log_ratios(importance_ratio: Any, is_ratio_clamped: Any) -> None:
+    # Moved by 21, 19, -21 and (masked) 50 nats; of the second row the mean is 21. Bounded by exp(20) and exp(-20).
+    moved = torch.tensor([[21.0, 19.0, -21.0, 50.0], [41.0, 1.0, 50.0, 50.0]], requires_grad=True)
+    old, mask = torch.zeros(2, 4), torch.tensor([[True, True, True, False], [True, True, False, False]])
+    bounded = torch.tensor([[20.0, 19.0, -20.0, 0.0], [20.0, 1.0, 0.0, 0.0]]).exp()
+    token = importance_ratio(moved, old, mask)
+    assert_close(token, bounded)
+    slopes = torch.autograd.grad(token.sum(), moved)[0]
+    assert_close(slopes, bounded * torch.tensor([[0, 1, 0, 0], [0, 1, 0, 0]]))
+    assert is_ratio_clamped(moved, old, mask).tolist() == [[True, False, True, False], [True, False, False, False]]
+    for level in ("sequence", "sequence_token"):
+        ratio = importance_ratio(moved, old, mask, level=level)
+        assert_close(ratio[:, :1], torch.tensor([[19 / 3], [20.0]]).exp())
+        slopes = torch.autograd.grad(ratio.sum(), moved)[0]
+        assert (slopes[0, :3] > 0).all()
+        assert (slopes[1] == 0).all()
+        assert is_ratio_clamped(moved, old, mask, level=level).tolist() == [[False] * 4, [True, True, False, False]]
+
+
+def test_log_ratios_are_bounded_by_hand() -> None:
+    check_log_ratios(importance_ratio, is_ratio_clamped)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("return bounded_exp(log_ratio)", "return log_ratio.exp()", id="not bounded"),
+        pytest.param(
+            "log_ratio = log_ratio.detach() + own",
+            "return bounded_exp(log_ratio.detach()) * own.exp()",
+            id="a gradient beyond",
+        ),
+        pytest.param("mask, level).abs() > MAX", "mask, level) > MAX", id="one side counted"),
+        pytest.param(".abs() > MAX_LOG_RATIO) & mask", ".abs() > MAX_LOG_RATIO).expand_as(mask)", id="padding counted"),
+    ],
+)
+def test_broken_bounds_are_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_log_ratios(broken(importance_ratio, old, new), broken(is_ratio_clamped, old, new))

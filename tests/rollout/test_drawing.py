@@ -120,11 +120,12 @@ def test_rows_that_left_do_not_shift_the_others():
     """Every row is given its own number of the step, wherever it stands now."""
     history, logits = torch.zeros(6, 5, dtype=torch.long), torch.randn(1, 50).expand(6, -1)
     draw = TokenDrawer(SamplingParams(), 5, tiny_tokenizer(), Uniforms([1, 2], 3, CPU))
-    ids, logprobs = draw(history, logits)
+    ids, logprobs, entropies = draw(history, logits)
     rows = torch.tensor([1, 2, 5])
-    some_ids, some_logprobs = draw(history[rows], logits[rows], rows)
+    some_ids, some_logprobs, some_entropies = draw(history[rows], logits[rows], rows)
     assert torch.equal(some_ids, ids[rows])
     assert torch.equal(some_logprobs, logprobs[rows])
+    assert torch.equal(some_entropies, entropies[rows])
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1)[torch.arange(6), ids])
 
 
@@ -133,14 +134,14 @@ def test_the_step_is_counted_from_the_prompts_end():
     draw = TokenDrawer(SamplingParams(), 3, tiny_tokenizer(), uniforms)
     logits = torch.zeros(4, 128)
     for step in range(3):
-        ids, _ = draw(torch.zeros(4, 3 + step, dtype=torch.long), logits)
+        ids, *_ = draw(torch.zeros(4, 3 + step, dtype=torch.long), logits)
         assert ids.tolist() == (uniforms(step) * 128).long().tolist()  # all tokens are equally likely
 
 
 def test_greedy_needs_no_numbers():
     draw = TokenDrawer(SamplingParams(temperature=0.0), 3, tiny_tokenizer(), Uniforms([1], 2, CPU))
     logits = torch.randn(2, 20)
-    ids, _ = draw(torch.zeros(2, 3, dtype=torch.long), logits)
+    ids, *_ = draw(torch.zeros(2, 3, dtype=torch.long), logits)
     assert torch.equal(ids, logits.argmax(-1))
     assert draw.uniforms.block.numel() == 0
 

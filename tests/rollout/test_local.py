@@ -148,6 +148,33 @@ def test_a_repetition_penalty_spares_the_padding(either):
     assert sum(completion.token_ids == [PAD] for completion in together[1]) > 10
 
 
+@pytest.mark.parametrize("way", ["decode", "decode_with_generate"])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 5}, {"top_p": 0.5, "repetition_penalty": 1.3}, {"suppress_tokens": [3]}]
+)
+def test_entropies_equal_the_scorers(way, filters, monkeypatch):
+    """Of the softmax at the temperature, from which filters take away."""
+    if way == "decode_with_generate":
+        monkeypatch.setattr("grpo_lightning.rollout.local.no_fan_out_reason", lambda policy: "the test says so")
+    model, prompts = tiny_model("qwen2"), make_prompts()
+    model.generation_config.eos_token_id = list(range(2, 14))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = 0  # suppressed, and not likely anyway
+    sampling = SamplingParams(max_completion_length=12, temperature=0.7, **filters)
+    groups = connected(model).generate(prompts, 3, sampling, seeds=[0, 1, 2])
+    whole = [Group(Prompt(""), ids, group) for ids, group in zip(prompts, groups, strict=True)]
+    (batch,), _ = plan_micro_batches(
+        whole, torch.ones(3, 3), updates=1, accumulate=1, pad_id=PAD, skip_zero_advantages=False
+    )
+    with torch.no_grad():
+        want = Scorer("dense")(model, batch, temperature=0.7).entropy
+    rows = [(n, completion) for n, group in enumerate(groups) for completion in group]
+    for (_, completion), entropies in zip(rows, want, strict=True):
+        length = len(completion.token_ids)
+        tolerance = 0.1 if "suppress_tokens" in filters else 1e-4  # the scorer knows of no tokens that are suppressed
+        torch.testing.assert_close(torch.tensor(completion.entropies), entropies[:length], atol=tolerance, rtol=0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_the_scorers(family):
     model, prompts = tiny_model(family), make_prompts()
