@@ -209,10 +209,11 @@ def _text_or_chat(value: Any, where: str) -> str | list[Message]:
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
     """The messages up to the final assistant turn: that is the answer of supervised data, which GRPO samples itself.
 
-    It is no `solution` either: a worked answer in prose is nothing a completion can be compared with.
+    It is no `solution` either: a worked answer in prose is nothing a completion can be compared with. Nor is it a
+    prefill, which only the column `prompt` can have.
     """
     messages = _chat(value, where)
-    if messages[-1]["role"] == "assistant":
+    while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise ValueError(f"{where} has an assistant turn only: there is no question to answer.")

@@ -27,8 +27,8 @@ GPT = {"from": "gpt", "value": "<answer>2</answer>"}
         ({"messages": [SYSTEM, USER, ASSISTANT], "solution": "2"}, [SYSTEM, USER], {"solution": "2"}),
         ({"messages": [USER], "solution": "2"}, [USER], {"solution": "2"}),
         ({"messages": [USER, ASSISTANT, USER]}, [USER, ASSISTANT, USER], {}),
-        ({"messages": [USER, ASSISTANT, ASSISTANT]}, [USER, ASSISTANT], {}),  # the final turn only
-        ({"prompt": [USER, ASSISTANT]}, [USER, ASSISTANT], {}),  # a prompt is taken as it is
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, [USER], {}),  # no part of an answer begins the policy's
+        ({"prompt": [USER, ASSISTANT]}, [USER, ASSISTANT], {}),  # a prompt is taken as it is, to be continued
         ({"prompt": None, "question": "Hi"}, HI, {"prompt": None, "question": "Hi"}),
         ({"prompt": "Hi", "question": None}, "Hi", {"question": None}),
         ({"query": "Hi", "label": 2}, HI, {"query": "Hi", "label": 2}),
