@@ -58,6 +58,8 @@ class PromptDataModule(L.LightningDataModule):
         prepare: Called once per machine before the files are read: to download or build them.
         bad_images: What is done with rows whose images cannot be read, or whose boxes are outside of them: "error"
             names all of them before the weights load, "drop" leaves them out and says how many.
+        image_root: The folder in which relative paths of images begin, for data sets without an `image_root` of their
+            own; null for the folder of each file.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -81,6 +83,7 @@ class PromptDataModule(L.LightningDataModule):
         shuffle_buffer: int = 1000,
         test_datasets: Mixture | None = None,
         bad_images: BadImages = "error",
+        image_root: str | None = None,
     ) -> None:
         super().__init__()
         least = {"batch_size": 1, "val_batch_size": 1, "num_proc": 1, "num_workers": 0, "shuffle_buffer": 1}
@@ -112,6 +115,7 @@ class PromptDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.shuffle_buffer = shuffle_buffer
         self.preflight = Preflight(bad_images, num_workers)
+        self.image_root = image_root
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
@@ -156,6 +160,7 @@ class PromptDataModule(L.LightningDataModule):
                 limit=limit,
                 num_proc=self.num_proc,
                 preflight=self.preflight,
+                image_root=self.image_root,
             )
             if not any(prompt.images for prompt in prompts):
                 self._say_unused({"num_workers": 0}, "has no images, and is no stream")
@@ -169,6 +174,7 @@ class PromptDataModule(L.LightningDataModule):
             shuffle_buffer=self.shuffle_buffer,
             num_workers=self.num_workers,
             preflight=self.preflight,
+            image_root=self.image_root,
         )
         stream.head()  # a bad first row stops the run before any weights are loaded
         return stream
