@@ -43,9 +43,9 @@ class PromptDataModule(L.LightningDataModule):
         val_batch_size: Prompts per rank and validation step; null takes `batch_size`.
         shuffle: A new order every epoch.
         seed: Of the order, of `random:N` and of `val_split`; null takes `seed_everything`.
-        system_prompt: Put in front of every chat that has none: a text, a file, or `r1` or `gsm8k_xml`.
-        question_template: Put around every question: a text with `{question}`, a file, or `think_answer`, `rec`, `ovd`,
-            `od_length`, `counting`, `ic` or `default`.
+        system_prompt: Put in front of every chat that has none: a text, a file, or `tags` or `gsm8k_xml`.
+        question_template: Put around every question: a text with `{question}`, a file, or `tags`, `tags_only`,
+            `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` or `tags_number`.
         prompt_as: What texts become: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is text
             unless there is a system prompt, every other one a user turn.
         chat_template_kwargs: Handed to the chat template (`enable_thinking: false`).

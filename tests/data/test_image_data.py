@@ -111,7 +111,7 @@ def test_the_rec_mixture_of_vlm_r1(folder: Path):
         ]
     }
     Path("data/mix.yaml").write_text(yaml.safe_dump(mixture))
-    template = PromptTemplate(system_prompt="r1", question_template="rec")
+    template = PromptTemplate(system_prompt="tags", question_template="tags_json")
     prompts = load_mixture("data/mix.yaml", seed=0, template=template)
     assert [p.source for p in prompts] == ["rec"] * 2 + ["gui"] * 2
     system, asked = prompts[3].content
