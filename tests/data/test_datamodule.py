@@ -304,7 +304,13 @@ def test_a_split_is_disjoint_complete_and_in_order(count, data, seed):
     assert split(prompts, size, seed) == (train, val)
 
 
-@pytest.mark.parametrize(("share", "count", "want"), [(0.07, 100, 7), (0.05, 10, 1), (0.29, 100, 29), (1e-05, 10, 1)])
+@pytest.mark.parametrize(
+    ("share", "count", "want"),
+    [
+        *((0.07, 100, 7), (0.05, 10, 1), (0.29, 100, 29), (1e-05, 10, 1)),
+        *((0.01, 2, 1), (0.01, 30, 1), (0.01, 101, 2), (0.01, 5000, 50)),  # ms-swift's 1 %
+    ],
+)
 def test_a_share_is_the_decimals_that_were_written(share, count, want):
     assert len(split([Prompt("p")] * count, share, 0)[1]) == want
 
