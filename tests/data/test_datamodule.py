@@ -165,7 +165,7 @@ def test_sizes_below_one_are_refused(rows, name):
         ({"shuffle_buffer": 0}, "data.shuffle_buffer must be at least 1, got 0"),
         ({"max_prompt_length": 0}, "max_prompt_length must be at least 1"),
         ({"overlong_prompts": "drop"}, "there is no max_prompt_length"),
-        ({"system_prompt": "r2"}, "did you mean 'r1'"),
+        ({"system_prompt": "tgs"}, "did you mean 'tags'"),
         ({"question_template": "Think"}, "is no shipped text"),
         ({"question_template": "Think."}, "question_template must contain {question}, got 'Think.'"),
         ({"val_split": 0}, r"data.val_split must be a count \(200\) or a share between 0 and 1 \(0.05\), got 0"),
@@ -304,7 +304,13 @@ def test_a_split_is_disjoint_complete_and_in_order(count, data, seed):
     assert split(prompts, size, seed) == (train, val)
 
 
-@pytest.mark.parametrize(("share", "count", "want"), [(0.07, 100, 7), (0.05, 10, 1), (0.29, 100, 29), (1e-05, 10, 1)])
+@pytest.mark.parametrize(
+    ("share", "count", "want"),
+    [
+        *((0.07, 100, 7), (0.05, 10, 1), (0.29, 100, 29), (1e-05, 10, 1)),
+        *((0.01, 2, 1), (0.01, 30, 1), (0.01, 101, 2), (0.01, 5000, 50)),  # ms-swift's 1 %
+    ],
+)
 def test_a_share_is_the_decimals_that_were_written(share, count, want):
     assert len(split([Prompt("p")] * count, share, 0)[1]) == want
 

@@ -29,11 +29,17 @@ def test_a_folder_is_taken_as_it_is_named(tmp_path):
 def test_where_relative_paths_of_images_begin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub").mkdir()
-    assert DatasetEntry("data/a.json").image_folder == Path("data")
-    assert DatasetEntry(dataset="hub").image_folder == Path("hub")
-    assert DatasetEntry(dataset="some/hub").image_folder is None
-    assert DatasetEntry("data/a.json", image_root="hub").image_folder == Path("hub")
-    assert DatasetEntry("data/a.json", image_root="~").image_folder == Path.home()
+    assert DatasetEntry("data/a.json").image_folder() == Path("data")
+    assert DatasetEntry(dataset="hub").image_folder() == Path("hub")
+    assert DatasetEntry(dataset="some/hub").image_folder() is None
+    assert DatasetEntry("data/a.json", image_root="hub").image_folder() == Path("hub")
+    assert DatasetEntry("data/a.json", image_root="~").image_folder() == Path.home()
+    (tmp_path / "run").mkdir()
+    assert DatasetEntry("data/a.json").image_folder("run") == Path("run")
+    assert DatasetEntry(dataset="hub").image_folder("run") == Path("run")
+    assert DatasetEntry("data/a.json", image_root="hub").image_folder("run") == Path("hub"), "an entry's own wins"
+    with pytest.raises(FileNotFoundError, match=r"image_root 'no' of 'data/a.json': no folder"):
+        DatasetEntry("data/a.json").image_folder("no")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,9 @@ def test_contradictions_are_named(settings, message):
 def test_an_entry_from_its_keys():
     keys = {"dataset": "a", "subset": "main", "columns": {"query": "question"}, "rewards": ["exact"], "streaming": True}
     assert DatasetEntry.of(keys, where="m.yaml") == DatasetEntry(**keys)
+    assert DatasetEntry.of({"dataset": "a", "columns": {"messages": None}}, where="m.yaml").columns == {
+        "messages": None
+    }
     entry = DatasetEntry("a.json")
     assert DatasetEntry.of(entry, where="m.yaml") is entry
     assert DatasetEntry.of({"json_path": "a.json", "name": None}, where="m.yaml") == entry
@@ -109,6 +118,7 @@ def test_an_entry_from_its_keys():
         ({"json_path": 3}, "json_path must be text, got 3"),
         ({"dataset": "a", "streaming": "yes"}, "streaming must be true or false, got 'yes'"),
         ({"dataset": "a", "columns": ["a"]}, r"columns must be a mapping, got \['a'\]"),
+        ({"dataset": "a", "columns": {"a": 3}}, "columns must map names to names, or to null to drop .*, got {'a': 3}"),
         ({"dataset": "a", "rewards": "exact"}, "rewards must be a list, got 'exact'"),
         ({"dataset": "a", "split": None}, "split must be text, got None"),
     ],

@@ -464,3 +464,15 @@ def test_without_groups_no_reward_is_called():
     assert (scores.metrics, scores.extras) == ({}, {})
     with pytest.raises(ValueError, match="at least 1; got sizes"):
         RewardSet([called]).score([])
+
+
+def test_rewards_of_a_prompt_that_starts_the_answer_get_what_comes_after_it():
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>"}]
+    seen = []
+
+    def keeps(prompts: Any, completions: Any) -> list[float]:
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0 for _ in completions]
+
+    RewardSet([keeps]).score([group("so.</think>", content=chat)])
+    assert seen == [(chat, [{"role": "assistant", "content": "so.</think>"}])]
