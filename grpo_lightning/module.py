@@ -45,7 +45,7 @@ from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout_batches import micro_batches_of
 from grpo_lightning.schedules import SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
-from grpo_lightning.strategies import sharding_of
+from grpo_lightning.strategies import run_uncompiled, sharding_of
 from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
 
@@ -323,6 +323,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """What every run needs."""
+        run_uncompiled(self)
         checks.check_trainer(self.trainer)
         return own_callbacks()
 

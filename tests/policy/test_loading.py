@@ -36,6 +36,30 @@ def test_in_memory_model_is_trained_in_place():
     assert PolicyLoader.of(model, tiny_tokenizer()).load().model is model
 
 
+def test_a_compiled_model_is_trained_without_the_compilation(caplog):
+    model = tiny_model("qwen2")
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        policy = PolicyLoader.of(torch.compile(model), tiny_tokenizer()).load()
+    assert policy.model is model
+    assert "torch.compile" in caplog.text
+
+
+class Wrapper(torch.nn.Module):
+    """A model inside another, as a user may have it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner, self.config = model, model.config
+
+
+def test_a_wrapper_of_a_model_is_refused_by_name():
+    """Taken for a config, its weights would be replaced by random ones."""
+    with pytest.raises(ValueError, match=r"or a Transformers model or config, got a Wrapper\. .*give it that model"):
+        PolicyLoader.of(Wrapper(tiny_model("qwen2")), tiny_tokenizer())
+    with pytest.raises(ValueError, match="got a Wrapper"):
+        PolicyLoader(model=torch.compile(Wrapper(tiny_model("qwen2"))), tokenizer=tiny_tokenizer())
+
+
 def test_config_gives_random_weights(folder):
     torch.manual_seed(1)  # 0 is what `tiny_model` was built with
     config = tiny_model("qwen2").config
@@ -64,10 +88,11 @@ def test_dtype_and_dropout():
     [
         ({}, "either a name or a model"),
         ({"name": "a", "model": object()}, "either a name or a model"),
-        ({"model": object()}, "needs its tokenizer"),
+        ({"model": object(), "tokenizer": "a"}, "must be a name, .*got <object object"),
+        ({"model": tiny_model("qwen2").config}, "needs its tokenizer"),
         ({"name": "a", "chunk_size": 0}, "chunk_size must be at least 1"),
         ({"name": "a", "head_chunk_size": 0}, "head_chunk_size must be at least 1"),
-        ({"model": torch.nn.Linear(1, 1), "tokenizer": "a", "dtype": "bfloat16"}, "loaded already"),
+        ({"model": tiny_model("qwen2"), "tokenizer": "a", "dtype": "bfloat16"}, "loaded already"),
     ],
 )
 def test_bad_settings_are_refused_before_loading(arguments, message):
