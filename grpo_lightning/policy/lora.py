@@ -30,6 +30,10 @@ TRAINED = "default"
 STARTING = "reference"
 """The frozen copy of the adapter that a run starts from."""
 
+BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
+"""Initialisations (`init_lora_weights`) that change the base's weights by what a saved adapter does not have: random
+numbers, or activations and gradients of data. peft rebuilds the base of the others (PiSSA, OLoRA, LoftQ) in loading."""
+
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
 
@@ -119,7 +123,8 @@ def adapter_config(adapter: str) -> LoraConfig:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is not LoRA, or trains biases or whole layers, which cannot be switched off for the reference.
+        ValueError: If it is not LoRA, or trains biases or whole layers, which cannot be switched off for the reference,
+            or belongs to a base with other weights.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -138,6 +143,13 @@ def adapter_config(adapter: str) -> LoraConfig:
         raise ValueError(
             f"policy.lora.adapter {adapter!r} trains {what} beside its matrices. Merge it into its base "
             "(merge_and_unload), and train a new adapter on that."
+        )
+    if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
+        raise ValueError(
+            f"policy.lora.adapter {adapter!r} was initialised with {config.init_lora_weights}, which changed the weights "
+            "of its base, and these cannot be computed again. Save it as plain LoRA (peft's save_pretrained with "
+            "path_initial_model_for_weight_conversion), or merge it into its base where it was trained "
+            "(merge_and_unload)."
         )
     return config
 
@@ -187,6 +199,10 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
 
 def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
     """Put a frozen copy of the adapter that a run starts from beside the one that is trained."""
+    config = adapter_config(adapter)
+    # PiSSA, OLoRA and LoftQ subtract what they start from from the base's weights, and the first adapter has done so.
+    config.init_lora_weights, config.inference_mode = False, True
+    policy.add_adapter(STARTING, config)
     policy.load_adapter(adapter, STARTING, is_trainable=False)
     set_dropout(policy, 0.0, STARTING)
 

@@ -8,7 +8,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import DisabledAdapter, FrozenCopy, StartingAdapter, frozen_copy, make_reference
 from grpo_lightning.policy.sharding import FullyShard, Sharding
-from tests.policy.adapters import loader_of, logits, saved_adapter, train
+from tests.policy.adapters import loader_of, logits, peft_adapter, saved_adapter, train
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -59,6 +59,19 @@ def test_it_is_the_policy_that_training_began_with(kind, folder):
         assert {name for name, weight in policy.named_parameters() if weight.requires_grad} == trained
     is_base = torch.equal(start, logits(tiny_model("qwen2")))
     assert is_base == (kind != "starting adapter")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "gaussian"])
+def test_an_adapter_that_changes_its_base_is_taken_out_of_it_once(init, tmp_path):
+    """PiSSA and OLoRA take their matrices out of the base's weights when they are made, in loading too."""
+    trained = peft_adapter(tmp_path, init_lora_weights=init)
+    loader = loader_of(lora=LoRA(adapter=str(tmp_path)))
+    policy = loader.load().model
+    reference = make_reference(policy, loader)
+    assert torch.allclose(logits(policy), trained, atol=1e-5)
+    train(policy)
+    with reference.scoring(policy) as model:
+        assert torch.allclose(logits(model), trained, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "starting adapter"])
