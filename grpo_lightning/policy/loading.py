@@ -202,6 +202,7 @@ class PolicyLoader:
         model = self.load_model(sharding)
         refuse_non_causal(model)
         disable_dropout(model)
+        disable_router_loss(model)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
         model = limit_training(model, self, sharding)
@@ -230,7 +231,7 @@ class PolicyLoader:
         """What turns prompts into what the policy takes."""
         config = self.load_config()
         processor = tokenizers.load_processor(self, config)
-        return Encoder(tokenizers.load_tokenizer(self, processor), processor, config)
+        return Encoder(tokenizers.load_tokenizer(self, processor, config), processor, config)
 
     def load_config(self) -> PretrainedConfig:
         """The model's config, without its weights."""
@@ -339,6 +340,20 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in list(vars(owner).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(owner, name, 0.0)
+
+
+def disable_router_loss(model: nn.Module) -> None:
+    """Have a mixture of experts not compute its load-balancing loss (`output_router_logits`), which is not trained on.
+
+    Models compute it from the mask of all tokens and the routes of those of one call: on top of a cache these differ.
+    """
+    for config in {id(config): config for config in (model.config, text_config(model))}.values():
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+            log.warning(
+                "The policy's config has output_router_logits: it is switched off, as the load-balancing loss of the "
+                "experts is no part of GRPO's loss."
+            )
 
 
 def checkpoint_layers(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from grpo_lightning.policy.loading import PolicyLoader, disable_dropout
+from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
 from grpo_lightning.policy.sharding import Sharding
 
@@ -84,6 +84,7 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         # Partitioned as they were read: there is nothing here to be copied.
         model = loader.load_model(sharding)
         disable_dropout(model)
+        disable_router_loss(model)
         return FrozenCopy(model.requires_grad_(False).eval())
     return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
 

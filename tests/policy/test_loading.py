@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_lightning.policy.choice import probe_difference
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.scoring import Scorer
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,30 @@ def test_pad_token_falls_back_to_eos():
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     assert PolicyLoader.of(tiny_model("qwen2"), tokenizer).load().tokenizer.pad_token == "<eos>"
+
+
+def test_a_pad_token_beyond_the_vocabulary_gives_way_to_eos(caplog):
+    """Padding is masked everywhere, and any id serves that has an embedding."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<new {i}>" for i in range(VOCAB)])
+    tokenizer.add_special_tokens({"pad_token": "<PAD>"})
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        assert PolicyLoader.of(tiny_model("qwen2"), tokenizer).load().tokenizer.pad_token == "<eos>"
+    assert "'<PAD>' (id 217)" in caplog.text
+    tokenizer.add_special_tokens({"pad_token": "<PAD>", "eos_token": "<EOS>"})
+    with pytest.raises(ValueError, match="neither a pad nor an eos token"):
+        PolicyLoader.of(tiny_model("qwen2"), tokenizer).load()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_router_loss_of_a_mixture_of_experts_is_switched_off(family, caplog):
+    """With it, a forward on top of cached prompts compares their tokens' mask with the routes of the others."""
+    plain = PolicyLoader.of(tiny_model(family), tiny_tokenizer()).load()
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        policy = PolicyLoader.of(tiny_model(family, output_router_logits=True), tiny_tokenizer()).load()
+    assert "output_router_logits" in caplog.text
+    assert policy.scorer == plain.scorer
+    assert policy.scorer.path == "extended"
 
 
 def test_a_model_changed_by_from_pretrained_round_trip_is_the_same(folder):

@@ -242,7 +242,10 @@ def changed(folder, tmp_path, **settings):
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
         ({"init_lora_weights": "pissa_niter_4"}, r"initialised with pissa_niter_4, .* path_initial_model_for_weight"),
         ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be computed again"),
-        ({"init_lora_weights": "lora_ga", "lora_ga_config": {}}, "initialised with lora_ga, .* cannot be computed again"),
+        (
+            {"init_lora_weights": "lora_ga", "lora_ga_config": {}},
+            "initialised with lora_ga, .* cannot be computed again",
+        ),
     ],
 )
 def test_adapters_that_are_more_than_lora(folder, tmp_path, settings, said, caplog):
