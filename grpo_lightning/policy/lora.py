@@ -146,8 +146,8 @@ def adapter_config(adapter: str) -> LoraConfig:
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
         raise ValueError(
-            f"policy.lora.adapter {adapter!r} was initialised with {config.init_lora_weights}, which changed the weights "
-            "of its base, and these cannot be computed again. Save it as plain LoRA (peft's save_pretrained with "
+            f"policy.lora.adapter {adapter!r} was initialised with {config.init_lora_weights}, which changed its "
+            "base's weights, and these cannot be computed again. Save it as plain LoRA (peft's save_pretrained with "
             "path_initial_model_for_weight_conversion), or merge it into its base where it was trained "
             "(merge_and_unload)."
         )

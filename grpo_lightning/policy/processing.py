@@ -62,8 +62,8 @@ class Encoder:
         if image is not None and image not in ids:
             raise ValueError(
                 f"The policy's image_token_id is {image}, and its tokenizer has {len(vocabulary)} tokens without that "
-                "one: no prompt could show an image. Give model.policy.tokenizer the policy's own processor, or correct "
-                "image_token_id in its config.json."
+                "one: no prompt could show an image. Give model.policy.tokenizer the policy's own processor, or "
+                "correct image_token_id in its config.json."
             )
         named = self.family.media_tokens if self.family else ()
         known = {vocabulary[token] for token in named if token in vocabulary}
