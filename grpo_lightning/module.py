@@ -33,7 +33,7 @@ from grpo_lightning.planner import Rollout, Turn
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
-from grpo_lightning.policy.reference import FrozenCopy, make_reference
+from grpo_lightning.policy.reference import FrozenCopy, fingerprint, make_reference
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
@@ -309,6 +309,7 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer
         needs_reference = self.objective.needs_reference
         self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
+        self.reference_fingerprint = fingerprint(self.reference, self.policy) if self.reference else {}
         keep_frozen_out_of_checkpoints(self)
         self.sharding.shard(self.policy)
         if isinstance(self.reference, FrozenCopy):

@@ -347,7 +347,8 @@ def disable_router_loss(model: nn.Module) -> None:
 
     Models compute it from the mask of all tokens and the routes of those of one call: on top of a cache these differ.
     """
-    for config in {id(config): config for config in (model.config, text_config(model))}.values():
+    configs: list[Any] = [model.config, text_config(model)]
+    for config in configs:
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
             log.warning(

@@ -67,7 +67,7 @@ class Encoder:
             )
         named = self.family.media_tokens if self.family else ()
         known = {vocabulary[token] for token in named if token in vocabulary}
-        declared = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
+        declared: set[Any] = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
         return tuple(sorted(known | (declared & ids)))
 
     @functools.cached_property
