@@ -215,15 +215,23 @@ def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
         names: Ends of names to choose by; None takes all.
 
     Raises:
-        ValueError: If one of the ends matches no layer, or one that cannot have an adapter.
+        ValueError: If one of the ends matches no layer, or one that cannot have an adapter, the output head among them.
     """
     layers = language_layers(model)
     taken = taken_names(model, layers)
     if names is None:
         return {name: layer for name, layer in layers.items() if name not in taken}
     known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
+    head = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if module is head]
     for end in names:
         matched = [name for name in layers if f".{name}".endswith(f".{end}")]
+        if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
+            raise ValueError(
+                f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
+                "tied to the embeddings, which merging would change too, and scoring runs it in slices. Leave it out, "
+                f"or train all weights (without policy.lora). There are: {', '.join(known)}."
+            )
         if not matched:
             raise ValueError(
                 f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "

@@ -108,8 +108,13 @@ def test_targets_by_the_ends_of_their_names():
     # whole parts of names: "proj" is the end of none
     with pytest.raises(ValueError, match=r"no linear layer .* ends in 'proj'. There are: down_proj, gate_proj, k_proj"):
         targets(model, ["q_proj", "proj"])
-    with pytest.raises(ValueError, match="'lm_head'"):
-        targets(model, ["lm_head"])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_the_head_as_a_target_is_told_why_not(family):
+    end = "q_proj" if family == "qwen2" else "c_attn"
+    with pytest.raises(ValueError, match=rf"'lm_head' is the output head, .* Leave it out.*There are: .*{end}"):
+        targets(tiny_model(family), [end, "lm_head"])
 
 
 def test_exactly_the_chosen_layers_are_wrapped():
