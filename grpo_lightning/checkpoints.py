@@ -225,6 +225,18 @@ def check_keys(module: L.LightningModule, names: Collection[str]) -> None:
         )
 
 
+def check_reference(module: GRPOLightningModule, state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a resumed run has made another reference than the run of the checkpoint began with."""
+    own = module.reference_fingerprint
+    saved = state.get("reference_fingerprint", {})  # by dtype; a run without a reference has none
+    if any(own[dtype] != saved[dtype] for dtype in own.keys() & saved.keys()):
+        raise ValueError(
+            "model.policy is not the one that the run of this checkpoint began with, which is the reference of its KL "
+            "term: its weights have changed since, by training in this process for example. Give the policy as it was "
+            "(a model in memory: load it again), or start a new run from the checkpoint's weights."
+        )
+
+
 def run_state(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]:
     """What a run needs beyond weights and optimizer: rollouts drawn, the pending one, a reference that has moved.
 
@@ -238,6 +250,7 @@ def run_state(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]
         "reference": sync_reference.moved_weights(module) if is_alone else None,
         "is_pending": is_pending(module),
         "has_moved": has_moved(module),
+        "reference_fingerprint": module.reference_fingerprint,
         "moment": moment_of(module),
         "world_size": ranks.world_size(),
         "is_broken_off": is_broken_off(trainer),
@@ -267,6 +280,8 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
         is_reader = not module.sharding.is_sharded or ranks.rank() == 0 or not state["moment"]
         saved = rank_files.read(path, state["moment"], REFERENCE) if state["moment"] else state["reference"]
         sync_reference.restore(module, saved if is_reader else None)
+    else:
+        check_reference(module, state)
     if state.get("is_pending") and (state["rollout"] or state["moment"]):  # one that is lost is missed by `check_cycle`
         restore_rollout(module, state, path)
 

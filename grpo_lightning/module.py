@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -33,7 +33,7 @@ from grpo_lightning.planner import Rollout, Turn
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
-from grpo_lightning.policy.reference import FrozenCopy, make_reference
+from grpo_lightning.policy.reference import FrozenCopy, fingerprint, make_reference
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
@@ -45,7 +45,7 @@ from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout_batches import micro_batches_of, report_empty_updates
 from grpo_lightning.schedules import SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
-from grpo_lightning.strategies import sharding_of
+from grpo_lightning.strategies import run_uncompiled, sharding_of
 from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
 
@@ -130,7 +130,7 @@ class GRPOLightningModule(L.LightningModule):
 
         self.rollout: Rollout | None = None
         self.rollout_index = 0
-        self.is_broken_off = self.has_said_filled = False
+        self.is_connected = self.is_broken_off = self.has_said_filled = False
         self.said_empty: set[str] = set()
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
@@ -304,7 +304,17 @@ class GRPOLightningModule(L.LightningModule):
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:
-        """Load the policy and copy the reference; called again by Lightning, it does nothing."""
+        """Load the policy and connect engine and rewards to it; called again by Lightning, it does nothing."""
+        self.load_policy()
+        if self.is_connected:
+            return
+        self.is_connected = True
+        self.engine.connect(self.policy, self.tokenizer, self.sharding)
+        device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
+        self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
+
+    def load_policy(self) -> None:
+        """Load the policy and copy the reference, once."""
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
@@ -313,13 +323,19 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer
         needs_reference = self.objective.needs_reference
         self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
+        self.reference_fingerprint = fingerprint(self.reference, self.policy) if self.reference else {}
         keep_frozen_out_of_checkpoints(self)
         self.sharding.shard(self.policy)
         if isinstance(self.reference, FrozenCopy):
             self.sharding.shard(self.reference.model)
-        self.engine.connect(self.policy, self.tokenizer, self.sharding)
-        device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
-        self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; a process that launched the run (`ddp_notebook`, `ddp_fork`) gets its results into a policy.
+
+        The run was in its children: here nothing is loaded yet, and the trained weights would be ignored as unknown.
+        """
+        self.load_policy()
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
@@ -327,6 +343,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """What every run needs."""
+        run_uncompiled(self)
         checks.check_trainer(self.trainer)
         return own_callbacks()
 

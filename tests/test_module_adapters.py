@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning import GRPOLightningModule, PolicyLoader
 from grpo_lightning.objective import Objective
@@ -67,6 +68,23 @@ def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     with pytest.raises(KilledError):
         train(tmp_path / "killed", KillAt(7), module=module(), max_steps=8)
     assert are_equal(weights_of(train(tmp_path / "killed", module=module(), resume=True, max_steps=8)), whole)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.parametrize("kind", [*KINDS, "whole"])
+def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
+    """The average is in the checkpoint, beside the current weights; frozen ones and the reference are in neither."""
+
+    def run(name, *callbacks, **options):
+        module = make_module(objective=Objective(beta=0.04)) if kind == "whole" else module_of(folder, kind)
+        averaging = EMAWeightAveraging(decay=0.5)
+        settings = {"max_steps": 4, "accumulate_grad_batches": 1}
+        return weights_of(train(tmp_path / name, averaging, *callbacks, module=module, **settings, **options))
+
+    whole = run("whole")
+    with pytest.raises(KilledError):
+        run("killed", KillAt(3))
+    assert are_equal(run("killed", resume=True), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

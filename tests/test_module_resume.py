@@ -304,6 +304,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     checkpoint = torch.load(newest(tmp_path), weights_only=True)
     state = checkpoint["grpo"]
     assert state.pop("trained") == list(checkpoint["state_dict"])
+    assert state.pop("reference_fingerprint").keys() == {"torch.float32"}
     assert state == {
         "rollout_index": 2,
         "rollout": None,
@@ -336,6 +337,23 @@ def test_a_checkpoint_of_another_policy_is_refused(killed_mid_cycle, layers, mes
     other = two_updates(policy=tiny_model("qwen2", **(SMALL | {"num_hidden_layers": layers})))
     with pytest.raises(RuntimeError, match=message):
         train(killed_mid_cycle, resume=True, module=other)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_resuming_around_a_model_that_was_trained_since(tmp_path, beta):
+    """As a notebook does: the model in memory is no longer the reference that the run began with."""
+
+    def module(policy):
+        return two_updates(policy=policy, objective=Objective(beta=beta))
+
+    model, settings = tiny_model("qwen2", **SMALL), {"max_epochs": 1, "resume": True}
+    train(tmp_path, module=module(model), max_steps=4, max_epochs=1)
+    if beta == 0:  # nothing but the weights counts
+        train(tmp_path, module=module(model), **settings)
+        return
+    with pytest.raises(ValueError, match=r"policy is not the one that the run .* began with.* load it again"):
+        train(tmp_path, module=module(model), **settings)
+    train(tmp_path, module=module(tiny_model("qwen2", **SMALL)), **settings)
 
 
 def test_other_data_are_refused(killed_mid_cycle):

@@ -101,6 +101,18 @@ def test_accumulation_leaves_the_number_of_steps_alone(accumulate):
     assert trainer.global_step == 8
 
 
+def test_a_compiled_module_trains_as_it_does_without_the_compilation(caplog):
+    plain, module = make_module(), make_module()
+    fit(plain, max_steps=2)
+    trainer = make_trainer(max_steps=2)
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        trainer.fit(torch.compile(module), make_source(module))
+    assert are_equal(weights_of(module), weights_of(plain))
+    assert "torch.compile" in caplog.text
+    (metrics,) = trainer.validate(torch.compile(module), PromptSource(PROMPTS[:3], 2), verbose=False)
+    assert metrics == trainer.validate(plain, PromptSource(PROMPTS[:3], 2), verbose=False)[0]
+
+
 def test_gradient_clip_val_bounds_an_sgd_step():
     def run(**flags):
         history = History()

@@ -7,8 +7,14 @@ import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
 
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Partitioned, PartitionedGradients, Sharding
 from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy, check_strategy, sharding_of
+from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 class Run:
@@ -179,3 +185,24 @@ def test_how_weights_lie():
     assert type(sharding_of(DDPStrategy())) is Sharding
     assert type(sharding_of(GRPODeepSpeedStrategy(stage=2))) is PartitionedGradients
     assert type(sharding_of(GRPODeepSpeedStrategy(stage=3))) is Partitioned
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("strategy", "lora"), [("ddp_fork", None), ("ddp_notebook", LoRA(rank=2))])
+def test_the_process_that_forked_a_run_gets_its_trained_policy(strategy, lora):
+    """Lightning hands over what the first child has trained, and the next forks of `validate` are of this process."""
+
+    def module():
+        loader = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), lora=lora)
+        return make_module(policy=loader, objective=Objective(beta=0.04), lr=1e-2)
+
+    def validated(trainer, model):
+        return trainer.validate(model, PromptSource(PROMPTS[:4], 2, shuffle=False), verbose=False)
+
+    plain, forked = module(), module()
+    wanted = validated(fit(plain, max_steps=2), plain)
+    trainer = make_trainer(max_steps=2, strategy=strategy)
+    trainer.fit(forked, make_source(forked))
+    assert are_equal(weights_of(forked), weights_of(plain))
+    assert validated(trainer, forked) == wanted
+    assert validated(make_trainer(), module()) != wanted

@@ -71,11 +71,20 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and is_left_out(key.removeprefix(prefix))]:
             del state_dict[key]
 
+    loaded = ""  # what the keys begin with: the owner, or a copy of it, may be a part of what is loaded
+
+    def remember(module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        nonlocal loaded
+        loaded = prefix
+
     def forgive(module: nn.Module, keys: Any) -> None:
         is_left_out = left_out(module, at_start)
-        keys.missing_keys[:] = [key for key in keys.missing_keys if not is_left_out(key)]
+        keys.missing_keys[:] = [
+            key for key in keys.missing_keys if not (key.startswith(loaded) and is_left_out(key.removeprefix(loaded)))
+        ]
 
     owner.register_state_dict_post_hook(drop)
+    owner.register_load_state_dict_pre_hook(remember)
     owner.register_load_state_dict_post_hook(forgive)
 
 

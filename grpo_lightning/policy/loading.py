@@ -61,7 +61,8 @@ class PolicyLoader:
 
     Args:
         name: Hub name or local folder. Not needed when `model` is given.
-        model: A model in memory, trained in place, or a config, for random weights.
+        model: A Transformers model in memory, trained in place, or a config, for random weights. `torch.compile(model)`
+            is trained without the compilation.
         tokenizer: Tokenizer, or of a policy that sees images its processor, or the name or folder of either; `name`'s
             own by default.
         dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
@@ -117,6 +118,7 @@ class PolicyLoader:
             raise ValueError(
                 f"Give the policy either a name or a model, got name={name!r} and model={type(model).__name__}."
             )
+        model = None if model is None else model_or_config(model)
         if model is not None and tokenizer is None:
             raise ValueError(
                 "A policy given as a model or config needs its tokenizer: pass `tokenizer` (object, name or folder)."
@@ -178,11 +180,6 @@ class PolicyLoader:
             return cls(str(policy), tokenizer=tokenizer)
         if isinstance(policy, Mapping):  # as a checkpoint has it
             return cls(**policy, **({} if tokenizer is None else {"tokenizer": tokenizer}))
-        if not hasattr(policy, "model_type") and not hasattr(policy, "config"):
-            raise ValueError(
-                f"model.policy must be a name, a folder, a PolicyLoader, or a Transformers model or config, got "
-                f"{policy!r:.80}."
-            )
         return cls(model=policy, tokenizer=tokenizer)
 
     @property
@@ -205,6 +202,7 @@ class PolicyLoader:
         model = self.load_model(sharding)
         refuse_non_causal(model)
         disable_dropout(model)
+        disable_router_loss(model)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
         model = limit_training(model, self, sharding)
@@ -233,14 +231,16 @@ class PolicyLoader:
         """What turns prompts into what the policy takes."""
         config = self.load_config()
         processor = tokenizers.load_processor(self, config)
-        return Encoder(tokenizers.load_tokenizer(self, processor), processor, config)
+        return Encoder(tokenizers.load_tokenizer(self, processor, config), processor, config)
 
     def load_config(self) -> PretrainedConfig:
         """The model's config, without its weights."""
         from transformers import AutoConfig, PretrainedConfig
 
+        if isinstance(self.model, PretrainedConfig):
+            return self.model
         if self.model is not None:
-            return getattr(self.model, "config", self.model)  # type: ignore[no-any-return]
+            return self.model.config  # type: ignore[no-any-return]
         assert self.name is not None
         with naming("model.policy", self.name):
             content, _ = PretrainedConfig.get_config_dict(self.name, revision=self.revision)
@@ -295,6 +295,34 @@ else:
     PolicyLike = PolicyLoader | str
 
 
+def model_or_config(given: Any) -> Any:
+    """The Transformers model or config that was given as the policy; of `torch.compile(model)`, the model.
+
+    Raises:
+        ValueError: If it is another wrapper, which would be taken for a config and trained from random weights, or has
+            adapters.
+    """
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    found = getattr(given, "_orig_mod", given)
+    if found is not given:
+        log.warning(
+            "The policy is torch.compile(model): the model is trained without the compilation, as its head and caches "
+            "differ from call to call."
+        )
+    if hasattr(found, "peft_config"):
+        raise ValueError(
+            "The policy given has adapters. Give its base as the policy, and the folder of the adapter as lora.adapter."
+        )
+    if not isinstance(found, PretrainedConfig | PreTrainedModel):
+        shown = f"a {type(found).__name__}" if isinstance(found, nn.Module) else f"{found!r:.80}"
+        raise ValueError(
+            "model.policy must be a name, a folder, a PolicyLoader, or a Transformers model or config, got "
+            f"{shown}. If it wraps a Transformers model, give it that model."
+        )
+    return found
+
+
 def refuse_non_causal(model: nn.Module) -> None:
     """Raise ValueError for models that do not generate."""
     if not hasattr(model, "generate"):
@@ -312,6 +340,21 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in list(vars(owner).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(owner, name, 0.0)
+
+
+def disable_router_loss(model: nn.Module) -> None:
+    """Have a mixture of experts not compute its load-balancing loss (`output_router_logits`), which is not trained on.
+
+    Models compute it from the mask of all tokens and the routes of those of one call: on top of a cache these differ.
+    """
+    configs: list[Any] = [model.config, text_config(model)]
+    for config in configs:
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+            log.warning(
+                "The policy's config has output_router_logits: it is switched off, as the load-balancing loss of the "
+                "experts is no part of GRPO's loss."
+            )
 
 
 def checkpoint_layers(model: nn.Module) -> None:

@@ -30,6 +30,10 @@ TRAINED = "default"
 STARTING = "reference"
 """The frozen copy of the adapter that a run starts from."""
 
+BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
+"""Initialisations (`init_lora_weights`) that change the base's weights by what a saved adapter does not have: random
+numbers, or activations and gradients of data. peft rebuilds the base of the others (PiSSA, OLoRA, LoftQ) in loading."""
+
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
 
@@ -119,7 +123,8 @@ def adapter_config(adapter: str) -> LoraConfig:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is not LoRA, or trains biases or whole layers, which cannot be switched off for the reference.
+        ValueError: If it is not LoRA, or trains biases or whole layers, which cannot be switched off for the reference,
+            or belongs to a base with other weights.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -138,6 +143,13 @@ def adapter_config(adapter: str) -> LoraConfig:
         raise ValueError(
             f"policy.lora.adapter {adapter!r} trains {what} beside its matrices. Merge it into its base "
             "(merge_and_unload), and train a new adapter on that."
+        )
+    if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
+        raise ValueError(
+            f"policy.lora.adapter {adapter!r} was initialised with {config.init_lora_weights}, which changed its "
+            "base's weights, and these cannot be computed again. Save it as plain LoRA (peft's save_pretrained with "
+            "path_initial_model_for_weight_conversion), or merge it into its base where it was trained "
+            "(merge_and_unload)."
         )
     return config
 
@@ -187,6 +199,10 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
 
 def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
     """Put a frozen copy of the adapter that a run starts from beside the one that is trained."""
+    config = adapter_config(adapter)
+    # PiSSA, OLoRA and LoftQ subtract what they start from from the base's weights, and the first adapter has done so.
+    config.init_lora_weights, config.inference_mode = False, True
+    policy.add_adapter(STARTING, config)
     policy.load_adapter(adapter, STARTING, is_trainable=False)
     set_dropout(policy, 0.0, STARTING)
 
@@ -199,15 +215,23 @@ def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
         names: Ends of names to choose by; None takes all.
 
     Raises:
-        ValueError: If one of the ends matches no layer, or one that cannot have an adapter.
+        ValueError: If one of the ends matches no layer, or one that cannot have an adapter, the output head among them.
     """
     layers = language_layers(model)
     taken = taken_names(model, layers)
     if names is None:
         return {name: layer for name, layer in layers.items() if name not in taken}
     known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
+    head = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if module is head]
     for end in names:
         matched = [name for name in layers if f".{name}".endswith(f".{end}")]
+        if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
+            raise ValueError(
+                f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
+                "tied to the embeddings, which merging would change too, and scoring runs it in slices. Leave it out, "
+                f"or train all weights (without policy.lora). There are: {', '.join(known)}."
+            )
         if not matched:
             raise ValueError(
                 f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "

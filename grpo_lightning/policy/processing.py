@@ -50,14 +50,25 @@ class Encoder:
 
     @functools.cached_property
     def media_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that stand for images and videos, or frame them."""
+        """Ids of the tokens that stand for images and videos, or frame them.
+
+        Raises:
+            ValueError: If the tokenizer has no token that stands for an image.
+        """
         if not self.sees_images:
             return ()
         vocabulary = self.tokenizer.get_vocab()
+        image, ids = getattr(self.config, "image_token_id", None), set(vocabulary.values())
+        if image is not None and image not in ids:
+            raise ValueError(
+                f"The policy's image_token_id is {image}, and its tokenizer has {len(vocabulary)} tokens without that "
+                "one: no prompt could show an image. Give model.policy.tokenizer the policy's own processor, or "
+                "correct image_token_id in its config.json."
+            )
         named = self.family.media_tokens if self.family else ()
         known = {vocabulary[token] for token in named if token in vocabulary}
-        declared = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
-        return tuple(sorted(known | {token for token in declared if token is not None}))
+        declared: set[Any] = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
+        return tuple(sorted(known | (declared & ids)))
 
     @functools.cached_property
     def never_drawn(self) -> tuple[int, ...]:
@@ -88,7 +99,9 @@ class Encoder:
         """
         self.check(prompt, where)
         if not self.sees_images:
-            return EncodedPrompt(tokenize(prompt, self.tokenizer, where))
+            ids = tokenize(prompt, self.tokenizer, where)
+            self.check_known(ids, where or prompt.label)
+            return EncodedPrompt(ids)
         if not prompt.images:
             return EncodedPrompt(self.without_images(prompt, where), PromptVision())
         if prompt.token_ids is not None:
@@ -119,6 +132,17 @@ class Encoder:
                 f"{where or prompt.label} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
                 "takes text only: without them the question has no answer. Take a vision-language policy, or leave the "
                 "row out."
+            )
+
+    def check_known(self, ids: Sequence[int], where: str) -> None:
+        """Raise ValueError if a token has no embedding in the policy: its tokenizer is another's, or was extended."""
+        size = 0 if self.config is None else vocabulary_size(self.config)
+        if size and max(ids, default=0) >= size:
+            token = max(ids)
+            raise ValueError(
+                f"{where} has the token {self.tokenizer.convert_ids_to_tokens(token)!r} (id {token}), and the policy's "
+                f"vocabulary has {size} tokens. Give model.policy.tokenizer the policy's own, or resize the policy's "
+                "embeddings (resize_token_embeddings) and train them first."
             )
 
     def fitting(self, prompts: Sequence[Prompt], max_completion_length: int) -> list[EncodedPrompt]:

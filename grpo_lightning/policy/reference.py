@@ -7,15 +7,20 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from grpo_lightning.policy.loading import PolicyLoader, disable_dropout
+from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import TypeAlias
+
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers as wide as a weight, by bytes."""
 
 
 class FrozenCopy(nn.Module):
@@ -37,6 +42,10 @@ class FrozenCopy(nn.Module):
         """The model to score with."""
         yield self.model
 
+    def weights(self, policy: nn.Module) -> Iterator[Tensor]:
+        """What the reference has of its own; what the policy does not train may be shared with it."""
+        return self.model.parameters()
+
 
 class DisabledAdapter:
     """The policy without its adapter: no second model."""
@@ -45,6 +54,10 @@ class DisabledAdapter:
         """The policy, its adapter off inside."""
         return running(policy, None)
 
+    def weights(self, policy: nn.Module) -> Iterator[Tensor]:
+        """None of its own."""
+        return iter(())
+
 
 class StartingAdapter:
     """The policy with the adapter that the run started from, a second one beside the one that is trained."""
@@ -52,6 +65,10 @@ class StartingAdapter:
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
         """The policy, with the other adapter inside."""
         return running(policy, STARTING)
+
+    def weights(self, policy: nn.Module) -> Iterator[Tensor]:
+        """Those of the other adapter."""
+        return (weight for name, weight in policy.named_parameters() if f".{STARTING}." in name)
 
 
 if TYPE_CHECKING:
@@ -84,8 +101,24 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         # Partitioned as they were read: there is nothing here to be copied.
         model = loader.load_model(sharding)
         disable_dropout(model)
+        disable_router_loss(model)
         return FrozenCopy(model.requires_grad_(False).eval())
     return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
+
+
+def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
+    """A checksum of the reference's own weights, by dtype: their bits added up, the same on every device.
+
+    Checkpoints leave the reference out, and tell by it whether a resumed run has made the same one. Weights that are
+    partitioned already (ZeRO-3) are not looked at: no model in memory is.
+    """
+    sums: dict[str, int] = {}
+    for number, weight in enumerate(reference.weights(policy), start=1):
+        if not hasattr(weight, "ds_id"):
+            bits = weight.detach().view(BITS[weight.element_size()])
+            total = sums.get(str(weight.dtype), 0) + number * int(bits.sum(dtype=torch.int64))
+            sums[str(weight.dtype)] = total % 2**63
+    return sums
 
 
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.policy.families import FAMILIES, known_family, sees_images
 from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.tokenize import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from grpo_lightning.policy.loading import PolicyLoader
 
+log = logging.getLogger(__name__)
+
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
 """What limits the tokens of an image, and the families that it limits them for."""
 
 
-def load_tokenizer(loader: PolicyLoader, processor: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a pad token for it if it has none: padding is masked everywhere, any id serves.
+def load_tokenizer(
+    loader: PolicyLoader, processor: Any = None, config: PretrainedConfig | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token that the policy has an embedding for: padding is masked, so any such id serves.
 
     Args:
         loader: Where it comes from.
         processor: What has it, for a policy that sees images.
+        config: The policy's; None has an embedding for every token.
+
+    Raises:
+        ValueError: If neither its pad nor its eos token has one.
     """
     from transformers import AutoTokenizer
 
@@ -34,11 +45,19 @@ def load_tokenizer(loader: PolicyLoader, processor: Any = None) -> PreTrainedTok
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
     if getattr(processor, "chat_template", None):  # it goes first, as in the processor's own methods
         tokenizer.chat_template = processor.chat_template
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
+    size = (0 if config is None else vocabulary_size(config)) or math.inf
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is None or pad >= size:
+        if eos is None or eos >= size:
             raise ValueError(
-                "The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token` to any token, or "
-                "`pad_token` in the policy's tokenizer_config.json."
+                f"The tokenizer has neither a pad nor an eos token that the policy has an embedding for (ids {pad} and "
+                f"{eos} of {size}). Set `tokenizer.pad_token` to any token of the policy's, or `pad_token` in the "
+                "policy's tokenizer_config.json."
+            )
+        if pad is not None:
+            log.warning(
+                "The tokenizer's pad token %r (id %d) is beyond the policy's %d embeddings: %r pads instead.",
+                *(tokenizer.pad_token, pad, size, tokenizer.eos_token),
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer  # type: ignore[no-any-return]

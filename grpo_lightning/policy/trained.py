@@ -30,10 +30,6 @@ def check_trained_settings(loader: PolicyLoader) -> None:
             f"policy.freeze_layers ({loader.freeze_layers}) and policy.lora: under adapters all layers are frozen "
             "already. Leave it out."
         )
-    if hasattr(loader.model, "peft_config"):
-        raise ValueError(
-            "The policy given has adapters. Give its base as the policy, and the folder of the adapter as lora.adapter."
-        )
     if kind == "none":
         return
     if loader.lora is None:

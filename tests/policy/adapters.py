@@ -43,3 +43,16 @@ def saved_adapter(folder: Any, **settings: Any) -> str:
     train(model, steps=2)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def peft_adapter(folder: Any, **settings: Any) -> Tensor:
+    """The logits of a policy that peft trained for two steps, and saved with these settings of LoRA."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **settings)
+    with torch.random.fork_rng(devices=[]):
+        model: Any = get_peft_model(tiny_model("qwen2"), config)
+    train(model, steps=2)
+    model.save_pretrained(folder)
+    return logits(model)

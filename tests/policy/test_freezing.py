@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from grpo_lightning.policy.freezing import freeze_first_layers, frozen_names, keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLoader
@@ -166,6 +167,17 @@ def test_without_adapters_buffers_and_the_like_are_held():
     layer = Scaled()
     layer.bias.requires_grad_(False)
     assert set(Owner(layer).state_dict()) == {"policy.weight", "policy.scale", "policy.weight.quant_state.made_up"}
+
+
+def test_a_copy_inside_another_module_misses_nothing_either():
+    """As weight averaging keeps its copy of the module that trains."""
+    averaged = AveragedModel(Owner(adapted(), Norm()))
+    state = averaged.state_dict()
+    assert set(state) == {"n_averaged", "module.policy.lora_A.weight"}
+    averaged.load_state_dict(state)  # strict
+    del state["module.policy.lora_A.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "module\.policy\.lora_A\.weight"\.'):
+        averaged.load_state_dict(state)
 
 
 def test_loading_misses_trained_weights():

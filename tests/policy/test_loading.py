@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_lightning.policy.choice import probe_difference
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.scoring import Scorer
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,30 @@ def test_by_folder_loads_weights_tokenizer_and_chooses_the_extended_path(folder,
 def test_in_memory_model_is_trained_in_place():
     model = tiny_model("qwen2")
     assert PolicyLoader.of(model, tiny_tokenizer()).load().model is model
+
+
+def test_a_compiled_model_is_trained_without_the_compilation(caplog):
+    model = tiny_model("qwen2")
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        policy = PolicyLoader.of(torch.compile(model), tiny_tokenizer()).load()
+    assert policy.model is model
+    assert "torch.compile" in caplog.text
+
+
+class Wrapper(torch.nn.Module):
+    """A model inside another, as a user may have it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner, self.config = model, model.config
+
+
+def test_a_wrapper_of_a_model_is_refused_by_name():
+    """Taken for a config, its weights would be replaced by random ones."""
+    with pytest.raises(ValueError, match=r"or a Transformers model or config, got a Wrapper\. .*give it that model"):
+        PolicyLoader.of(Wrapper(tiny_model("qwen2")), tiny_tokenizer())
+    with pytest.raises(ValueError, match="got a Wrapper"):
+        PolicyLoader(model=torch.compile(Wrapper(tiny_model("qwen2"))), tokenizer=tiny_tokenizer())
 
 
 def test_config_gives_random_weights(folder):
@@ -64,10 +88,11 @@ def test_dtype_and_dropout():
     [
         ({}, "either a name or a model"),
         ({"name": "a", "model": object()}, "either a name or a model"),
-        ({"model": object()}, "needs its tokenizer"),
+        ({"model": object(), "tokenizer": "a"}, "must be a name, .*got <object object"),
+        ({"model": tiny_model("qwen2").config}, "needs its tokenizer"),
         ({"name": "a", "chunk_size": 0}, "chunk_size must be at least 1"),
         ({"name": "a", "head_chunk_size": 0}, "head_chunk_size must be at least 1"),
-        ({"model": torch.nn.Linear(1, 1), "tokenizer": "a", "dtype": "bfloat16"}, "loaded already"),
+        ({"model": tiny_model("qwen2"), "tokenizer": "a", "dtype": "bfloat16"}, "loaded already"),
     ],
 )
 def test_bad_settings_are_refused_before_loading(arguments, message):
@@ -84,6 +109,30 @@ def test_pad_token_falls_back_to_eos():
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     assert PolicyLoader.of(tiny_model("qwen2"), tokenizer).load().tokenizer.pad_token == "<eos>"
+
+
+def test_a_pad_token_beyond_the_vocabulary_gives_way_to_eos(caplog):
+    """Padding is masked everywhere, and any id serves that has an embedding."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<new {i}>" for i in range(VOCAB)])
+    tokenizer.add_special_tokens({"pad_token": "<PAD>"})
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        assert PolicyLoader.of(tiny_model("qwen2"), tokenizer).load().tokenizer.pad_token == "<eos>"
+    assert "'<PAD>' (id 217)" in caplog.text
+    tokenizer.add_special_tokens({"pad_token": "<PAD>", "eos_token": "<EOS>"})
+    with pytest.raises(ValueError, match="neither a pad nor an eos token"):
+        PolicyLoader.of(tiny_model("qwen2"), tokenizer).load()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_router_loss_of_a_mixture_of_experts_is_switched_off(family, caplog):
+    """With it, a forward on top of cached prompts compares their tokens' mask with the routes of the others."""
+    plain = PolicyLoader.of(tiny_model(family), tiny_tokenizer()).load()
+    with caplog.at_level(logging.WARNING, "grpo_lightning"):
+        policy = PolicyLoader.of(tiny_model(family, output_router_logits=True), tiny_tokenizer()).load()
+    assert "output_router_logits" in caplog.text
+    assert policy.scorer == plain.scorer
+    assert policy.scorer.path == "extended"
 
 
 def test_a_model_changed_by_from_pretrained_round_trip_is_the_same(folder):

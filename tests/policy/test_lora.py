@@ -108,8 +108,13 @@ def test_targets_by_the_ends_of_their_names():
     # whole parts of names: "proj" is the end of none
     with pytest.raises(ValueError, match=r"no linear layer .* ends in 'proj'. There are: down_proj, gate_proj, k_proj"):
         targets(model, ["q_proj", "proj"])
-    with pytest.raises(ValueError, match="'lm_head'"):
-        targets(model, ["lm_head"])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_the_head_as_a_target_is_told_why_not(family):
+    end = "q_proj" if family == "qwen2" else "c_attn"
+    with pytest.raises(ValueError, match=rf"'lm_head' is the output head, .* Leave it out.*There are: .*{end}"):
+        targets(tiny_model(family), [end, "lm_head"])
 
 
 def test_exactly_the_chosen_layers_are_wrapped():
@@ -240,6 +245,12 @@ def changed(folder, tmp_path, **settings):
     [
         ({"modules_to_save": ["lm_head"]}, r"trains whole layers \(.'lm_head'.\)"),
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"initialised with pissa_niter_4, .* path_initial_model_for_weight"),
+        ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be computed again"),
+        (
+            {"init_lora_weights": "lora_ga", "lora_ga_config": {}},
+            "initialised with lora_ga, .* cannot be computed again",
+        ),
     ],
 )
 def test_adapters_that_are_more_than_lora(folder, tmp_path, settings, said, caplog):

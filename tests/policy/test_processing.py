@@ -110,6 +110,24 @@ def test_ids_behind_the_tokenizers_last_token_are_never_drawn():
     assert PolicyLoader(model=tiny_model("qwen2"), tokenizer=larger).load_encoder().never_drawn == ()
 
 
+def test_an_image_token_that_the_tokenizer_does_not_have_is_named():
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    vlm.model.config.image_token_id = 9999
+    with pytest.raises(ValueError, match=r"image_token_id is 9999, .* tokenizer has \d+ tokens.* own processor"):
+        encoder_of(vlm)(prompt_of("only words"))
+    vlm = tiny_vlms.build("qwen2_5_vl")
+    vlm.model.config.video_token_id = 9999  # videos are not taken anyway
+    assert encoder_of(vlm)(prompt_of(tiny_vlms.picture(0), "here")).vision.num_image_tokens > 0
+
+
+def test_a_token_beyond_the_policys_vocabulary_is_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<new {i}>" for i in range(VOCAB)])
+    encoder = Encoder(tokenizer, None, tiny_model().config)
+    with pytest.raises(ValueError, match=r"prompt 3 has the token '<new 100>' \(id 197\), .* has 120 tokens"):
+        encoder(Prompt("what <new 100>?", index=3))
+
+
 def test_a_text_policy_takes_no_images():
     encoder = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load_encoder()
     assert encoder.media_token_ids == ()

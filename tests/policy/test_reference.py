@@ -6,9 +6,16 @@ from torch import nn
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.reference import DisabledAdapter, FrozenCopy, StartingAdapter, frozen_copy, make_reference
+from grpo_lightning.policy.reference import (
+    DisabledAdapter,
+    FrozenCopy,
+    StartingAdapter,
+    fingerprint,
+    frozen_copy,
+    make_reference,
+)
 from grpo_lightning.policy.sharding import FullyShard, Sharding
-from tests.policy.adapters import loader_of, logits, saved_adapter, train
+from tests.policy.adapters import loader_of, logits, peft_adapter, saved_adapter, train
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -61,6 +68,19 @@ def test_it_is_the_policy_that_training_began_with(kind, folder):
     assert is_base == (kind != "starting adapter")
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "gaussian"])
+def test_an_adapter_that_changes_its_base_is_taken_out_of_it_once(init, tmp_path):
+    """PiSSA and OLoRA take their matrices out of the base's weights when they are made, in loading too."""
+    trained = peft_adapter(tmp_path, init_lora_weights=init)
+    loader = loader_of(lora=LoRA(adapter=str(tmp_path)))
+    policy = loader.load().model
+    reference = make_reference(policy, loader)
+    assert torch.allclose(logits(policy), trained, atol=1e-5)
+    train(policy)
+    with reference.scoring(policy) as model:
+        assert torch.allclose(logits(model), trained, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["adapter", "starting adapter"])
 def test_the_adapter_is_back_after_an_error(kind, folder):
     loader, _ = loader_with(kind, folder)
@@ -83,6 +103,24 @@ def test_adapters_need_no_second_model(kind, folder):
     own = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
     assert not isinstance(reference, nn.Module)
     assert added == (0 if kind == "adapter" else own)
+
+
+@pytest.mark.parametrize("kind", ["whole", "frozen layers", "adapter", "starting adapter"])
+def test_its_fingerprint_tells_it_from_that_of_a_trained_policy(kind, folder):
+    def found(lr):
+        loader, _ = loader_with(kind, folder)
+        policy = loader.load().model
+        train(policy, lr=lr)
+        return fingerprint(make_reference(policy, loader), policy)
+
+    assert found(0.0) == found(0.0)
+    if kind == "adapter":  # the base without it: no weights of its own
+        assert found(0.0) == {}
+    elif kind == "starting adapter":  # which comes from its folder, whatever the policy is
+        assert found(0.0) == found(1e-6) != {}
+    else:
+        assert found(0.0).keys() == found(1e-6).keys() == {"torch.float32"}
+        assert found(0.0) != found(1e-6)
 
 
 def test_frozen_layers_share_their_memory():

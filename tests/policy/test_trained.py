@@ -8,7 +8,7 @@ from grpo_lightning.policy.sharding import FullyShard
 from tests.policy.adapters import loader_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-IN_MEMORY = {"model": object(), "tokenizer": "a"}
+IN_MEMORY = {"model": tiny_model("qwen2"), "tokenizer": "a"}
 
 
 @pytest.mark.parametrize(
