@@ -51,7 +51,7 @@ def explain(message: str, parser: ArgumentParser, sources: Iterable[Source]) -> 
 
 
 def without_class(key: str, parser: ArgumentParser, sources: Iterable[Source]) -> str | None:
-    """Settings of an object that no class is named for, and that has none by default: `scheduler: {warmup_ratio: 1}`."""
+    """Settings of an object without a class, given or by default: `scheduler: {warmup_ratio: 0.1}`."""
     members = choices(getattr(actions(parser).get(key), "_typehint", None))
     trees = [value_at(source.tree, key) for source in sources]
     given = next((tree for tree in trees if isinstance(tree, Mapping) and "class_path" not in tree), None)

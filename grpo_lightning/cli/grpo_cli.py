@@ -129,12 +129,10 @@ class GRPOCLI(LightningCLI):
         args, notices = sources.find_configs(args)
         given = sources.read(args)  # a syntax error is said with its file and line
         subparser = self._subcommand_parsers[self.command]
-        subparser.expands_policy = short_names.has_policy_settings(source.tree for source in given)
-        args = short_names.in_flags(args, expands_policy=subparser.expands_policy)
-        given = [
-            replace(source, tree=short_names.in_tree(source.tree, expands_policy=subparser.expands_policy))
-            for source in given
-        ]
+        assert isinstance(subparser, Parser)
+        subparser.expands_policy = expands = short_names.has_policy_settings(source.tree for source in given)
+        args = short_names.in_flags(args, expands_policy=expands)
+        given = [replace(source, tree=short_names.in_tree(source.tree, expands_policy=expands)) for source in given]
         self.given = given
         if problem := diagnosis.below_one_value(subparser, given):
             raise ConfigurationError(problem)

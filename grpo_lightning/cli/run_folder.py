@@ -77,8 +77,8 @@ def take_next(folder: Path) -> Path:
 def place(trainer: Namespace, folder: Path) -> None:
     """Point a Trainer's settings at the run's folder: where nothing is logged, and every logger without a name.
 
-    Every run that logs has metrics.csv. Lightning keeps checkpoints where the first logger writes: one that writes files
-    comes first, as others (W&B) would send them to a folder by their own ids.
+    Every run that logs has metrics.csv. Lightning keeps checkpoints where the first logger writes: one that writes
+    files comes first, as others (W&B) would send them to a folder by their own ids.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")

@@ -1,5 +1,4 @@
-"""Settings in a shorter form: `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `policy: name`,
-`logger: true`.
+"""Settings in a shorter form: `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`.
 
 The parser finds a class by its name where there is one of that name. There are two AdamW: torch's and the one of
 `grpo_lightning.optimizers`, which is meant here. A policy given by its name alone is `PolicyLoader` with that name.
