@@ -324,7 +324,7 @@ class GRPOLightningModule(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         """What every run needs."""
         checks.check_trainer(self.trainer)
-        return own_callbacks()
+        return own_callbacks(self.trainer)
 
     def on_fit_start(self) -> None:
         """How sharded weights are scored can be tried only now that they run."""

@@ -28,16 +28,16 @@ class Parser(LightningArgumentParser):
         """Settings of a file, or of an object inside one."""
         return super()._apply_actions(short_names.in_tree(cfg, expands_policy=self.expands_policy), *args, **kwargs)
 
-    def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, **kwargs: Any) -> Any:
+    def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
         """One setting of a file. `cfg` has what came before: without it, nothing is merged."""
-        is_replaced = cfg and not kwargs.get("append") and isinstance(cfg.get(action.dest), list)
-        return super()._check_value_key(action, value, key, None if is_replaced else cfg, **kwargs)
+        is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
+        return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
     def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
         """Those of a logger need no folder: the command line gives it that of the run."""
         added = super().add_class_arguments(class_type, *args, **kwargs)
         if inspect.isclass(class_type) and issubclass(class_type, Logger):
-            required = getattr(self, "required_args", set())  # where older versions of jsonargparse keep it
+            required: set[str] = getattr(self, "required_args", set())  # where older versions of jsonargparse keep it
             for action in self._actions:
                 if action.dest == "save_dir" and (action.required or action.dest in required):
                     self.set_defaults({"save_dir": SAVE_DIR})

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from grpo_lightning import unique_keys
 from grpo_lightning.cli import recipes
 from grpo_lightning.cli.errors import ConfigurationError
 
@@ -100,10 +101,12 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     """YAML, or the text itself if it is none and need not be.
 
     Raises:
-        ConfigurationError: If it must be YAML and is not: with file, line and column.
+        ConfigurationError: If it must be YAML and is not, with file, line and column, or has a key twice.
     """
     try:
-        return yaml.safe_load(text)
+        return unique_keys.load(text, name) if is_strict else yaml.safe_load(text)
+    except unique_keys.DuplicateKeyError as error:
+        raise ConfigurationError(str(error)) from None
     except yaml.YAMLError as error:
         if not is_strict:
             return text
