@@ -14,7 +14,7 @@ import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from grpo_lightning.cli import diagnosis, launched, resuming, run_folder, short_names, sources
 from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_saving, kind_of_default
@@ -45,12 +45,20 @@ DESCRIPTIONS = {
         "--ckpt_path FILE, or the folder of a run for its newest, a run goes on in a new folder. Settings are those of "
         "the command line, never the checkpoint's. A job that SLURM has put back into the queue goes on as by auto. "
         "Checkpoints are written at the end of every epoch and every 15 minutes, the newest of each kept, unless "
-        "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step."
+        "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step. "
+        "--model.objective.help shows the settings of one object alone, --model.scheduler.help=Cosine those of a class."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
     "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
 }
+
+
+CKPT_PATH = {
+    True: "auto goes on from the newest checkpoint of the run, or starts afresh; or a file, or the folder of a run.",
+    False: "auto takes the newest checkpoint of the run; or a file, or the folder of a run. Null: the policy as it is.",
+}
+"""What --ckpt_path takes, for `fit` and for the others."""
 
 
 class ConfigFile(SaveConfigCallback):
@@ -99,6 +107,13 @@ class GRPOCLI(LightningCLI):
         """The one that is given: to build the parsers of all four takes two seconds."""
         return {self.command: super().subcommands()[self.command]}
 
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """Build the parser; what Lightning says of its own arguments is not all true here."""
+        super().setup_parser(*args, **kwargs)
+        for action in self._subcommand_parsers[self.command]._actions:
+            if action.dest == "ckpt_path":
+                action.help = CKPT_PATH[self.command == "fit"]
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Defaults that suit short RL runs; a recipe or flag overrides every one."""
         parser.add_argument(
@@ -126,6 +141,7 @@ class GRPOCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
+        sources.check_positions(args)
         args, notices = sources.find_configs(args)
         given = sources.read(args)  # a syntax error is said with its file and line
         subparser = self._subcommand_parsers[self.command]
@@ -143,6 +159,8 @@ class GRPOCLI(LightningCLI):
         settings = self.config[self.config.subcommand]
         if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.command], settings):
             raise ConfigurationError(problem)
+        if problem := diagnosis.unknown_name(settings.trainer):
+            raise ConfigurationError(sources.with_origin(problem, given))
         settings.run_name = run_folder.run_name(settings.run_name, sources.config_files(args))
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
@@ -301,6 +319,10 @@ class GRPOCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
             raise ConfigurationError(f"trainer: {error}") from error
+        except MisconfigurationException as error:
+            if problem := diagnosis.missing_accelerator(self.config_init[self.subcommand].trainer.accelerator):
+                raise ConfigurationError(f"trainer.accelerator: {error} {problem}") from error
+            raise
         for logger in trainer.loggers:
             without_anonymous(logger)
         if self.stop is not None:

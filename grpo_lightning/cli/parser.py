@@ -8,13 +8,15 @@ first. All access to the inside of jsonargparse's parser is here.
 from __future__ import annotations
 
 import inspect
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from typing import Any
 
+from jsonargparse._actions import _ActionConfigLoad, remove_actions
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from grpo_lightning.cli import short_names
+from grpo_lightning.cli import short_names, type_hints
 from grpo_lightning.cli.defaults import SAVE_DIR
 
 
@@ -44,6 +46,21 @@ class Parser(LightningArgumentParser):
                     action.required = False
                     required.discard(action.dest)
         return added
+
+    def format_help(self, *args: Any) -> str:
+        """The parser's own keys, then those of every object among them, and of the objects among those."""
+        text = super().format_help(*args)
+        for action in self._actions:
+            hint = getattr(action, "_typehint", None)
+            if kind := type_hints.settings_class(hint, action.default):
+                num_passed = type_hints.num_call_arguments(type_hints.choices(hint))
+                below = Parser(description="", add_help=False, usage=SUPPRESS)
+                below.add_class_arguments(
+                    kind, action.dest, fail_untyped=False, skip={num_passed} if num_passed else set()
+                )
+                remove_actions(below, _ActionConfigLoad)  # repeats the key itself
+                text += "\n" + below.format_help()
+        return text
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Flags: one that gives a list follows one that empties it, which leaves nothing to merge with."""

@@ -108,7 +108,7 @@ def test_a_key_given_twice_is_an_error_with_both_lines(text, said):
     Path("r.yaml").write_text(text)
     with pytest.raises(ConfigurationError, match=f"^{said}" if said.startswith("r.") else said):
         sources.read(["--config", "r.yaml"])
-    with pytest.raises(ConfigurationError, match="^--config has the key"):
+    with pytest.raises(ConfigurationError, match=r"^--config has the key"):
         sources.read(["--config", text])
 
 
