@@ -50,9 +50,13 @@ class Parser(LightningArgumentParser):
     def format_help(self, *args: Any) -> str:
         """The parser's own keys, then those of every object among them, and of the objects among those."""
         text = super().format_help(*args)
+        described = set()
         for action in self._actions:
             hint = getattr(action, "_typehint", None)
-            if kind := type_hints.settings_class(hint, action.default):
+            kind = type_hints.settings_class(hint, action.default)
+            # `data.val_datasets` has the settings of `data.datasets`, and `.help` those of its key.
+            if kind is not None and kind not in described and not action.dest.endswith(".help"):
+                described.add(kind)
                 num_passed = type_hints.num_call_arguments(type_hints.choices(hint))
                 below = Parser(description="", add_help=False, usage=SUPPRESS)
                 below.add_class_arguments(

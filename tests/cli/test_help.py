@@ -22,6 +22,7 @@ def keys():
         main(["fit", "--help"])
     explained = printed.getvalue().split("\noptions:", 1)[-1]
     parts = re.split(r"^  --([\w.]+)", explained, flags=re.MULTILINE)
+    assert len(parts[1::2]) == len(set(parts[1::2])), "no key is explained twice"
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
