@@ -345,7 +345,7 @@ class GRPOLightningModule(L.LightningModule):
         """What every run needs."""
         run_uncompiled(self)
         checks.check_trainer(self.trainer)
-        return own_callbacks()
+        return own_callbacks(self.trainer)
 
     def on_fit_start(self) -> None:
         """How sharded weights are scored can be tried only now that they run."""

@@ -16,6 +16,7 @@ LEVELS = {
     "ranks": 0,
     "seeding": 0,
     "types": 0,
+    "unique_keys": 0,
     "whole_folder": 0,
     "tasks": 1,
     "functional": 1,

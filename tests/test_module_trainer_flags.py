@@ -258,3 +258,17 @@ def test_validation_draws_nothing_from_training():
         return weights_of(module)
 
     assert are_equal(run(limit_val_batches=0), run(val_check_interval=1))
+
+
+def test_a_second_run_of_a_trainer_says_nothing_of_the_packages_own_callbacks(caplog):
+    module = make_module()
+    trainer = make_trainer(max_steps=1, callbacks=[History()])
+    trainer.fit(module, make_source(module))
+    kinds = [type(callback) for callback in trainer.callbacks]
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    with caplog.at_level(logging.INFO):
+        trainer.fit(module, make_source(module))
+        trainer.validate(module, PromptSource(PROMPTS, 2))
+    assert trainer.global_step == 2
+    assert [type(callback) for callback in trainer.callbacks] == kinds
+    assert not [message for message in caplog.messages if "override" in message]

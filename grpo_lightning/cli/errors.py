@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def short_errors() -> Iterator[None]:
         if is_of_lost_rank(raised) and os.environ.get(TRACEBACK, "0") in ("", "0"):
             print(f"rank {rank()}: stopped, because another rank has ended; what it said is why.", file=sys.stderr)
             raise SystemExit(1) from raised
-        error = expected(raised)
+        error = without_wandb_login(raised) or expected(raised)
         if error is None or os.environ.get(TRACEBACK, "0") not in ("", "0"):
             raise
         if rank() == 0:
@@ -78,6 +79,16 @@ def is_expected(error: BaseException) -> bool:
     # `zip(strict=True)`, `int("x")` and other builtins raise in our frames too: those are mistakes of the program.
     is_ours = module == "grpo_lightning" and isinstance(error, EXPECTED) and is_raise_statement(error.__traceback__)
     return is_ours or (module == "transformers" and isinstance(error, OSError))
+
+
+def without_wandb_login(error: BaseException) -> ConfigurationError | None:
+    """What to do where W&B refuses a run that is not logged in; None for anything else."""
+    if innermost_module(error) != "wandb" or not re.search(r"api[ _]key|log ?in", str(error), re.IGNORECASE):
+        return None
+    return ConfigurationError(
+        f"trainer.logger: W&B is not logged in ({str(error).splitlines()[0]})\n"
+        "Run `wandb login` once (or set WANDB_API_KEY), or set WANDB_MODE=offline to keep its logs on this machine."
+    )
 
 
 def is_of_lost_rank(error: BaseException) -> bool:

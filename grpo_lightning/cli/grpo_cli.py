@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from grpo_lightning.cli import diagnosis, launched, resuming, run_folder, short_names, sources
 from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_saving, kind_of_default
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.cli.interrupt import GracefulStop
 from grpo_lightning.cli.loggers import without_anonymous
+from grpo_lightning.cli.parser import Parser
 from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.messages import quiet_libraries, show_messages
@@ -43,12 +45,20 @@ DESCRIPTIONS = {
         "--ckpt_path FILE, or the folder of a run for its newest, a run goes on in a new folder. Settings are those of "
         "the command line, never the checkpoint's. A job that SLURM has put back into the queue goes on as by auto. "
         "Checkpoints are written at the end of every epoch and every 15 minutes, the newest of each kept, unless "
-        "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step."
+        "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step. "
+        "--model.objective.help shows the settings of one object alone, --model.scheduler.help=Cosine those of a class."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
     "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
 }
+
+
+CKPT_PATH = {
+    True: "auto goes on from the newest checkpoint of the run, or starts afresh; or a file, or the folder of a run.",
+    False: "auto takes the newest checkpoint of the run; or a file, or the folder of a run. Null: the policy as it is.",
+}
+"""What --ckpt_path takes, for `fit` and for the others."""
 
 
 class ConfigFile(SaveConfigCallback):
@@ -65,6 +75,10 @@ class ConfigFile(SaveConfigCallback):
 class GRPOCLI(LightningCLI):
     """LightningCLI with GRPO's module, data and defaults."""
 
+    def __init__(self, args: Sequence[str], **kwargs: Any) -> None:
+        self.command = args[0]
+        super().__init__(args=list(args), **kwargs)
+
     @classmethod
     def of(cls, args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Self:
         """The command line of these arguments, run."""
@@ -74,17 +88,31 @@ class GRPOCLI(LightningCLI):
         # The fields of dataclasses (objective, sampling) are described below them, which is not read by default.
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
         return cls(
-            module_class or GRPOLightningModule,
-            PromptDataModule,
+            args,
+            model_class=module_class or GRPOLightningModule,
+            datamodule_class=PromptDataModule,
             save_config_callback=ConfigFile,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_class=short_names.Parser,
-            parser_kwargs={**PARSING, "prog": "grpo-lightning"}
-            | {name: {**PARSING, "description": text} for name, text in DESCRIPTIONS.items()},
-            args=list(args),
+            parser_class=Parser,
+            parser_kwargs={
+                **PARSING,
+                "prog": "grpo-lightning",
+                args[0]: {**PARSING, "description": DESCRIPTIONS[args[0]]},
+            },
         )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that is given: to build the parsers of all four takes two seconds."""
+        return {self.command: super().subcommands()[self.command]}
+
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """Build the parser; what Lightning says of its own arguments is not all true here."""
+        super().setup_parser(*args, **kwargs)
+        for action in self._subcommand_parsers[self.command]._actions:
+            if action.dest == "ckpt_path":
+                action.help = CKPT_PATH[self.command == "fit"]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Defaults that suit short RL runs; a recipe or flag overrides every one."""
@@ -97,6 +125,8 @@ class GRPOCLI(LightningCLI):
         parser.set_defaults(
             {
                 "trainer.logger": default_loggers(),
+                # Its settings are keys of their own, as those of the optimizer are.
+                "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
                 # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
                 "trainer.log_every_n_steps": 1,
                 # Sampling from an untrained policy before training starts proves nothing and takes long.
@@ -111,10 +141,15 @@ class GRPOCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
+        sources.check_positions(args)
         args, notices = sources.find_configs(args)
-        args = short_names.in_flags(args)
-        self.given = given = sources.read(args)  # a syntax error is said with its file and line
-        subparser = self._subcommand_parsers.get(args[0] if args else "", parser)
+        given = sources.read(args)  # a syntax error is said with its file and line
+        subparser = self._subcommand_parsers[self.command]
+        assert isinstance(subparser, Parser)
+        subparser.expands_policy = expands = short_names.has_policy_settings(source.tree for source in given)
+        args = short_names.in_flags(args, expands_policy=expands)
+        given = [replace(source, tree=short_names.in_tree(source.tree, expands_policy=expands)) for source in given]
+        self.given = given
         if problem := diagnosis.below_one_value(subparser, given):
             raise ConfigurationError(problem)
         try:
@@ -122,11 +157,11 @@ class GRPOCLI(LightningCLI):
         except jsonargparse.ArgumentError as error:
             raise ConfigurationError(diagnosis.explain(error.message, subparser, given)) from error
         settings = self.config[self.config.subcommand]
-        if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.config.subcommand], settings):
+        if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.command], settings):
             raise ConfigurationError(problem)
+        if problem := diagnosis.unknown_name(settings.trainer):
+            raise ConfigurationError(sources.with_origin(problem, given))
         settings.run_name = run_folder.run_name(settings.run_name, sources.config_files(args))
-        if settings.trainer.logger is True:
-            settings.trainer.logger = [Namespace(logger) for logger in default_loggers()]
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
         ):
@@ -165,7 +200,7 @@ class GRPOCLI(LightningCLI):
             if said := resuming.notice(
                 Path(settings.ckpt_path),
                 self.config_dump,
-                diagnosis.defaults_of_null(self._subcommand_parsers[self.config.subcommand]),
+                diagnosis.defaults_of_null(self._subcommand_parsers[self.command]),
             ):
                 log.info(said)
 
@@ -284,6 +319,10 @@ class GRPOCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
             raise ConfigurationError(f"trainer: {error}") from error
+        except MisconfigurationException as error:
+            if problem := diagnosis.missing_accelerator(self.config_init[self.subcommand].trainer.accelerator):
+                raise ConfigurationError(f"trainer.accelerator: {error} {problem}") from error
+            raise
         for logger in trainer.loggers:
             without_anonymous(logger)
         if self.stop is not None:

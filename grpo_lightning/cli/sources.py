@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from grpo_lightning import unique_keys
 from grpo_lightning.cli import recipes
 from grpo_lightning.cli.errors import ConfigurationError
 
@@ -64,6 +65,21 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return found, notices
 
 
+def check_positions(args: Sequence[str]) -> None:
+    """Check that everything after the command is a flag or the value of one.
+
+    Raises:
+        ConfigurationError: If something is not, with what to write for a file or recipe.
+    """
+    values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
+    for i, arg in enumerate(args[1:], start=1):
+        if arg.startswith("-") or i in values:
+            continue
+        is_config = Path(arg).suffix in (".yaml", ".yml") or Path(arg).is_file() or recipes.find(arg) is not None
+        hint = f"write --config {arg}" if is_config else "settings are written --key=value"
+        raise ConfigurationError(f"{arg!r} belongs to no flag: {hint}.")
+
+
 def config_files(args: Sequence[str]) -> list[Path]:
     """The files given by `--config`, in their order."""
     return [Path(value) for _, flag, value in pairs(args) if flag in CONFIG_FLAGS and Path(value).is_file()]
@@ -100,10 +116,12 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     """YAML, or the text itself if it is none and need not be.
 
     Raises:
-        ConfigurationError: If it must be YAML and is not: with file, line and column.
+        ConfigurationError: If it must be YAML and is not, with file, line and column, or has a key twice.
     """
     try:
-        return yaml.safe_load(text)
+        return unique_keys.load(text, name) if is_strict else yaml.safe_load(text)
+    except unique_keys.DuplicateKeyError as error:
+        raise ConfigurationError(str(error)) from None
     except yaml.YAMLError as error:
         if not is_strict:
             return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import types
@@ -48,8 +49,10 @@ def is_plain_class(hint: Any) -> bool:
 
 def default_path(default: Any) -> str:
     """The import path of a default, "" if it has none."""
-    if isinstance(default, Mapping) or hasattr(default, "class_path"):
-        return str(default["class_path"])
+    if isinstance(default, Mapping):
+        return str(default.get("class_path", ""))
+    if hasattr(default, "class_path"):
+        return str(default.class_path)
     return ""
 
 
@@ -82,6 +85,22 @@ def descendants(kind: type) -> Iterable[type]:
     children: list[type] = type.__subclasses__(kind)
     for other in children:
         yield from descendants(other)
+
+
+def settings_class(hint: Any, default: Any = None) -> Any:
+    """The class of the object whose settings stand below a key, also of a list's entries; None if it is to be named.
+
+    That is a dataclass, the class of the default, or a class of the package that has no others below it.
+    """
+    members = choices(hint)
+    elements = [get_args(kind)[0] for kind in members if kind_of(kind) is list and get_args(kind)]
+    for kind in [*members, *elements]:
+        if dataclasses.is_dataclass(kind):
+            return kind
+    if path := default_path(default):
+        return imported(path, members)
+    own = [kind for kind in members if is_plain_class(kind) and kind.__module__.startswith("grpo_lightning")]
+    return next((kind for kind in own if not kind.__subclasses__() and not getattr(kind, "_is_protocol", False)), None)
 
 
 def arguments(kind: Any) -> dict[str, Any] | None:

@@ -34,7 +34,8 @@ class PromptDataModule(L.LightningDataModule):
     """Prompts from a mixture of files and data sets.
 
     Args:
-        datasets: The mixture to train on: entries, or the path of a YAML file with the key `datasets`.
+        datasets: The mixture to train on: entries, the path of one data file, or that of a YAML file with the key
+            `datasets`.
         val_datasets: The mixture to validate on; null for no validation.
         test_datasets: The mixture for `test` and `predict`; null takes the validation prompts.
         val_split: Validate on so many of the training prompts instead: a count (200) or a share (0.05). They are drawn

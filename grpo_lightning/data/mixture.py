@@ -24,9 +24,10 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from grpo_lightning import unique_keys
 from grpo_lightning.data.boxes import Boxes
 from grpo_lightning.data.entry import DatasetEntry, check_keys
-from grpo_lightning.data.files import existing, read_file
+from grpo_lightning.data.files import READERS, existing, read_file
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
 from grpo_lightning.data.image_counts import ImageCounts
@@ -58,7 +59,7 @@ def load_mixture(
     """Read the chosen rows of every entry, entry after entry, each in the order of its file.
 
     Args:
-        entries: The entries, or the path of a YAML file with them (see `read_mixture_yaml`).
+        entries: The entries, or the path of one data file or of a YAML file with them (see `read_mixture_yaml`).
         seed: Chooses the rows of `random:N`.
         template: What is put around the questions.
         limit: The longest prompt allowed.
@@ -164,7 +165,8 @@ def download(entries: Entries) -> None:
 def as_entries(entries: Entries) -> list[DatasetEntry]:
     """The entries of whatever gives them. Raises: as `read_mixture_yaml`, and ValueError naming the entry."""
     if isinstance(entries, str | os.PathLike):
-        return read_mixture_yaml(entries)
+        is_data = Path(entries).suffix.lower() in READERS
+        return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
     if not isinstance(entries, Sequence):
         raise ValueError(f"datasets must be a list of entries or the path of a YAML file, got {entries!r:.80}.")
     return [DatasetEntry.of(item, where=f"datasets, entry {number}") for number, item in enumerate(entries, start=1)]
@@ -182,9 +184,12 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     """
     file = existing(path)
     if file.suffix.lower() not in (".yaml", ".yml"):
-        raise ValueError(f"{file} must end in .yaml or .yml. A data file by itself: [DatasetEntry({str(path)!r})].")
+        raise ValueError(
+            f"datasets: {str(path)!r} must be a data file ({', '.join(READERS)}), a YAML file with the key datasets "
+            "(.yaml, .yml), or a list of entries: [{json_path: FILE}], [{dataset: HUB_NAME}]."
+        )
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = unique_keys.load(file.read_text(encoding="utf-8"), str(file))
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("datasets"), list) or not content["datasets"]:

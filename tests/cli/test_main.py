@@ -651,7 +651,23 @@ def vowels(completions, answer):
     return [float(len(text)) for text in completions]
 
 
-def test_a_setting_below_a_policy_given_by_name_says_how_to_write_it(recipe, capsys):
-    said = failure(capsys, "fit", "--config", recipe(), "--model.policy.chunk_size=8")
-    assert "model.policy is given by its name alone" in said
-    assert "init_args: {name: ...}" in said
+def test_settings_below_a_policy_given_by_name_and_of_the_engine(recipe):
+    flags = ["--model.policy.chunk_size=8", "--model.engine.max_rows=4", "--trainer.max_steps=1"]
+    cli = main(["fit", "--config", recipe(), *flags])
+    assert (cli.model.loader.chunk_size, cli.model.engine.max_rows) == (8, 4)
+    assert cli.trainer.global_step == 1
+
+
+def test_wandb_without_a_login_says_what_to_do(recipe, capsys, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    said = failure(capsys, "fit", "--config", recipe(policy="not/there"), "--trainer.logger=WandbLogger")
+    what, to_do = said.splitlines()
+    assert what.startswith("error: trainer.logger: W&B is not logged in")
+    assert "`wandb login`" in to_do
+    assert "WANDB_MODE=offline" in to_do
+    assert not list(Path("runs/recipe").glob("version_*"))

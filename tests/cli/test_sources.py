@@ -80,3 +80,38 @@ def test_a_file_without_keys_is_refused(text):
 def test_an_empty_file_is_no_error():
     Path("r.yaml").write_text("# nothing yet\n")
     assert sources.read(["--config", "r.yaml"]) == []
+
+
+PASTED = """\
+model:
+  policy: x
+  sampling: {top_p: 0.9}
+trainer: {max_steps: 1}
+model:
+  num_generations: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (PASTED, "r.yaml has the key model twice, in lines 1 and 5. Keep one"),
+        ("model:\n  seed: 1\n  seed: 1\n", "r.yaml has the key seed twice, in lines 2 and 3"),
+        (
+            "model:\n  rewards:\n  - {class_path: a,\n     class_path: b}\n",
+            "the key class_path twice, in lines 3 and 4",
+        ),
+        ("model:\n  rewards: [a]\n  rewards+: [b]\n", "the keys rewards and rewards[+], in lines 2 and 3. Keep one"),
+    ],
+)
+def test_a_key_given_twice_is_an_error_with_both_lines(text, said):
+    Path("r.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"^{said}" if said.startswith("r.") else said):
+        sources.read(["--config", "r.yaml"])
+    with pytest.raises(ConfigurationError, match=r"^--config has the key"):
+        sources.read(["--config", text])
+
+
+def test_a_merged_block_may_be_overridden():
+    Path("r.yaml").write_text("a: &a {x: 1, y: 1}\nb: {<<: *a, x: 2}\n")
+    assert sources.read(["--config", "r.yaml"])[0].tree["b"] == {"x": 2, "y": 1}

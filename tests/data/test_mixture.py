@@ -201,9 +201,19 @@ def test_a_wrong_yaml_is_an_error(text: str, message: str):
         read_mixture_yaml(write("m.yaml", text))
 
 
-def test_a_data_file_is_no_yaml():
-    with pytest.raises(ValueError, match=r"must end in \.yaml or \.yml.*DatasetEntry\('a\.json'\)"):
-        load_mixture(write("a.json", rows("a")), seed=0)
+def test_a_data_file_by_its_name_is_a_mixture_of_one_entry():
+    assert [p.content for p in load_mixture(write("a.json", rows("a")), seed=0)] == ["a"]
+
+
+def test_what_is_neither_data_nor_yaml_is_said_in_words_of_yaml():
+    with pytest.raises(ValueError, match=r"^datasets: 'a\.txt' must be a data file .*\.jsonl.*\[\{json_path: FILE\}\]"):
+        load_mixture(write("a.txt", "a"), seed=0)
+
+
+def test_a_key_twice_in_an_entry_is_an_error():
+    path = write("m.yaml", "datasets:\n  - json_path: a.json\n    weight: 1\n    json_path: b.json\n")
+    with pytest.raises(ValueError, match=r"m\.yaml has the key json_path twice, in lines 2 and 4"):
+        read_mixture_yaml(path)
 
 
 # --- what an entry says about its rows
