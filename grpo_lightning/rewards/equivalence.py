@@ -36,13 +36,13 @@ class Equivalence:
         with self._lock:
             self._running()
 
-    def decide(self, gold: str, answer: str, *, is_anchored: bool, timeout_seconds: float) -> bool | None:
+    def decide(self, gold: str, answer: str, *, announced_in: str = "", timeout_seconds: float) -> bool | None:
         """Compare an answer with the right one.
 
         Args:
             gold: The right answer.
-            answer: An answer, or a text that announces one.
-            is_anchored: True if only a formula announced as the answer counts.
+            answer: An answer.
+            announced_in: A text; the formula that it announces as the answer, if there is one, is taken instead.
             timeout_seconds: After which the process is killed, also if this one is gone.
 
         Returns:
@@ -53,7 +53,7 @@ class Equivalence:
             RuntimeError: If the process does not start.
         """
         question = json.dumps(
-            {"gold": gold, "answer": answer, "is_anchored": is_anchored, "timeout_seconds": timeout_seconds}
+            {"gold": gold, "answer": answer, "announced_in": announced_in, "timeout_seconds": timeout_seconds}
         )
         with self._lock:
             process = self._running()
