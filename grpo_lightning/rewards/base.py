@@ -66,6 +66,10 @@ class Reward(ABC):
     per_group: bool = False
     """True if it is called with whole groups."""
 
+    says_solved: bool = False
+    """True if 1 means that a completion solves its prompt, because it is compared with what the row says is right. The
+    first such reward decides in validation (`val/avg@G`), unless `validation.success` names another."""
+
     in_process: bool = False
     """True if it is called in the training process, once for a batch: it holds a device, or scores many at once."""
 
@@ -180,6 +184,7 @@ class WeightedReward(Reward):
         self.error_value = error_value
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
+        self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)

@@ -72,6 +72,11 @@ class RewardSet:
         """The rewards' names, in their order."""
         return [reward.name for reward in self.rewards]
 
+    @property
+    def success(self) -> str:
+        """The name of the reward that decides what is solved: the first with `says_solved`, else the first."""
+        return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
+
     def validate(self, columns: Iterable[str], names: Iterable[str] | None = None) -> None:
         """Check that data have what the rewards need, and remember which columns there are.
 
