@@ -10,11 +10,11 @@ import torch
 
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.arguments import Circumstances
-from grpo_lightning.rewards.base import RewardLike, WeightedReward
+from grpo_lightning.rewards.base import RESERVED_NAMES, RewardLike, WeightedReward
 from grpo_lightning.rewards.placement import Placement
 from grpo_lightning.rewards.row_checks import check_rows
 from grpo_lightning.rewards.scores import Scores
-from grpo_lightning.rewards.scoring import RESERVED_NAMES, Scoring
+from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rewards.sources import Source, check_sources, sources_of
 from grpo_lightning.rewards.workers import RewardWorkers
 from grpo_lightning.types import Group, Prompt
