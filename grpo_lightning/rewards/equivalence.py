@@ -83,14 +83,20 @@ class Equivalence:
                 # It finds packages where this process does, whatever put them on the path.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-            line, _ = _exchange(process, None, START_SECONDS)
+            line, is_late = _exchange(process, None, START_SECONDS)
+            if is_late:
+                _end(process)
+                raise RuntimeError(
+                    f"The process that compares mathematical answers was not ready within {START_SECONDS:g} s: "
+                    "importing math-verify takes too long. The machine may be too busy, or a network file system slow."
+                )
             if line.strip() != "ready":
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(1)  # it may be ending by itself, and its own status says why
                 _end(process)
                 raise RuntimeError(
                     f"The process that compares mathematical answers did not start (exit status {process.poll()}); "
-                    "its message is above."
+                    "what it printed, if anything, is above."
                 )
             self._process = process
         return self._process

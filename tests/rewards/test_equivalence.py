@@ -143,8 +143,17 @@ def test_what_a_terminal_or_slurm_says_to_all_processes_leaves_it_running(proces
 
 def test_a_process_that_does_not_start_is_an_error(process: Equivalence, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.executable", "/bin/false" if os.path.exists("/bin/false") else "false")
-    with pytest.raises(RuntimeError, match=r"did not start \(exit status 1\)"):
+    with pytest.raises(RuntimeError, match=r"did not start \(exit status 1\); what it printed, if anything, is above"):
         decide(process, "3", "3")
+
+
+def test_a_process_that_is_not_ready_in_time_is_an_error_with_the_limit(
+    process: Equivalence, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "START_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match=r"was not ready within 0\.01 s") as raised:
+        decide(process, "3", "3")
+    assert "above" not in str(raised.value)  # it printed nothing
 
 
 def test_a_fork_gets_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
