@@ -101,14 +101,12 @@ class Accuracy(AnswerReward):
 
     def _answer(self, text: str, finish_reason: str) -> tuple[str, str]:
         """A completion's answer, and a text that may announce another; both may be empty."""
-        tagged = between_answer_tags(text)
-        boxed = in_box(after_thought(text) if tagged is None else tagged)
+        tagged, said = between_answer_tags(text), after_thought(text)
+        boxed = in_box(tagged if tagged is not None else said if said.strip() else text)
         if boxed is not None or tagged is not None:
             return (boxed if boxed is not None else tagged or ""), ""
-        if (boxed := in_box(text)) is not None:  # only in its thought
-            return boxed, ""
-        announced_in = "" if "####" in text else text[-self.max_answer_characters :]
-        return chat_answer(text[-self.max_answer_characters :], finish_reason) or "", announced_in
+        said = said[-self.max_answer_characters :]
+        return chat_answer(said, finish_reason) or "", "" if "####" in said else said
 
     def _score(self, gold: str, answer: str, announced_in: str, undecided: Counter[str]) -> float | None:
         """One reward; what cannot be scored is said, and counted in `undecided`."""
