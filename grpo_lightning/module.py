@@ -274,8 +274,7 @@ class GRPOLightningModule(L.LightningModule):
         """Begin a table of every kind of completions, for each loader."""
         sources = data_checks.known_sources(self.trainer)
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
-        names, validation = self.reward_set.names, self.validation
-        self.tables = [evaluation_tables(names, validation, sources, self.device) for _ in loaders]
+        self.tables = [evaluation_tables(self.reward_set, self.validation, sources, self.device) for _ in loaders]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch of prompts."""
