@@ -6,7 +6,7 @@ Chosen once per run, the same on every rank.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +33,7 @@ def dense_reason(model: nn.Module) -> str | None:
         PrefixCache(base.config)
     except NotImplementedError as error:
         return str(error)
-    for kind in rope_types(text_config(model)):
-        if kind in ("dynamic", "longrope"):
-            return (
-                f"{kind} rope changes its frequencies with the length of the batch, a cached prompt keeps the old ones"
-            )
     return None
-
-
-def rope_types(config: object) -> set[str]:
-    """The rope variants of a text config: one, or one per layer type."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    is_per_layer_type = bool(rope) and all(isinstance(entry, dict) for entry in rope.values())
-    entries: list[dict[str, str]] = list(rope.values()) if is_per_layer_type else [rope]
-    return {entry.get("rope_type", entry.get("type", "default")) for entry in entries if isinstance(entry, dict)}
 
 
 @torch.no_grad()

@@ -23,8 +23,10 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.naming import naming
 from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.quantization import Quantization, quantization_options
+from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.tokenize import num_positions
 from grpo_lightning.policy.trained import check_in_step, check_loading, check_trained_settings, limit_training
 from grpo_lightning.seeding import derived_seed, run_seed
 
@@ -193,11 +195,13 @@ class PolicyLoader:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         return plain | {"lora": None if self.lora is None else asdict(self.lora)}
 
-    def load(self, sharding: Sharding | None = None) -> Policy:
+    def load(self, sharding: Sharding | None = None, longest_row: int | None = None) -> Policy:
         """Load everything and choose the scoring path, in that order of cost: tokenizer before weights.
 
         Args:
             sharding: How the weights will lie over the processes; None: whole.
+            longest_row: Tokens of the run's longest prompt and completion together, which fixes the frequencies of
+                longrope and dynamic rope; None takes all positions that the model has.
         """
         sharding = sharding or Sharding()
         check_loading(self, sharding)
@@ -205,6 +209,7 @@ class PolicyLoader:
         model = self.load_model(sharding)
         refuse_non_causal(model)
         disable_dropout(model)
+        fix_frequencies(model, longest_row or num_positions(encoder.config) or 0)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
         model = limit_training(model, self, sharding)

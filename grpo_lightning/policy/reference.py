@@ -11,6 +11,7 @@ from torch import nn
 
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
+from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         # Partitioned as they were read: there is nothing here to be copied.
         model = loader.load_model(sharding)
         disable_dropout(model)
+        if (length := fixed_length(policy)) is not None:
+            fix_frequencies(model, length)
         return FrozenCopy(model.requires_grad_(False).eval())
     return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
 

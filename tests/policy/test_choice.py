@@ -34,13 +34,6 @@ def test_the_static_rule_refuses_models_without_a_key_value_cache():
         choose_path(model, "extended")
 
 
-def test_the_static_rule_refuses_length_dependent_rope():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    path, reason = choose_path(tiny_model("llama", rope_parameters=rope))
-    assert path == "dense"
-    assert "dynamic rope" in reason
-
-
 def test_the_probe_has_the_last_word(monkeypatch):
     model = tiny_model("qwen2")
     assert probe_difference(model, Scorer(), Scorer("dense")).max() < 5e-6
