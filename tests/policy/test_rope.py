@@ -183,9 +183,9 @@ def test_the_longest_row_is_that_of_the_data_with_the_longest_completion(tmp_pat
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "aaaa", "solution": "b"}\n' * 4)
     for limit, want in ((25, 37), (None, 16)):
-        data = PromptDataModule([{"path": str(file)}], batch_size=2, max_prompt_length=limit)
+        data = PromptDataModule([{"json_path": str(file)}], batch_size=2, max_prompt_length=limit)
         assert longest(module(), datamodule=data) == want
-    streamed = PromptDataModule([{"path": str(file), "streaming": True}], batch_size=2)
+    streamed = PromptDataModule([{"json_path": str(file), "streaming": True}], batch_size=2)
     assert longest(module(), datamodule=streamed) is None
 
 
