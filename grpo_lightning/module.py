@@ -316,6 +316,8 @@ class GRPOLightningModule(L.LightningModule):
         if isinstance(self.reference, FrozenCopy):
             self.sharding.shard(self.reference.model)
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
+        if loaded.scorer is not None:
+            self.check_sampling()
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
         self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
 
@@ -332,6 +334,12 @@ class GRPOLightningModule(L.LightningModule):
         """How sharded weights are scored can be tried only now that they run."""
         if self.scorer is None:
             self.scorer = self.loader.choose_scorer(self.policy, self.encoder)
+            self.check_sampling()
+
+    def check_sampling(self) -> None:
+        """Compare the policy's own sampling with its scoring; other engines have weights of their own."""
+        if isinstance(self.engine, LocalEngine):
+            self.engine.check(self.scorer)
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""

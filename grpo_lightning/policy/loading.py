@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.policy import tokenizers
-from grpo_lightning.policy.choice import choose_head, choose_path
+from grpo_lightning.policy.choice import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.families import refuse_remote_code, sees_images, unknown_reason
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.lora import LoRA
@@ -224,6 +224,7 @@ class PolicyLoader:
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
         scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_drawn), model)
         log.info("Vocabulary head: %s.", reason)
+        check_scorer(scorer, model)
         return scorer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
