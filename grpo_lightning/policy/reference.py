@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
@@ -83,7 +84,7 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         return DisabledAdapter()
     if any(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
         # Partitioned as they were read: there is nothing here to be copied.
-        model = loader.load_model(sharding)
+        model = loader.load_model(sharding, text_config(policy)._attn_implementation)
         disable_dropout(model)
         if (length := fixed_length(policy)) is not None:
             fix_frequencies(model, length)
