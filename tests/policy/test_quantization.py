@@ -84,7 +84,7 @@ def saved(tmp_path):
 
 
 # It asks torch for a cast that rounds, and says so at every call.
-@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt", "ignore:bitsandbytes..gemv_4bit")
 @pytest.mark.parametrize(("kind", "layer", "width"), [("4bit", "Linear4bit", 0.5), ("8bit", "Linear8bitLt", 1)])
 def test_a_quantised_policy_trains_its_adapters_on_a_cpu(saved, kind, layer, width):
     pytest.importorskip("bitsandbytes")
