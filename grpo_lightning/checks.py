@@ -25,7 +25,7 @@ from grpo_lightning import (
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.overlong import OverlongFilter
-from grpo_lightning.policy.precision import check_masters
+from grpo_lightning.policy.precision import check_masters, compute_dtype
 from grpo_lightning.strategies import check_strategy, has_masters, reads
 
 if TYPE_CHECKING:
@@ -211,6 +211,16 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
     data_checks.check_rows(module, trainer)
     data_checks.check_prompts(module, trainer)
     box_checks.check_readers(module, trainer)
+
+
+def run_facts(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]:
+    """What a run says of how its policy is used, by the arguments of `PolicyLoader.load`."""
+    config = getattr(trainer.strategy, "config", None)
+    return {
+        "longest_row": data_checks.longest_row(module, trainer),
+        "compute_dtype": compute_dtype(module.loader, trainer.precision, config),
+        "device_type": trainer.strategy.root_device.type,
+    }
 
 
 def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:

@@ -10,6 +10,7 @@ from grpo_lightning.data.preflight import check_given
 from grpo_lightning.data.readable import known_prompts, source_names
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.listing import listed
+from grpo_lightning.policy.rope import original_length
 from grpo_lightning.policy.tokenize import check_length, num_positions
 from grpo_lightning.types import Prompt
 
@@ -131,6 +132,31 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
             if prompt.images or num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
                 check_length(prompt, encoder.num_tokens(prompt), limit, longest)
+
+
+def longest_row(module: GRPOLightningModule, trainer: L.Trainer) -> int | None:
+    """Tokens of the longest prompt and completion of a run together, where the policy's rope depends on them.
+
+    Prompts are as long as `data.max_prompt_length` allows, or as the longest of the lists they are in. None where they
+    cannot be known without that limit (streams, loaders of one's own), and for other kinds of rope: nothing is
+    tokenized for them.
+    """
+    config = module.loader.load_config()
+    if original_length(config.get_text_config(decoder=True)) is None:
+        return None
+    datamodule = getattr(trainer, "datamodule", None)
+    longest: int | None = getattr(datamodule, "max_prompt_length", None)
+    if longest is None:
+        data = training_sets(trainer) + evaluation_sets(trainer)
+        loaders = [loop._data_source.instance for loop in _loops(trainer)]
+        is_known = [isinstance(loader, PromptSource) or loader in (None, module, datamodule) for loader in loaders]
+        if not (data and all(is_known) and all(isinstance(prompts, list) for prompts in data)):
+            return None
+        encoder = module.loader.load_encoder()
+        longest = max(encoder.num_tokens(prompt) for prompts in data for prompt in prompts)
+    _, validation = module.validation.draw(module.sampling, is_greedy=False)
+    longest += max(module.sampling.max_completion_length, validation.max_completion_length)
+    return min(longest, num_positions(config) or longest)
 
 
 def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:

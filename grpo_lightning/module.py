@@ -309,6 +309,8 @@ class GRPOLightningModule(L.LightningModule):
             return
         self.is_connected = True
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
+        if self.scorer is not None:
+            self.check_sampling()
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
         self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
 
@@ -317,7 +319,9 @@ class GRPOLightningModule(L.LightningModule):
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
-        loaded = self.loader.load(self.sharding)
+        loaded = self.loader.load(
+            self.sharding, data_checks.longest_row(self, self._trainer) if self._trainer else None
+        )
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
         self.tokenizer = loaded.tokenizer
         needs_reference = self.objective.needs_reference
@@ -350,6 +354,12 @@ class GRPOLightningModule(L.LightningModule):
         """How sharded weights are scored can be tried only now that they run."""
         if self.scorer is None:
             self.scorer = self.loader.choose_scorer(self.policy, self.encoder)
+            self.check_sampling()
+
+    def check_sampling(self) -> None:
+        """Compare the policy's own sampling with its scoring; other engines have weights of their own."""
+        if isinstance(self.engine, LocalEngine):
+            self.engine.check(self.scorer)
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""

@@ -35,12 +35,11 @@ class AdamW(torch.optim.AdamW):
 class AdamW8bit(Optimizer):
     """AdamW with 8-bit states, each block of them with its own scale (arXiv:2110.02861): 2 bytes a weight instead of 8.
 
-    The object is one of bitsandbytes' class of the same name. It runs on CUDA only; the weights stay as wide as they
-    are.
+    The object is one of bitsandbytes' class of the same name, which runs on CUDA and CPUs. The weights keep their
+    dtype.
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
-        RuntimeError: If there is no CUDA device.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class PagedAdamW8bit(Optimizer):
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
-        RuntimeError: If there is no CUDA device.
     """
 
     def __init__(
@@ -82,7 +80,5 @@ def become_bitsandbytes(optimizer: Optimizer, name: str, params: Iterable[Parame
             f"{name} needs bitsandbytes, which is not installed: pip install 'grpo-lightning[quantization]'. Or take "
             "AdamW."
         ) from error
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"{name} runs on CUDA only, and there is no CUDA device here. Take AdamW.")
     optimizer.__class__ = getattr(bitsandbytes.optim, name)
     optimizer.__init__(params, **settings)  # type: ignore[misc]

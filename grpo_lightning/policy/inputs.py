@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,3 +60,15 @@ def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[pad_id] * (length - len(row)) + row for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
     return ids, torch.arange(length) >= (length - lengths)[:, None]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own mode restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

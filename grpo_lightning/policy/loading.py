@@ -16,15 +16,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.policy import tokenizers
-from grpo_lightning.policy.choice import choose_head, choose_path
+from grpo_lightning.policy.choice import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.families import refuse_remote_code, sees_images, unknown_reason
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.precision import dtype_name
 from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.quantization import Quantization, quantization_options
+from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.tokenize import num_positions
 from grpo_lightning.policy.trained import check_in_step, check_loading, check_trained_settings, limit_training
 from grpo_lightning.seeding import derived_seed, run_seed
 
@@ -67,8 +70,8 @@ class PolicyLoader:
             own by default.
         dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
             bfloat16 weights do not move.
-        attention: Kernel; "auto" takes flash_attention_2 where it is installed, a CUDA device is there and the weights
-            are 16-bit, else sdpa.
+        attention: Kernel; "auto" takes flash_attention_2 where it is installed and the run computes in 16 bits on CUDA
+            (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights), else sdpa.
         from_scratch: Build the architecture named by `name` with random weights.
         scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
         chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
@@ -85,8 +88,8 @@ class PolicyLoader:
             families whose images have as many tokens as pixels (Qwen-VL, GLM-4.1V).
         min_pixels: Pixels of the smallest image; smaller ones are scaled up.
         max_anyres_num: Tiles that an image is cut into at most (InternVL).
-        quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit", on CUDA. `dtype` is then that of
-            what is not quantised: embeddings, norms and head.
+        quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit". `dtype` is then that of what is
+            not quantised: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -190,19 +193,33 @@ class PolicyLoader:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         return plain | {"lora": None if self.lora is None else asdict(self.lora)}
 
-    def load(self, sharding: Sharding | None = None) -> Policy:
+    def load(
+        self,
+        sharding: Sharding | None = None,
+        longest_row: int | None = None,
+        *,
+        compute_dtype: str | None = None,
+        device_type: str | None = None,
+    ) -> Policy:
         """Load everything and choose the scoring path, in that order of cost: tokenizer before weights.
 
         Args:
             sharding: How the weights will lie over the processes; None: whole.
+            longest_row: Tokens of the run's longest prompt and completion together, which fixes the frequencies of
+                longrope and dynamic rope; None takes all positions that the model has.
+            compute_dtype: What the run computes in (`precision.compute_dtype`); None: the weights' dtype.
+            device_type: Where it runs; None: on CUDA if there is a device.
         """
         sharding = sharding or Sharding()
         check_loading(self, sharding)
+        device_type = device_type or default_device_type()
+        attention = choose_attention(self.attention, compute_dtype or dtype_name(self), device_type)
         encoder = self.load_encoder()
-        model = self.load_model(sharding)
+        model = self.load_model(sharding, attention, device_type)
         refuse_non_causal(model)
         disable_dropout(model)
         disable_router_loss(model)
+        fix_frequencies(model, longest_row or num_positions(encoder.config) or 0)
         if self.activation_checkpointing == "layers":
             checkpoint_layers(model)
         model = limit_training(model, self, sharding)
@@ -217,6 +234,7 @@ class PolicyLoader:
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
         scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_drawn), model)
         log.info("Vocabulary head: %s.", reason)
+        check_scorer(scorer, model)
         return scorer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -250,8 +268,16 @@ class PolicyLoader:
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
 
-    def load_model(self, sharding: Sharding | None = None) -> PreTrainedModel:
-        """The model in eval mode, its weights in `dtype`: before layers are frozen and adapters added."""
+    def load_model(
+        self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
+    ) -> PreTrainedModel:
+        """The model in eval mode, its weights in `dtype`: before layers are frozen and adapters added.
+
+        Args:
+            sharding: How the weights will lie over the processes; None: whole.
+            attention: Kernel to ask transformers for; None takes `self.attention`, or the model's default for "auto".
+            device_type: Where quantised weights are stored; None: on CUDA if there is a device.
+        """
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
         sharding = sharding or Sharding()
@@ -261,31 +287,19 @@ class PolicyLoader:
         auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
         options: dict[str, Any] = {
             "dtype": getattr(torch, self.dtype),
-            "attn_implementation": self.choose_attention(),
+            "attn_implementation": attention or (None if self.attention == "auto" else self.attention),
             "trust_remote_code": self.trust_remote_code,
         }
         if self.model is None and not self.from_scratch:
             assert self.name is not None
             if self.quantization != "none":
-                options |= quantization_options(self.quantization)
+                options |= quantization_options(self.quantization, device_type or default_device_type())
             with naming("model.policy", self.name), sharding.loading():
                 return auto_class.from_pretrained(self.name, revision=self.revision, **options).eval()
         # Seeded: a resumed run must start from the same weights, which are its reference.
         with torch.random.fork_rng(), sharding.building():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))
             return auto_class.from_config(config, **options).eval()
-
-    def choose_attention(self) -> str | None:
-        """The attention kernel to ask transformers for; None leaves models without sdpa to their own default."""
-        if self.attention != "auto":
-            return self.attention
-        has_flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
-        if has_flash and self.dtype != "float32":
-            log.info("Attention: flash_attention_2 (flash-attn is installed).")
-            return "flash_attention_2"
-        reason = "it needs 16-bit weights" if has_flash else "it needs flash-attn and a CUDA device"
-        log.info("Attention: the model's default, which is sdpa for most; not flash_attention_2: %s.", reason)
-        return None
 
 
 if TYPE_CHECKING:
@@ -321,6 +335,43 @@ def model_or_config(given: Any) -> Any:
             f"{shown}. If it wraps a Transformers model, give it that model."
         )
     return found
+
+
+def default_device_type() -> str:
+    """Where a policy runs without a trainer that says so."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_attention(requested: Attention, compute_dtype: str, device_type: str) -> str | None:
+    """The attention kernel to ask transformers for; None leaves models without sdpa to their own default.
+
+    Args:
+        requested: `policy.attention`.
+        compute_dtype: What the run computes in.
+        device_type: Where it runs.
+
+    Raises:
+        ModuleNotFoundError: If FlashAttention is asked for and not installed.
+        ValueError: If it is asked for and cannot run: on another device than CUDA, or in float32.
+    """
+    if requested not in ("auto", "flash_attention_2"):
+        return requested
+    is_missing = importlib.util.find_spec("flash_attn") is None
+    reason = None
+    if is_missing:
+        reason = "it needs flash-attn, which is not installed: pip install 'grpo-lightning[flash]'"
+    elif device_type != "cuda":
+        reason = f"it runs on CUDA, and this run on {device_type}"
+    elif compute_dtype == "float32":
+        reason = "it computes in 16 bits, and this run in float32: set trainer.precision to bf16-mixed"
+    if reason is None:
+        log.info("Attention: flash_attention_2 (flash-attn is installed, and the run computes in %s).", compute_dtype)
+        return "flash_attention_2"
+    if requested == "auto":
+        log.info("Attention: the model's default, which is sdpa for most; not flash_attention_2: %s.", reason)
+        return None
+    error = ModuleNotFoundError if is_missing else ValueError
+    raise error(f"policy.attention is 'flash_attention_2': {reason}. Or set policy.attention to 'auto'.")
 
 
 def refuse_non_causal(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
-"""Whether the trained weights are wide enough to move."""
+"""What a run computes in, and whether the trained weights are wide enough to move."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +45,20 @@ def check_masters(loader: PolicyLoader, precision: str | int | None, *, has_mast
             "strategy keeps no copy of 32 bits. Set policy.dtype to float32 with trainer.precision 'bf16-mixed', train "
             "adapters (policy.lora), or take DeepSpeed (trainer.strategy: zero2)."
         )
+
+
+def compute_dtype(loader: PolicyLoader, precision: str | int | None, deepspeed: Mapping[str, Any] | None = None) -> str:
+    """The dtype of a run's matrix products: mixed precision computes in fewer bits than the weights have.
+
+    Args:
+        loader: How wide the weights are.
+        precision: `trainer.precision`.
+        deepspeed: DeepSpeed's configuration, which may say so as well; None without it.
+    """
+    for dtype, name, key in (("bfloat16", "bf16", "bf16"), ("float16", "16", "fp16")):
+        if str(precision).startswith(name) or (deepspeed or {}).get(key, {}).get("enabled") is True:
+            return dtype
+    return dtype_name(loader)
 
 
 def dtype_name(loader: PolicyLoader) -> str:

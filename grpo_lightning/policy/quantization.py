@@ -14,7 +14,6 @@ def check_quantization(kind: Quantization) -> None:
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
-        RuntimeError: If there is no CUDA device.
     """
     try:
         import bitsandbytes  # noqa: F401 - is it there?
@@ -23,11 +22,9 @@ def check_quantization(kind: Quantization) -> None:
             f"policy.quantization {kind!r} needs bitsandbytes, which is not installed: pip install "
             "'grpo-lightning[quantization]'."
         ) from error
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"policy.quantization {kind!r} runs on CUDA only, and there is no CUDA device here.")
 
 
-def quantization_options(kind: Quantization) -> dict[str, Any]:
+def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
     """What `from_pretrained` is given: NF4 with quantised scales (arXiv:2305.14314), or int8; computed in bfloat16."""
     from transformers import BitsAndBytesConfig
 
@@ -42,4 +39,5 @@ def quantization_options(kind: Quantization) -> dict[str, Any]:
         else BitsAndBytesConfig(load_in_8bit=True)
     )
     # Quantised where it will run: bitsandbytes stores it on the device.
-    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
+    device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
+    return {"quantization_config": config, "device_map": {"": device}}

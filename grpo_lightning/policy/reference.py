@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
+from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -99,9 +101,11 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         return DisabledAdapter()
     if any(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
         # Partitioned as they were read: there is nothing here to be copied.
-        model = loader.load_model(sharding)
+        model = loader.load_model(sharding, text_config(policy)._attn_implementation)
         disable_dropout(model)
         disable_router_loss(model)
+        if (length := fixed_length(policy)) is not None:
+            fix_frequencies(model, length)
         return FrozenCopy(model.requires_grad_(False).eval())
     return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
 

@@ -149,7 +149,10 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()
-        positions = placed.along(fan_out(placed.first, fan) + torch.arange(queries, device=ids.device))
+        # A column beyond the last has the last one's position: no row is longer than it is.
+        positions = placed.along(
+            fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
+        )
 
         def aligned(states: Tensor) -> Tensor:
             return torch.cat([fan_out(first, fan), states[:, : width - 1]], 1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from grpo_lightning.policy.rope import rope_entries, rope_type
 from grpo_lightning.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -109,8 +110,14 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Positions of the language model a config describes; None if it has no limit."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Positions of the language model a config describes; None if it has no limit.
+
+    Dynamic NTK rope stretches those that the model was trained with by its factor.
+    """
+    text = config.get_text_config(decoder=True)
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    factors = [entry.get("factor", 1.0) for entry in rope_entries(text) if "dynamic" in rope_type(entry)]
+    return positions and int(positions * max(factors, default=1.0))
 
 
 def vocabulary_size(config: PretrainedConfig) -> int:

@@ -6,6 +6,7 @@ Every prompt is prefilled once, its cache fanned out to its G completions, and r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ from transformers import (
 )
 
 from grpo_lightning import ranks
+from grpo_lightning.policy.choice import compare, model_type, probe_batch, scored_alone
 from grpo_lightning.policy.families import is_tower_trained
-from grpo_lightning.policy.inputs import compute_device, known_arguments, left_pad, text_config
+from grpo_lightning.policy.inputs import compute_device, evaluating, known_arguments, left_pad, text_config
 from grpo_lightning.policy.prefix_cache import LostCacheError
+from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.rollout.base import Progress, RolloutEngine
@@ -66,9 +69,64 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 "Neither the generation config nor the tokenizer names a stop token: every completion is truncated."
             )
-        self.why_not_shared = no_fan_out_reason(policy)
-        if self.why_not_shared:
-            log.warning("Sampling with transformers' `generate`, each prompt run G times: %s.", self.why_not_shared)
+        self.use_generate(no_fan_out_reason(policy))
+
+    def use_generate(self, reason: str | None) -> None:
+        """Sample with transformers' `generate` if there is a reason for it."""
+        self.why_not_shared = reason
+        if reason:
+            log.warning("Sampling with transformers' `generate`, each prompt run G times: %s.", reason)
+
+    def check(self, scorer: Scorer) -> None:
+        """Check by a small rollout of ragged prompts that sampled tokens have the log-probs that the scorer gives them.
+
+        Where they have not, or the fanned-out cache does not work, `generate` is tried.
+
+        Args:
+            scorer: How the policy is scored.
+
+        Raises:
+            ValueError: If neither way of sampling agrees with the scorer.
+        """
+        measured = compare(self.policy, lambda: self.probe_difference(scorer))
+        if measured.is_wrong and self.why_not_shared is None:
+            self.use_generate(f"a probe of sampling with a shared cache {measured}")
+            measured = compare(self.policy, lambda: self.probe_difference(scorer))
+        kind = model_type(self.policy)
+        if measured.failure is not None:
+            raise ValueError(
+                f"A policy of model type {kind} cannot be sampled from: transformers' `generate` {measured}. Use a "
+                f"model of another type, a release of transformers whose {kind} generates from batches of padded "
+                "prompts, or an engine of your own (model.engine)."
+            )
+        if measured.is_wrong:
+            raise ValueError(
+                f"A policy of model type {kind} cannot be trained with the local engine: the log-prob of a sampled "
+                f"token, with padding in front of its prompt, {measured} from that of scoring the prompt alone. Use a "
+                "model that masks padding, or an engine of your own (model.engine)."
+            )
+
+    @torch.no_grad()
+    def probe_difference(self, scorer: Scorer) -> Tensor:
+        """|engine - scorer| log-probs of 2 completions each of 2 ragged prompts: [sampled tokens], nats."""
+        batch = probe_batch(self.policy)
+        prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+        length = batch.completion_ids.shape[1]
+        # No completion ends early: every step of the decoding is compared.
+        never = tuple(sorted({*scorer.never, *self.stop_ids}))
+        sampling = SamplingParams(max_completion_length=length, suppress_tokens=list(never))
+        groups = self.generate(prompts, 2, sampling, seeds=[0, 1])
+        rows = [completion for group in groups for completion in group]
+        device = batch.prompt_ids.device
+        everything = torch.ones(len(rows), length, dtype=torch.bool, device=device)
+        batch = dataclasses.replace(
+            batch,
+            completion_ids=torch.tensor([row.token_ids for row in rows], device=device),
+            attention_mask=everything,
+            completion_mask=everything,
+        )
+        scores = scored_alone(self.policy, dataclasses.replace(scorer, never=never), batch)
+        return (torch.tensor([row.logprobs for row in rows], device=device) - scores).abs().flatten()
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Nothing to do: the policy samples itself."""
@@ -320,18 +378,6 @@ def without_suggestions(policy: Any) -> Iterator[None]:
         yield
     finally:
         policy.generation_config = suggested
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, every module's own mode restored afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

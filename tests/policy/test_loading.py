@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.policy.choice import probe_difference
-from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.loading import PolicyLoader, choose_attention
+from grpo_lightning.policy.precision import compute_dtype
 from grpo_lightning.policy.scoring import Scorer
 from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
@@ -161,3 +162,28 @@ def test_the_probe_ignores_the_default_device():
 def test_a_folder_that_is_not_there_is_named(name):
     with pytest.raises(FileNotFoundError, match=r"no folder .*nope\. The current folder is"):
         PolicyLoader(name).load()
+
+
+@pytest.mark.parametrize(
+    ("precision", "deepspeed", "device", "want"),
+    [
+        ("bf16-mixed", None, "cuda", "flash_attention_2"),
+        ("16-mixed", None, "cuda", "flash_attention_2"),
+        ("32-true", {"bf16": {"enabled": True}}, "cuda", "flash_attention_2"),
+        ("32-true", None, "cuda", None),
+        ("bf16-mixed", None, "cpu", None),
+    ],
+)
+def test_flash_attention_is_taken_where_the_run_computes_in_16_bits(monkeypatch, precision, deepspeed, device, want):
+    loader = PolicyLoader("a")
+    dtype = compute_dtype(loader, precision, deepspeed)
+    assert choose_attention("auto", dtype, device) is None  # flash-attn is not installed
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'grpo-lightning\[flash\]'"):
+        choose_attention("flash_attention_2", dtype, device)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert choose_attention("auto", dtype, device) == want
+    if want is None:
+        with pytest.raises(
+            ValueError, match=r"policy.attention is 'flash_attention_2': it (runs on CUDA|computes in 16)"
+        ):
+            choose_attention("flash_attention_2", dtype, device)

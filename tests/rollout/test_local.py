@@ -1,6 +1,7 @@
 """The local engine draws what `generate` draws, from the distribution it says, at a fraction of the work."""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 
@@ -8,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.planner import plan_micro_batches
 from grpo_lightning.policy.choice import choose_path
+from grpo_lightning.policy.inputs import left_pad
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.types import Group, Prompt, SamplingParams
-from tests.tiny_models import EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
+from tests.module_runs import make_module
+from tests.tiny_models import BASE, EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
 
 UNUSED = VOCAB - 1
 """A token id that the tokenizer has no text for."""
@@ -637,3 +641,87 @@ def test_without_a_cache_to_fan_out_it_says_so_once_and_uses_generate(caplog):
         assert is_stopped or len(completion.token_ids) == 12
         assert not set(completion.token_ids[:-1]) & set(engine.stop_ids)
     torch.testing.assert_close(*scored(model, prompts, groups, "dense", 0.7), atol=1e-4, rtol=0)
+
+
+# ----------------------------------------------------------------------------------------- sampling agrees with scoring
+
+
+def moved(monkeypatch, name, nats):
+    """Have a way of decoding give log-probs that are off."""
+    decode = getattr(LocalEngine, name)
+
+    def decode_wrongly(self, *args):
+        rows = decode(self, *args)
+        return [dataclasses.replace(row, logprobs=[value + nats for value in row.logprobs]) for row in rows]
+
+    monkeypatch.setattr(LocalEngine, name, decode_wrongly)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+def test_sampling_of_every_family_agrees_with_its_scoring(family):
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = list(range(2, 14))
+    engine = connected(model)
+    before = engine.why_not_shared
+    engine.check(Scorer(choose_path(model)[0], never=(5, 119)))
+    assert engine.why_not_shared == before
+
+
+def test_a_cache_that_gives_other_logprobs_gives_way_to_generate(monkeypatch, caplog):
+    moved(monkeypatch, "decode", 0.01)
+    engine = connected(tiny_model("qwen2"))
+    engine.check(Scorer())
+    assert engine.why_not_shared.startswith("a probe of sampling with a shared cache differs by 1.0e-02 nats")
+    assert "Sampling with transformers' `generate`" in caplog.text
+
+
+def test_sampling_that_cannot_agree_is_refused_by_name(monkeypatch):
+    moved(monkeypatch, "decode", 0.01)
+    moved(monkeypatch, "decode_with_generate", 0.02)
+    with pytest.raises(
+        ValueError, match=r"model type qwen2 cannot be trained with the local engine: .* by 2.0e-02 nats"
+    ):
+        connected(tiny_model("qwen2")).check(Scorer())
+
+
+def test_padding_that_enters_the_state_is_found(monkeypatch):
+    """RWKV's way, in the engine alone: prompts of one length would agree."""
+    monkeypatch.setattr(
+        "grpo_lightning.rollout.local.left_pad",
+        lambda rows, pad: (left_pad(rows, pad)[0], left_pad(rows, pad)[1] | True),
+    )
+    engine = connected(tiny_model("qwen2"))
+    with pytest.raises(ValueError, match="model type qwen2 cannot be trained with the local engine"):
+        engine.check(Scorer())
+
+
+def test_a_cache_that_a_model_refuses_gives_way_to_its_own():
+    config = AutoConfig.for_model(
+        "minimax", **BASE, num_local_experts=2, num_experts_per_tok=2, block_size=16, head_dim=16
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = connected(model)
+    engine.check(Scorer("dense"))
+    assert "raised ValueError: MiniMax uses cache of its own" in engine.why_not_shared
+
+
+def test_a_model_that_cannot_be_sampled_from_is_refused_by_name(monkeypatch):
+    def broken(*_):
+        raise ValueError("wrong shape.")
+
+    monkeypatch.setattr(LocalEngine, "decode_with_generate", broken)
+    with pytest.raises(
+        ValueError, match=r"type mamba2 cannot be sampled from: .* `generate` raised ValueError: wrong sh"
+    ):
+        connected(tiny_model("mamba2")).check(Scorer("dense"))
+
+
+def test_a_run_checks_its_engine_and_leaves_no_trace(monkeypatch):
+    state = torch.get_rng_state()
+    module = make_module()
+    module.configure_model()
+    assert torch.equal(torch.get_rng_state(), state)
+    moved(monkeypatch, "decode", 0.01)
+    module = make_module()
+    module.configure_model()
+    assert "differs by 1.0e-02 nats" in module.engine.why_not_shared
