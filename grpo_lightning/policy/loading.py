@@ -23,7 +23,7 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.naming import naming
 from grpo_lightning.policy.precision import dtype_name
 from grpo_lightning.policy.processing import Encoder
-from grpo_lightning.policy.quantization import Quantization, quantization_options
+from grpo_lightning.policy.quantization import Quantization, keep_differentiable, quantization_options
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scoring import Scorer
 from grpo_lightning.policy.sharding import Sharding
@@ -295,7 +295,9 @@ class PolicyLoader:
             if self.quantization != "none":
                 options |= quantization_options(self.quantization, device_type or default_device_type())
             with naming("model.policy", self.name), sharding.loading():
-                return auto_class.from_pretrained(self.name, revision=self.revision, **options).eval()
+                model = auto_class.from_pretrained(self.name, revision=self.revision, **options)
+            keep_differentiable(model)
+            return model.eval()  # type: ignore[no-any-return]
         # Seeded: a resumed run must start from the same weights, which are its reference.
         with torch.random.fork_rng(), sharding.building():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 Quantization = Literal["none", "4bit", "8bit"]
 
@@ -41,3 +42,14 @@ def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]
     # Quantised where it will run: bitsandbytes stores it on the device.
     device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Have 4-bit layers keep, on a CPU, the layout that gradients pass through.
+
+    bitsandbytes repacks their weights in the first forward of eval mode on a CPU with bf16 instructions. What multiplies
+    the packed weights has no backward: after the first rollout, adapters below the last layer would get no gradient.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
