@@ -46,7 +46,7 @@ def test_a_rollout_is_logged_with_the_first_update_only(tmp_path, accumulate, cy
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("every", [1, 2, 3, 4, 50])
+@pytest.mark.parametrize("every", [2, 3, 50])
 @pytest.mark.parametrize("cycle", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2, "num_iterations": 2}])
 def test_every_rollout_reaches_the_loggers_once_whatever_the_interval(tmp_path, cycle, every, accumulate):
     seen = []

@@ -203,3 +203,61 @@ def test_resumed_it_ends_like_the_unbroken_run(unbroken, tmp_path, stopping, sav
     assert first == saved + 1
     assert resumed == {step: prompts for step, prompts in want_prompts.items() if step >= first}
     assert are_equal(weights_of(module), want_weights)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_the_default_checkpoint_of_a_run_of_max_steps_loses_no_prompt(tmp_path, steps):
+    """8 prompts, 4 at a time, 6 steps: stopped after some of them, and `max_steps` raised."""
+    texts = [f"question {i}" for i in range(8)]
+
+    def run(max_steps, ckpt_path=None):
+        module, prompts = make_module(length=3, num_generations=2), Prompts()
+        saving = ModelCheckpoint(tmp_path, filename="{step}")
+        trainer = make_trainer(
+            max_epochs=-1, max_steps=max_steps, callbacks=[prompts, saving], enable_checkpointing=True
+        )
+        trainer.fit(module, make_source(module, texts, batch_size=4), ckpt_path=ckpt_path)
+        return weights_of(module), prompts.steps
+
+    want_weights, want = run(6)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    _, first = run(steps)
+    weights, second = run(6, newest(tmp_path))
+    assert first | second == want
+    assert sorted(second) == list(range(steps + 1, 7))
+    for epoch in ((1, 2), (3, 4), (5, 6)):
+        assert sorted(text for step in epoch for text in (first | second)[step]) == texts
+    assert are_equal(weights, want_weights)
+
+
+def test_resumed_by_max_steps_the_epochs_begin_and_are_validated_as_in_the_unbroken_run(tmp_path):
+    """What Lightning does between two epochs: hooks, counts, and the steps that loggers are told."""
+
+    class Hooks(L.Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int, int, int]] = []
+
+        def note(self, hook, trainer) -> None:
+            logged = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self.seen.append((hook, trainer.current_epoch, trainer.global_step, logged))
+
+        def on_train_epoch_start(self, trainer, *args) -> None:
+            self.note("epoch", trainer)
+
+        def on_train_batch_start(self, trainer, *args) -> None:
+            self.note("batch", trainer)
+
+        def on_validation_start(self, trainer, *args) -> None:
+            self.note("validation", trainer)
+
+    def run(folder, max_steps, resume=False):
+        hooks = Hooks()
+        train(folder, hooks, saving=SAVING["the default"], resume=resume, max_epochs=-1, max_steps=max_steps)
+        return hooks.seen
+
+    want = run(tmp_path / "unbroken", STEPS)
+    for steps in (EPOCH_STEPS, INSIDE):
+        folder = tmp_path / str(steps)
+        assert run(folder, steps) + run(folder, STEPS, resume=True) == want, steps
