@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from grpo_lightning import (
@@ -20,6 +21,7 @@ from grpo_lightning import (
     limits,
     objective_checks,
     offload,
+    rank_files,
     sync_reference,
 )
 from grpo_lightning.completeness import why_incomplete
@@ -171,7 +173,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_before_loading(trainer: L.Trainer) -> None:
-    """Have the strategy refuse a checkpoint that was not written to its end. Lightning tells its path to nobody else.
+    """Have the strategy refuse a checkpoint that is not complete. Lightning tells its path to nobody else.
 
     Args:
         trainer: Its strategy's `load_checkpoint` raises ValueError, naming what the checkpoint lacks.
@@ -194,7 +196,13 @@ def check_before_loading(trainer: L.Trainer) -> None:
                 f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "
                 "takes the newest that is complete."
             )
-        return load(checkpoint_path, *args, **kwargs)
+        content = load(checkpoint_path, *args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING and (why := rank_files.why_missing(path, content.get("grpo"))):
+            raise ValueError(
+                f"No run can resume from the checkpoint {path}: {why}. Or give ckpt_path a checkpoint that was saved "
+                "at the end of a cycle."
+            )
+        return content
 
     trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]
 
