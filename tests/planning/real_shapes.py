@@ -106,11 +106,24 @@ QWEN2_5_VISION = {
 }
 """Qwen/Qwen2.5-VL-3B-Instruct."""
 
+QWEN2_5_VL_7B_TEXT = QWEN_7B | {
+    name: QWEN2_5_VL_3B_TEXT[name] for name in ("max_position_embeddings", "rope_parameters")
+}
+"""Qwen/Qwen2.5-VL-7B-Instruct."""
+
 
 def qwen2_5_vl_3b() -> PretrainedConfig:
     """The config of Qwen2.5-VL-3B."""
     return AutoConfig.for_model(
         "qwen2_5_vl", text_config=QWEN2_5_VL_3B_TEXT, vision_config=QWEN2_5_VISION, tie_word_embeddings=True
+    )
+
+
+def qwen2_5_vl_7b() -> PretrainedConfig:
+    """The config of Qwen2.5-VL-7B."""
+    vision = QWEN2_5_VISION | {"out_hidden_size": 3584}
+    return AutoConfig.for_model(
+        "qwen2_5_vl", text_config=QWEN2_5_VL_7B_TEXT, vision_config=vision, tie_word_embeddings=False
     )
 
 
@@ -167,9 +180,11 @@ PUBLISHED: dict[str, PretrainedConfig] = {
     "Qwen/Qwen2.5-1.5B": qwen_1_5b(),
     "Qwen/Qwen2.5-Math-1.5B": qwen_1_5b(),
     "Qwen/Qwen2.5-1.5B-Instruct": qwen_1_5b(),
+    "Qwen/Qwen2.5-7B": AutoConfig.for_model("qwen2", **QWEN_7B),
     "Qwen/Qwen2.5-7B-Instruct": AutoConfig.for_model("qwen2", **QWEN_7B),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": AutoConfig.for_model("qwen2", **QWEN_32B),
     "Qwen/Qwen2.5-VL-3B-Instruct": qwen2_5_vl_3b(),
+    "Qwen/Qwen2.5-VL-7B-Instruct": qwen2_5_vl_7b(),
     "OpenGVLab/InternVL3-2B-hf": internvl3_2b(),
 }
 """The policies of the recipes, by their names on the hub."""
