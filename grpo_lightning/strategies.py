@@ -7,7 +7,10 @@ trainer: {strategy: {class_path: grpo_lightning.strategies.GRPODeepSpeedStrategy
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
+import inspect
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +34,8 @@ from grpo_lightning import ranks
 from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
 from grpo_lightning.saved import opened
 
+log = logging.getLogger(__name__)
+
 
 class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO with the loss divided once; runs on CPUs as well, over gloo.
@@ -40,7 +45,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 gradients as well, 3 weights as well.
-        config: DeepSpeed's own configuration, a mapping or a file, instead of the arguments.
+        config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the arguments. In a file for
+            transformers' Trainer, "auto" is the setting of this run: of the trainer, or of the argument of that name.
         stage3_prefetch_bucket_size: Stage 3: numbers gathered ahead of their use. 0, because the order of modules
             differs between sampling, scoring and training: weights prefetched for another pass are gathered in vain.
         stage3_param_persistence_threshold: Stage 3: weights of fewer numbers than this stay whole on every device.
@@ -73,8 +79,14 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
             logging_batch_size_per_gpu=logging_batch_size_per_gpu,
             **kwargs,
         )
-        self.config: dict[str, Any]
-        refuse_auto(self.config)
+        self.config: dict[str, Any] = copy.deepcopy(self.config)  # the caller's mapping stays as it is
+        defaults = {name: p.default for name, p in inspect.signature(DeepSpeedStrategy.__init__).parameters.items()}
+        own = {
+            "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
+            "stage3_param_persistence_threshold": stage3_param_persistence_threshold,
+            "sub_group_size": sub_group_size,
+        }
+        fill_auto(self.config, defaults | own | kwargs)
         # Lightning looks for it without asking when it validates under stage 3.
         self.config.setdefault("zero_allow_untested_optimizer", True)
         # With states on the CPU, DeepSpeed asks for an optimizer of its own, which it has to compile: any one serves.
@@ -85,13 +97,21 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
             settings = self.config["zero_optimization"]
-            settings.setdefault("stage3_prefetch_bucket_size", stage3_prefetch_bucket_size)
-            settings.setdefault("stage3_param_persistence_threshold", stage3_param_persistence_threshold)
+            for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+                settings.setdefault(name, own[name])
 
     @property
     def is_on_cpu(self) -> bool:
         """True if the run has no accelerator."""
         return self.root_device.type == "cpu"
+
+    def _format_config(self) -> None:
+        """Lightning's; `bf16` and `fp16` whose `enabled` is "auto" follow from the trainer's precision."""
+        for name, prefix in (("bf16", "bf16-"), ("fp16", "16-")):
+            block = self.config.get(name, {})
+            if block.get("enabled") == AUTO:
+                block["enabled"] = self.precision_plugin.precision.startswith(prefix)
+        super()._format_config()
 
     def setup_environment(self) -> None:
         """Lightning's, without its refusal of CPUs."""
@@ -216,16 +236,58 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
-def refuse_auto(config: Mapping[str, Any], key: str = "strategy.config") -> None:
-    """Raise ValueError for settings that only transformers' Trainer fills in, naming the first."""
-    for name, value in config.items():
-        if value == "auto":
+AUTO = "auto"
+"""What transformers' Trainer fills in, in a DeepSpeed file."""
+
+OF_THE_TRAINER = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+"""Keys that Lightning and DeepSpeed fill in where they are missing."""
+
+
+def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Fill in the "auto" values of a DeepSpeed file for transformers' Trainer; precision is left to `_format_config`.
+
+    Args:
+        config: Of DeepSpeed; changed in place.
+        arguments: Of the strategy, defaults included: "auto" in `zero_optimization` is the argument of that name.
+
+    Raises:
+        ValueError: If an optimizer or schedule has settings of its own, or nothing here decides an "auto".
+    """
+    for name in OF_THE_TRAINER:
+        if config.get(name) == AUTO:
+            del config[name]
+    zero = config.get("zero_optimization", {})
+    zero.update({name: arguments[name] for name, value in zero.items() if value == AUTO and name in arguments})
+    for name in ("optimizer", "scheduler"):
+        if name not in config:
+            continue
+        block = config.pop(name)
+        if own := {key: value for key, value in block.get("params", {}).items() if value != AUTO}:
             raise ValueError(
-                f"{key}.{name} is 'auto', which transformers' Trainer fills in and nobody here: leave it out, or give "
-                "the number. Batch sizes, clipping and precision are the trainer's."
+                f"strategy.config.{name} ({block.get('type')}) has settings of its own, {own}: they would "
+                f"replace those of model.{name}. Set them there, and remove the block."
+            )
+        log.info("strategy.config.%s (%s) is left out: model.%s is used.", name, block.get("type"), name)
+    _refuse_auto(config, "strategy.config")
+
+
+def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
+    """Raise ValueError for an "auto" that nothing here decides, naming the first."""
+    for name, value in config.items():
+        if value == AUTO and (key, name) not in (
+            ("strategy.config.bf16", "enabled"),
+            ("strategy.config.fp16", "enabled"),
+        ):
+            raise ValueError(
+                f"{key}.{name} is 'auto', and no setting of this run decides it: leave it out, or give the number."
             )
         if isinstance(value, Mapping):
-            refuse_auto(value, f"{key}.{name}")
+            _refuse_auto(value, f"{key}.{name}")
 
 
 class FSDP2Strategy(ModelParallelStrategy):

@@ -100,6 +100,9 @@ class Prompt:
     where: str = field(default="", compare=False)
     """File and line of its row, for messages; empty if nobody said."""
 
+    prompt_column: str = field(default="", compare=False)
+    """The column of the row that `content` was read from; empty if it was not read from a row."""
+
     @property
     def label(self) -> str:
         """What to call it in messages: by file and line, else by its source and index."""

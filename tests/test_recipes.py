@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,42 @@ def tiny(tmp_path, monkeypatch):
     tokenizer.save_pretrained("policy")
     tiny_classifier("qwen3").save_pretrained("classifier")
     tokenizer.save_pretrained("classifier")
-    rows = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"\\boxed{{{i + 1}}}"} for i in range(12)]
-    write_rows(rows)
 
 
-def write_rows(rows: list[dict[str, Any]]) -> None:
+def write_rows(rows: list[dict[str, Any]], name: str = "rows") -> None:
     """The data that recipes are run with."""
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def math_row(number: int, *columns: str) -> dict[str, Any]:
+    """A row with some of the columns that math data sets have."""
+    problem, solution = f"{number}+1", f"It is $\\boxed{{{number + 1}}}$."
+    turns = [{"content": problem, "role": "user"}, {"content": solution, "role": "assistant"}]
+    row = {"problem": problem, "solution": solution, "messages": turns, "answer": str(number + 1), "level": "Level 1"}
+    row |= {"type": "Algebra", "subject": "Algebra", "unique_id": f"test/algebra/{number}.json"}
+    return {name: row[name] for name in columns}
+
+
+OWN_ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "AI-MO/NuminaMath-TIR": lambda n: math_row(n, "problem", "solution", "messages"),
+    "DigitalLearningGmbH/MATH-lighteval": lambda n: math_row(n, "problem", "level", "solution", "type"),
+    "HuggingFaceH4/MATH-500": lambda n: math_row(n, "problem", "solution", "answer", "subject", "level", "unique_id"),
+    "openai/gsm8k": lambda n: {"question": f"{n}+1", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"},
+    "trl-lib/ultrafeedback-prompt": lambda n: {"prompt": [{"content": f"{n}+1", "role": "user"}]},
+    "runs/quickstart/task": lambda n: {"prompt": f"{n}+1", "answer": str(n + 1)},
+}
+"""Rows of every data set of a recipe without images, with all its columns in their order."""
+
+
+def write_own_rows(recipe: Path, config: dict[str, Any]) -> None:
+    """The rows of a recipe's data sets: those to train on, and those to validate on."""
+    if recipe in VISION:
+        tiny_vision(recipe)
+        return
+    for name, key in (("rows", "datasets"), ("held_out", "val_datasets")):
+        for entry in (config["data"].get(key) or config["data"]["datasets"])[:1]:
+            source = entry.get("dataset") or str(Path(entry["json_path"]).parent)
+            write_rows(gym_rows(12) if recipe in GYM else [OWN_ROWS[source](number) for number in range(12)], name)
 
 
 FAMILIES = {
@@ -94,6 +124,18 @@ IMAGES = {"gui_defect": [(1280, 800)], "gui_multi_image": [(1280, 800)] * 2, "co
 """Width and height of a row's images in the data of a recipe; of the others (640, 480), as in COCO."""
 
 
+def vision_row(recipe: str, number: int, images: Any) -> dict[str, Any]:
+    """A row with the columns of a vision recipe's data, as VLM-R1 and the hub have them."""
+    solution = SOLUTIONS.get(recipe, [0, 0, 40, 40])
+    if recipe == "gui_multi_image":  # VLM-R1's JSONL
+        turns = [{"from": "human", "value": "<image><image>where?"}, {"from": "gpt", "value": solution}]
+        return {"id": number, "image": images, "conversations": turns}
+    row = {"image": images, "problem": "where?", "solution": solution}
+    if recipe.startswith("rec_"):  # VLM-R1's rec_jsons_processed
+        row |= {"normal_caption": "the thing", "normalized_solution": [0, 0, 500, 500]}
+    return row
+
+
 def tiny_vision(recipe: Path) -> None:
     """A tiny model of the recipe's family and data as it has them, instead of the fixture's."""
     (family,) = [FAMILIES[name] for name in FAMILIES if name in recipe.read_text()]
@@ -105,9 +147,9 @@ def tiny_vision(recipe: Path) -> None:
         names = [f"{number}-{part}.png" for part in range(len(IMAGES.get(recipe.stem, [0])))]
         for name in names:
             tiny_vlms.picture(number).save(name)
-        solution = SOLUTIONS.get(recipe.stem, [0, 0, 40, 40])
-        rows.append({"image": names if len(names) > 1 else names[0], "problem": "where?", "solution": solution})
+        rows.append(vision_row(recipe.stem, number, names if len(names) > 1 else names[0]))
     write_rows(rows)
+    write_rows(rows, "held_out")
 
 
 def gym_rows(number: int) -> list[dict[str, Any]]:
@@ -123,16 +165,13 @@ def flags(recipe: Path) -> list[str]:
     for long, short in (SHORTER | WITHOUT_CUDA).items():
         content = content.replace(long, short)
     Path("recipe.yaml").write_text(content)
-    if recipe in VISION:
-        tiny_vision(recipe)
-    if recipe in GYM:
-        write_rows(gym_rows(12))
     config = yaml.safe_load(content)
+    write_own_rows(recipe, config)
     has_settings = isinstance(config["model"]["policy"], dict)
     # How boxes are given and rows are scored is the recipe's matter.
-    kept = {"boxes", "accu_reward_method"}
+    kept = {"boxes", "accu_reward_method", "columns"}
     entry = {name: value for name, value in config["data"]["datasets"][0].items() if name in kept}
-    held_out = json.dumps([{**entry, "json_path": "rows.jsonl", "sampling_strategy": "first:4"}])
+    held_out = json.dumps([{**entry, "json_path": "held_out.jsonl", "sampling_strategy": "first:4"}])
     return [
         "--config=recipe.yaml",
         f"--model.policy{'.init_args.name' if has_settings else ''}=policy",

@@ -95,6 +95,14 @@ def test_scores_are_those_of_each_sequence_alone(tmp_path, family, pad_of_model,
         assert scored(RewardModel(folder, batch_size=batch_size), pairs) == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_answer_that_the_prompt_starts_is_scored_as_one(folder):
+    (prompt, completion) = as_chat("1 + 1", " 2")
+    started = [*prompt, {"role": "assistant", "content": "It is"}]
+    assert scored(RewardModel(folder), [(started, completion)]) == pytest.approx(
+        plain(folder, [(prompt, [{"role": "assistant", "content": "It is 2"}])]), abs=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     "changes", [{"padding_side": "left"}, {"pad_token": None}, {"pad_token": "x"}, {"pad_token": "<eos>"}], ids=str
 )

@@ -1,5 +1,8 @@
 """Which strategies train what one device would. That they do is shown by tests/distributed."""
 
+import copy
+import json
+
 import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
@@ -37,9 +40,94 @@ def test_ones_own_config_stays_as_it_is_and_gets_what_validation_asks_for():
     assert config["zero_allow_untested_optimizer"]
 
 
-def test_what_transformers_fills_in_is_refused_by_its_key():
-    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
-    with pytest.raises(ValueError, match=r"strategy\.config\.zero_optimization\.reduce_bucket_size is 'auto'"):
+SCALING = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+ZERO3 = {
+    "fp16": {"enabled": "auto", **SCALING},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 100,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+"""The keys of VLM-R1's zero3.json, which are those of ms-swift's as well."""
+
+ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+"""The optimizer of its zero2.json and zero3_offload.json."""
+
+
+def filled_in(config, **trainer):
+    """The configuration that DeepSpeed gets."""
+    strategy = GRPODeepSpeedStrategy(config=config)
+    run = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, **trainer)
+    module = L.LightningModule()
+    module.trainer = run
+    strategy._lightning_module = module
+    strategy._init_config_if_needed()
+    return strategy.config
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_auto_is_what_the_run_has(precision, tmp_path):
+    file = tmp_path / "zero3.json"
+    file.write_text(json.dumps(ZERO3))
+    config = filled_in(str(file), precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["gradient_clipping"] == 0.5
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert "train_batch_size" not in config  # DeepSpeed multiplies the others
+    assert config["bf16"] == {"enabled": precision.startswith("bf16")}
+    assert config["fp16"] == {"enabled": precision.startswith("16"), **SCALING}
+    by_name = GRPODeepSpeedStrategy().config["zero_optimization"]
+    for name, value in ZERO3["zero_optimization"].items():
+        assert config["zero_optimization"][name] == (by_name[name] if value == "auto" else value)
+    assert config["wall_clock_breakdown"] is False
+    assert '"auto"' not in json.dumps(config)
+
+
+def test_a_run_does_not_change_the_mapping_it_was_given():
+    own = copy.deepcopy(ZERO3)
+    assert filled_in(own, precision="bf16-mixed")["bf16"] == {"enabled": True}
+    assert own == ZERO3
+    settings = {"stage3_prefetch_bucket_size": 7, "reduce_bucket_size": 8}
+    config = GRPODeepSpeedStrategy(config=own, **settings).config
+    assert {name: config["zero_optimization"][name] for name in settings} == settings
+
+
+def test_an_optimizer_whose_settings_are_the_runs_is_left_to_the_model(caplog):
+    caplog.set_level("INFO")
+    linear = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    config = GRPODeepSpeedStrategy(config={**ZERO3, "optimizer": ADAMW, "scheduler": linear}).config
+    assert not {"optimizer", "scheduler"} & set(config)
+    assert "strategy.config.optimizer (AdamW) is left out: model.optimizer is used" in caplog.text
+    assert "strategy.config.scheduler (WarmupDecayLR) is left out: model.scheduler is used" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_an_optimizer_with_settings_of_its_own_is_refused(name):
+    block = {"type": "AdamW", "params": {"lr": 3e-5, "eps": "auto"}}
+    with pytest.raises(ValueError, match=rf"strategy\.config\.{name} .*'lr': 3e-05.*model\.{name}"):
+        GRPODeepSpeedStrategy(config={**ZERO3, name: block})
+
+
+def test_another_auto_is_refused_by_its_key():
+    config = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"}}
+    with pytest.raises(ValueError, match=r"strategy\.config\.zero_optimization\.stage3_max_live_parameters is 'auto'"):
         GRPODeepSpeedStrategy(config=config)
 
 

@@ -22,7 +22,7 @@ from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.ranks import gather_objects
-from grpo_lightning.rewards.base import completion_text
+from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.seeding import run_seed
 
 Numbers = dict[str, dict[str, float]]
@@ -190,7 +190,7 @@ def validation_loader(trainer: L.Trainer) -> Any:
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
     """(prompt, completion) of the first prompts; of a chat, the text of its last message."""
-    texts = [completion_text(group.prompt.content) for group in evaluation.groups[:count]]
+    texts = [prompt_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 

@@ -66,8 +66,11 @@ def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """The text of a prompt's last turn, without its images."""
-    last = content if isinstance(content, str) else content[-1]["content"]
+    """The text of the question: of a chat, its last turn, without its images."""
+    if isinstance(content, str):
+        return content
+    # An assistant message at the end is the start of the answer.
+    last = next((message for message in reversed(content) if message["role"] != "assistant"), content[-1])["content"]
     return last if isinstance(last, str) else " ".join(part["text"] for part in last if part["type"] == "text")
 
 

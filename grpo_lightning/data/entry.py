@@ -40,8 +40,8 @@ class DatasetEntry:
     streaming: bool = False
     """Rows are read as they are used: for data larger than memory. The run needs `trainer.max_steps`."""
 
-    columns: dict[str, str] | None = None
-    """Columns renamed, old name to new name: `{instruction: question}`."""
+    columns: dict[str, str | None] | None = None
+    """Columns renamed, old name to new name: `{instruction: question}`; null drops one: `{messages: null}`."""
 
     name: str | None = None
     """Its label in logs; by default the name of the file or data set."""
@@ -159,6 +159,10 @@ class DatasetEntry:
             is_right = isinstance(value, kind) or (value is None and key not in ("split", "streaming"))
             if not is_right:
                 raise ValueError(f"{where}: {key} must be {_WORDS[kind]}, got {value!r:.80}.")
+            if key == "columns" and not all(isinstance(name, str | None) for name in (value or {}).values()):
+                raise ValueError(
+                    f"{where}: columns must map names to names, or to null to drop a column, got {value!r:.80}."
+                )
         return cls(**item)
 
 

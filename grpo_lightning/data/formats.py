@@ -1,12 +1,13 @@
-"""What a row of data looks like, and which of its columns is the prompt.
+"""Row formats: which column of a row is the prompt, and how it is read.
 
-One line of `PROMPT_COLUMNS` per format: a new format is a new line.
+One line of `PROMPT_COLUMNS` per format: a new format is a new line. The first one that a row has is the prompt.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from grpo_lightning.data.image_values import ImageFinder
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.images import ImageRef
 from grpo_lightning.types import Message, Prompt
+
+log = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak in a chat. Others ("human", "gpt") are skipped without a word by many chat templates."""
@@ -38,6 +41,9 @@ def to_prompt(
 ) -> Prompt:
     """Turn one row of data into a prompt; the columns that are not the prompt go to the rewards.
 
+    The prompt is the first of `PROMPT_COLUMNS` that the row has. Math data sets have their question both as `problem`
+    and as `messages` with a worked answer: the text wins, so that a question template can be put around it.
+
     Images come from the column `image` or `images`, or are parts of messages (see `place_images`). No file is opened:
     prompt and column have references. A row with images is always a chat, and has the system prompt like any other
     (VLM-R1 gives it to rows without images only).
@@ -51,15 +57,14 @@ def to_prompt(
         folder: Where relative paths of images begin; None for the current folder.
 
     Raises:
-        ValueError: If not exactly one of `PROMPT_COLUMNS` is there, its content is not a prompt, or its images do not
-            go with its text.
+        ValueError: If none of `PROMPT_COLUMNS` is there, its content is not a prompt, or its images do not go with its
+            text.
     """
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
-    if len(found) != 1:
-        problem = f"{len(found)} prompt columns ({', '.join(found)})" if found else "no prompt column"
+    if not found:
         raise ValueError(
-            f"{where}: the row has {problem}; its columns are: {', '.join(map(str, row)) or 'none'}. "
-            f"Exactly one of {', '.join(PROMPT_COLUMNS)} must be there: rename or remove columns."
+            f"{where}: the row has no prompt column; its columns are: {', '.join(map(str, row)) or 'none'}. "
+            f"One of {', '.join(PROMPT_COLUMNS)} must be there: rename a column (columns: {{old: new}})."
         )
     template = template or PromptTemplate()
     column = PROMPT_COLUMNS[found[0]]
@@ -73,6 +78,8 @@ def to_prompt(
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
         # Text to go on with has no place for an image: with one, it is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
+    if not images:
+        _check_no_image_is_lost(row, found, where)
     content, images = _placed(content, images, finder)
     return Prompt(
         content=content,
@@ -82,7 +89,55 @@ def to_prompt(
         source=source,
         chat_template_kwargs=dict(template.chat_template_kwargs),
         where=where,
+        prompt_column=found[0],
     )
+
+
+def unused_prompt_columns(prompt: Prompt) -> list[str]:
+    """The columns of a row that hold a prompt as well, and are not the one that was taken."""
+    if not prompt.prompt_column:
+        return []
+    names = list(PROMPT_COLUMNS)
+    later = names[names.index(prompt.prompt_column) + 1 :]
+    return [name for name in later if prompt.columns.get(name) is not None]
+
+
+def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
+    """Log once per data set which column is the prompt, where rows have several.
+
+    Args:
+        prompts: Of any number of data sets.
+        logged: The sources that were logged before; those logged now are added.
+    """
+    for prompt in prompts:
+        if prompt.source not in logged and (unused := unused_prompt_columns(prompt)):
+            logged.add(prompt.source)
+            log.info(
+                "%s: the prompt column is %r, not %s (passed to the rewards). To change this, drop it: columns: "
+                "{%s: null}.",
+                prompt.source or "the data",
+                prompt.prompt_column,
+                " or ".join(map(repr, unused)),
+                prompt.prompt_column,
+            )
+
+
+def _check_no_image_is_lost(row: Mapping[str, Any], found: Sequence[str], where: str) -> None:
+    """Raises: ValueError if a prompt column that is not taken has images, in a row whose prompt has none."""
+    for name in found[1:]:
+        if isinstance(row[name], Sequence) and any(map(_has_image, row[name])):
+            raise ValueError(
+                f"{where}: the prompt is the column {found[0]!r}, which has no image, and the column {name!r} has "
+                f"images. To ask the question with them, drop the other: columns: {{{found[0]}: null}}. Without them, "
+                f"columns: {{{name}: null}}."
+            )
+
+
+def _has_image(message: Any) -> bool:
+    """True if a part of a message is an image."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
 
 
 def _placed(
@@ -154,10 +209,11 @@ def _text_or_chat(value: Any, where: str) -> str | list[Message]:
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
     """The messages up to the final assistant turn: that is the answer of supervised data, which GRPO samples itself.
 
-    It is no `solution` either: a worked answer in prose is nothing a completion can be compared with.
+    It is no `solution` either: a worked answer in prose is nothing a completion can be compared with. Nor is it a
+    prefill, which only the column `prompt` can have.
     """
     messages = _chat(value, where)
-    if messages[-1]["role"] == "assistant":
+    while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise ValueError(f"{where} has an assistant turn only: there is no question to answer.")
@@ -189,7 +245,7 @@ PROMPT_COLUMNS = {
     "messages": PromptColumn(_chat_without_answer, is_kept=False),  # ms-swift, OpenAI
     "conversations": PromptColumn(_turns, is_kept=False, is_question=True),  # VLM-R1, LLaVA
 }
-"""The columns a prompt may be in."""
+"""The columns a prompt may be in: of several in one row, the first is the prompt."""
 
 
 def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str | list[Message], str | None]:

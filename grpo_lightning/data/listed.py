@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.types import Prompt
 
 
@@ -16,6 +17,7 @@ class LazyPrompts(Sequence[Prompt]):
     def __init__(self, rows: Any, convert: Callable[[Any, int], Prompt]) -> None:
         self.rows = rows
         self.convert = convert
+        self.logged_columns: set[str] = set()
         self._heads: dict[int, list[Prompt]] = {}
 
     def __len__(self) -> int:
@@ -37,6 +39,7 @@ class LazyPrompts(Sequence[Prompt]):
         """The first prompts: what can be known of the data without reading all of it. Read once."""
         if size not in self._heads:
             self._heads[size] = self[:size]
+            log_prompt_columns(self._heads[size], self.logged_columns)
         return list(self._heads[size])
 
 

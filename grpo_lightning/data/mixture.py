@@ -27,6 +27,7 @@ import yaml
 from grpo_lightning.data.boxes import Boxes
 from grpo_lightning.data.entry import DatasetEntry, check_keys
 from grpo_lightning.data.files import existing, read_file
+from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
 from grpo_lightning.data.image_counts import ImageCounts
 from grpo_lightning.data.lengths import LengthLimit, Measured
@@ -92,6 +93,7 @@ def load_mixture(
         measured = _measured_images(measured, limit, num_proc)
         limit.check(measured, of="the mixture")
     prompts = [m.prompt for m in measured if m.prompt is not None]
+    log_prompt_columns(prompts, set())
     if not prompts:
         raise ValueError(
             f"All prompts of the mixture ({listed}) are left out: the warnings above say which for their length "

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from grpo_lightning.data.cells import with_cells, without_decoding
+from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.listed import LazyPrompts
 from grpo_lightning.data.stream import PromptStream, stream_of
 from grpo_lightning.types import Prompt
@@ -48,5 +49,9 @@ def readable(data: Any, convert: Any, **stream: int) -> Sequence[Prompt] | Promp
     if isinstance(data, list | tuple):
         # Prompts stay the objects they are, and the list the one the caller has.
         is_done = all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data)
-        return data if is_done else [convert(row, number) for number, row in enumerate(data)]
+        if is_done:
+            return data
+        prompts = [convert(row, number) for number, row in enumerate(data)]
+        log_prompt_columns(prompts, set())
+        return prompts
     return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the data set"), convert)

@@ -48,7 +48,7 @@ class RowReader:
 
     source: str
     template: PromptTemplate
-    columns: Mapping[str, str] | None = None
+    columns: Mapping[str, str | None] | None = None
     rewards: list[str] | None = None
     accu_reward_method: str | None = None
     folder: Path | None = None
@@ -58,7 +58,7 @@ class RowReader:
         """The prompt of a row.
 
         Raises:
-            ValueError: Naming file and line, if the row is none, lacks a renamed column, or has video or sound.
+            ValueError: Naming file and line, if the row is none, lacks a column of `columns`, or has video or sound.
         """
         content = self._renamed(row.parse(), row.where)
         # A CSV file has no other way to say "none" than an empty cell.
@@ -71,15 +71,17 @@ class RowReader:
         return prompt if self.rewards is None else replace(prompt, rewards=list(self.rewards))
 
     def _renamed(self, content: dict[str, Any], where: str) -> dict[str, Any]:
-        """The columns by their new names."""
+        """The columns by their new names, without those that are dropped."""
         if not self.columns:
             return dict(content)
         if missing := [old for old in self.columns if old not in content]:
+            verb = "drops" if self.columns[missing[0]] is None else "renames"
             raise ValueError(
-                f"{where}: columns renames {missing[0]!r}, which the row does not have; it has: {', '.join(content)}."
+                f"{where}: columns {verb} {missing[0]!r}, which the row does not have; it has: {', '.join(content)}."
             )
-        renamed = {self.columns.get(name, name): value for name, value in content.items()}
-        if len(renamed) < len(content):
+        kept = {name: value for name, value in content.items() if self.columns.get(name, name) is not None}
+        renamed = {self.columns.get(name) or name: value for name, value in kept.items()}
+        if len(renamed) < len(kept):
             raise ValueError(
                 f"{where}: renamed as columns says ({dict(self.columns)}), two columns have one name; the row has: "
                 f"{', '.join(content)}. Choose other names, or rename the other column too."

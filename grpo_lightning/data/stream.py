@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.image_counts import ImageCounts
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.workers import in_threads
@@ -54,6 +55,9 @@ class PromptStream:
 
         self.said_unread: set[str] = set()
         """Sources of which it was said that a column of images is not read."""
+
+        self.logged_columns: set[str] = set()
+        """Sources whose prompt column was logged."""
 
         self._heads: dict[int, list[Prompt]] = {}
 
@@ -170,6 +174,8 @@ class StreamOrder:
             # A run that ends by max_steps never comes to the end of the data: said at the first and at doubling counts.
             if self.lengths.num_too_long >= max(1, 2 * self.said.num_too_long):
                 self._report("the stream so far")
+        if measured.prompt is not None:
+            log_prompt_columns([measured.prompt], self.stream.logged_columns)
         if measured.prompt is not None and position >= self.start:
             self.window.append((position, measured.prompt))
         return True

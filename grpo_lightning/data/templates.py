@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo_lightning.policy.tokenize import check_template_settings
 from grpo_lightning.types import Message
 
 PromptAs = Literal["auto", "text", "chat"]
@@ -56,6 +57,7 @@ class PromptTemplate:
             raise ValueError(f"prompt_as must be one of {', '.join(get_args(PromptAs))}, got {self.prompt_as!r}.")
         if self.prompt_as == "text" and self.system_prompt is not None:
             raise ValueError("system_prompt needs a chat to stand in: set prompt_as to 'auto' or 'chat'.")
+        check_template_settings(self.chat_template_kwargs)
         for name in ("system_prompt", "question_template"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, named_text(value, kind=name.split("_")[0], key=name))

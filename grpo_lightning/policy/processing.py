@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_lightning.images import ImageError
 from grpo_lightning.policy.families import family_of
-from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize, vocabulary_size
+from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize, turn_settings, vocabulary_size
 from grpo_lightning.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 
 if TYPE_CHECKING:
@@ -175,9 +175,9 @@ class Encoder:
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Messages as text, the assistant's turn opened."""
+        """Messages as text, the assistant's turn opened, or continued if it is the last."""
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **settings
+            [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
         return text
 

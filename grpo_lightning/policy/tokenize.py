@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from grpo_lightning.types import Prompt
+from grpo_lightning.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
+OWN_SETTINGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
+"""Arguments of `apply_chat_template` that every prompt decides itself."""
+
+
+def check_template_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if `chat_template_kwargs` sets what every prompt decides itself."""
+    for name in settings:
+        if name in OWN_SETTINGS:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, which follows from each prompt: an assistant message at the end "
+                "of a prompt is continued, after any other message an assistant turn is opened. Remove it, and end "
+                "the prompts to continue with an assistant message (column 'prompt')."
+            )
+
+
+def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `apply_chat_template`: continue a final assistant message (prefill), or else open an assistant turn.
+
+    Args:
+        messages: The chat.
+        settings: `chat_template_kwargs`.
+
+    Raises:
+        ValueError: If `settings` sets this as well.
+    """
+    check_template_settings(settings)
+    is_prefilled = messages[-1].get("role") == "assistant"
+    return {**settings, "add_generation_prompt": not is_prefilled, "continue_final_message": is_prefilled}
+
+
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
     """The prompt's token ids: text as it is, messages through the chat template with the assistant's turn opened.
+
+    An assistant message at the end (prefill) is continued: completions are what comes after it.
 
     Args:
         prompt: Text or messages.
@@ -35,15 +68,17 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
                 "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "
                 "text: then a question is continued as it is (in Python: PromptTemplate(prompt_as='text'))."
             )
+        settings = turn_settings(prompt.content, prompt.chat_template_kwargs)
         try:
             ids = tokenizer.apply_chat_template(
                 [dict(message) for message in prompt.content],
-                add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                **prompt.chat_template_kwargs,
+                **settings,
             )
-        except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
+        # What templates raise for roles and contents that they do not know, and transformers for a prefill that they
+        # do not render.
+        except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{where or prompt.label}: the tokenizer's chat template cannot render the messages: {error}. "
                 "Change or remove the row, or set another `tokenizer.chat_template`."

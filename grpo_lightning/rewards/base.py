@@ -256,6 +256,12 @@ def completion_text(completion: Content) -> str:
     return "".join(part["text"] for part in content or () if part.get("type") == "text")
 
 
+def prompt_text(prompt: Content) -> str:
+    """The text of a prompt: of a chat, its last message, or the one before an answer that the prompt starts."""
+    is_prefilled = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
+    return completion_text(prompt[:-1] if is_prefilled else prompt)
+
+
 def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
     """The completion as text or as messages; "auto" leaves it as it is."""
     if form == "text":

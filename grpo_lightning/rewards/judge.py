@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import given_answer, right_answer
-from grpo_lightning.rewards.base import Content, completion_text
+from grpo_lightning.rewards.base import Content, completion_text, prompt_text
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -119,7 +119,7 @@ class LLMJudge(AnswerReward):
         """
         rights = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         asked = {
-            row: self._question(completion_text(prompt), right, given_answer(completion_text(completion)))
+            row: self._question(prompt_text(prompt), right, given_answer(completion_text(completion)))
             for row, (prompt, right, completion) in enumerate(zip(prompts, rights, completions, strict=True))
             if right
         }

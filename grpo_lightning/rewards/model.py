@@ -202,7 +202,9 @@ class RewardModel(Reward):
                 "chat template: give RewardModel.tokenizer one that has (`tokenizer.chat_template`, or "
                 "chat_template.jinja in its folder)."
             )
-        messages = [*map(_as_text, prompt), {"role": "assistant", "content": text}]
+        messages = list(map(_as_text, prompt))
+        start = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+        messages.append({"role": "assistant", "content": f"{start or ''}{text}"})
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
         except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know

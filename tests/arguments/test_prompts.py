@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
@@ -55,6 +56,18 @@ def record(prompt: Prompt) -> dict[str, Any]:
     """What the logs have of its completion "yes"."""
     groups = [Group(prompt, [1], [Completion([5], [0.0], "stop", "yes")])]
     return next(iter(records(Evaluation(groups, RewardSet([answers, length_of]).score(groups)))))
+
+
+@case(Prompt, "prompt_column")
+def test_the_column_that_the_log_names(caplog):
+    caplog.set_level("INFO")
+    columns = {"problem": "q", "messages": [], "query": "q"}
+    for name in ("", "query", "problem"):
+        log_prompt_columns([Prompt("q", columns, prompt_column=name)], set())
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "the data: the prompt column is 'query', not 'messages'",
+        "the data: the prompt column is 'problem', not 'query' or 'messages'",
+    ]
 
 
 @case(Prompt, "content", "columns", "index", "source", "rewards")

@@ -228,3 +228,4 @@ def test_questions():
     parts = [{"type": "image"}, {"type": "text", "text": "where"}, {"type": "text", "text": "is it?"}]
     assert question([{"role": "system", "content": "s"}, {"role": "user", "content": parts}]) == "where is it?"
     assert question([{"role": "user", "content": "plain"}]) == question("plain") == "plain"
+    assert question([{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>"}]) == "q"

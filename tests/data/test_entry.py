@@ -93,6 +93,9 @@ def test_contradictions_are_named(settings, message):
 def test_an_entry_from_its_keys():
     keys = {"dataset": "a", "subset": "main", "columns": {"query": "question"}, "rewards": ["exact"], "streaming": True}
     assert DatasetEntry.of(keys, where="m.yaml") == DatasetEntry(**keys)
+    assert DatasetEntry.of({"dataset": "a", "columns": {"messages": None}}, where="m.yaml").columns == {
+        "messages": None
+    }
     entry = DatasetEntry("a.json")
     assert DatasetEntry.of(entry, where="m.yaml") is entry
     assert DatasetEntry.of({"json_path": "a.json", "name": None}, where="m.yaml") == entry
@@ -109,6 +112,7 @@ def test_an_entry_from_its_keys():
         ({"json_path": 3}, "json_path must be text, got 3"),
         ({"dataset": "a", "streaming": "yes"}, "streaming must be true or false, got 'yes'"),
         ({"dataset": "a", "columns": ["a"]}, r"columns must be a mapping, got \['a'\]"),
+        ({"dataset": "a", "columns": {"a": 3}}, "columns must map names to names, or to null to drop .*, got {'a': 3}"),
         ({"dataset": "a", "rewards": "exact"}, "rewards must be a list, got 'exact'"),
         ({"dataset": "a", "split": None}, "split must be text, got None"),
     ],

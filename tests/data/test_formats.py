@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.data.formats import PROMPT_COLUMNS, refuse_media, to_prompt
+from grpo_lightning.data.formats import PROMPT_COLUMNS, refuse_media, to_prompt, unused_prompt_columns
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.images import ImageError
 
@@ -27,8 +27,8 @@ GPT = {"from": "gpt", "value": "<answer>2</answer>"}
         ({"messages": [SYSTEM, USER, ASSISTANT], "solution": "2"}, [SYSTEM, USER], {"solution": "2"}),
         ({"messages": [USER], "solution": "2"}, [USER], {"solution": "2"}),
         ({"messages": [USER, ASSISTANT, USER]}, [USER, ASSISTANT, USER], {}),
-        ({"messages": [USER, ASSISTANT, ASSISTANT]}, [USER, ASSISTANT], {}),  # the final turn only
-        ({"prompt": [USER, ASSISTANT]}, [USER, ASSISTANT], {}),  # a prompt is taken as it is
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, [USER], {}),  # no part of an answer begins the policy's
+        ({"prompt": [USER, ASSISTANT]}, [USER, ASSISTANT], {}),  # a prompt is taken as it is, to be continued
         ({"prompt": None, "question": "Hi"}, HI, {"prompt": None, "question": "Hi"}),
         ({"prompt": "Hi", "question": None}, "Hi", {"question": None}),
         ({"query": "Hi", "label": 2}, HI, {"query": "Hi", "label": 2}),
@@ -83,15 +83,54 @@ def test_parts_of_text_become_text(column: str):
     [
         ({"text": "Hi", "id": 1}, ["no prompt column", "text, id", "rename"]),
         ({}, ["no prompt column", "none"]),
-        ({"prompt": "Hi", "question": "Ho"}, ["2 prompt columns (prompt, question)"]),
         ({"prompt": None}, ["no prompt column"]),
     ],
 )
-def test_exactly_one_prompt_column(row: dict[str, Any], parts: list[str]):
+def test_a_row_without_a_prompt_column(row: dict[str, Any], parts: list[str]):
     with pytest.raises(ValueError, match=r"^train\.jsonl:7: ") as caught:
         to_prompt(row, where="train.jsonl:7")
     for part in [*parts, *PROMPT_COLUMNS]:
         assert part in str(caught.value)
+
+
+NUMINA = {"problem": "1 + 1?", "solution": "It is \\boxed{2}.", "messages": [USER, ASSISTANT]}
+"""The columns of AI-MO/NuminaMath-TIR."""
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        (NUMINA, "problem"),
+        ({"source": "aops", **NUMINA}, "problem"),  # AI-MO/NuminaMath-CoT
+        ({**NUMINA, "answer": "2", "uuid": "a", "generations": ["2"]}, "problem"),  # open-r1/OpenR1-Math-220k
+        ({**NUMINA, "system": "Think.", "conversations": [HUMAN, GPT]}, "problem"),  # open-r1/OpenThoughts-114k-math
+        ({"question": "1 + 1?", "answer": "2", "prompt": [SYSTEM, USER]}, "prompt"),  # GSM8K as mapped for TRL
+        ({"prompt": "1 + 1?", "prompt_id": "a", "messages": [USER, ASSISTANT]}, "prompt"),  # ultrachat_200k
+        ({"query": "1 + 1?", "messages": [USER, ASSISTANT], "solution": "2"}, "query"),
+        ({"messages": [USER, ASSISTANT], "conversations": [HUMAN, GPT]}, "messages"),
+    ],
+)
+def test_the_first_prompt_column_is_taken_and_the_others_go_to_the_rewards(row: dict[str, Any], column: str):
+    prompt = to_prompt(row, where="f.jsonl:1")
+    alone = {name: value for name, value in row.items() if name == column or name not in PROMPT_COLUMNS}
+    assert prompt.content == to_prompt(alone, where="f.jsonl:1").content
+    assert prompt.columns == {name: value for name, value in row.items() if name in prompt.columns}
+    others = [name for name in row if name in PROMPT_COLUMNS and name != column]
+    assert others
+    assert set(others) <= set(prompt.columns)
+    assert prompt.prompt_column == column
+    assert unused_prompt_columns(prompt) == [name for name in PROMPT_COLUMNS if name in others]
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+def test_no_image_is_lost_with_a_column_that_is_not_the_prompt(kind: str):
+    content = [{"type": kind, kind: {"url": "a.png"}}, {"type": "text", "text": "What?"}]
+    row = {"question": "What?", "messages": [{"role": "user", "content": content}]}
+    with pytest.raises(
+        ValueError, match=r"f:1: the prompt is the column 'question'.*'messages' has images.*question: null"
+    ):
+        to_prompt(row, where="f:1")
+    assert len(to_prompt({**row, "image": "a.png"}, where="f:1").images) == 1
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,44 @@ def test_columns_are_renamed_and_said_where_they_are_missing():
     assert (swapped.content, swapped.columns["answer"]) == ("2", "1+1?")
 
 
+def numina(number: int) -> dict[str, Any]:
+    """A row with the columns of AI-MO/NuminaMath-TIR."""
+    turns = [{"role": "user", "content": f"{number} + 1?"}, {"role": "assistant", "content": "By hand."}]
+    return {"problem": f"{number} + 1?", "solution": str(number + 1), "messages": turns}
+
+
+def test_a_column_is_dropped():
+    write("a.jsonl", [numina(0)])
+    (prompt,) = load_mixture([DatasetEntry("a.jsonl", columns={"messages": None, "solution": "answer"})], seed=0)
+    assert prompt.columns == {"problem": "0 + 1?", "answer": "1"}
+    (prompt,) = load_mixture([DatasetEntry("a.jsonl", columns={"problem": None})], seed=0)
+    assert (prompt.prompt_column, prompt.columns) == ("messages", {"solution": "1"})
+    (prompt,) = load_mixture([DatasetEntry("a.jsonl", columns={"solution": None, "problem": "solution"})], seed=0)
+    assert prompt.columns == {"solution": "0 + 1?"}, "a dropped column's name is free"
+    with pytest.raises(ValueError, match=r"^a\.jsonl:1: columns drops 'notes', .*it has: problem, solution, mess"):
+        load_mixture([DatasetEntry("a.jsonl", columns={"notes": None})], seed=0)
+
+
+@pytest.mark.parametrize("settings", [{"num_proc": 2}, {"streaming": True}])
+def test_which_column_is_the_prompt_is_logged_once_per_data_set(settings: Any, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    write("a.jsonl", [numina(number) for number in range(5)])
+    write("b.jsonl", [{"prompt": "b", "question": "c"}, {"prompt": "b"}])
+    write("c.jsonl", rows("c"))
+    entries = [DatasetEntry(f"{name}.jsonl", streaming="streaming" in settings) for name in "abc"]
+    if "streaming" in settings:
+        stream = stream_mixture(entries, seed=0)
+        for seed in (None, 1):
+            assert len(stream.order(seed).take(0, 20)[0]) == 8
+    else:
+        load_mixture(entries, seed=0, **settings)
+    said = [record.getMessage() for record in caplog.records if "prompt column" in record.getMessage()]
+    assert len(said) == 2
+    assert "a: the prompt column is 'problem', not 'messages'" in said[0]
+    assert "columns: {problem: null}" in said[0]
+    assert "b: the prompt column is 'prompt', not 'question'" in said[1]
+
+
 def test_names_rewards_and_the_reward_method():
     write("a.jsonl", [{"prompt": "a"}, {"prompt": "b", "accu_reward_method": "math"}, {"prompt": "c"}])
     entry = DatasetEntry("a.jsonl", name="counting", rewards=["exact"], accu_reward_method="iou")

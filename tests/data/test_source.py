@@ -634,3 +634,16 @@ def test_the_names_of_the_sources():
     assert source_names(rows) == ["x", "y"]
     named = PromptStream(rows.parts, sources=["z", "x", "y"])
     assert source_names(named) == ["x", "y", "z"]
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
+def test_which_column_is_the_prompt_is_logged_once(make, caplog):
+    caplog.set_level("INFO")
+    rows = [{"problem": "1 + 1?", "messages": [{"role": "user", "content": "1 + 1?"}]}] * 3
+    source = PromptSource(make(rows), 2)
+    for _ in range(2):
+        assert known_prompts(source.prompts)[0].prompt_column == "problem"
+    assert caplog.text.count("the data: the prompt column is 'problem', not 'messages'") == 1

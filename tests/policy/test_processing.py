@@ -1,6 +1,7 @@
 """Prompts with images to token ids and tensors."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -28,6 +29,16 @@ def test_a_prompt_is_what_its_processor_makes_of_it(vlm):
     assert torch.equal(encoded.vision.images["pixel_values"], outputs["pixel_values"])
     assert encoded.vision.num_image_tokens == encoded.token_ids.count(vlm.model.config.image_token_id) > 4
     assert encoder.num_tokens(prompt) == len(encoded.token_ids)
+
+
+def test_an_assistant_message_at_the_end_is_continued(vlm):
+    encoder = encoder_of(vlm)
+    asked = prompt_of(tiny_vlms.picture(0), "where?")
+    started = dataclasses.replace(asked, content=[*asked.content, {"role": "assistant", "content": "<think>"}])
+    longer = encoder(started)
+    tokenizer = vlm.processor.tokenizer
+    assert tokenizer.decode(longer.token_ids) == tokenizer.decode(encoder(asked).token_ids) + "<think>"
+    assert encoder.num_tokens(started) == len(longer.token_ids)
 
 
 def test_lengths_follow_from_the_sizes_of_the_images(vlm):

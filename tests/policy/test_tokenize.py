@@ -1,7 +1,10 @@
 """Prompts to tokens: text as it is, chats by template, and nothing that does not fit."""
 
+import copy
+
 import pytest
 
+from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
 from grpo_lightning.types import Prompt
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -19,6 +22,45 @@ def test_messages_go_through_the_chat_template_with_the_answer_opened():
     )
     ids = tokenize(Prompt([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]), tokenizer)
     assert tokenizer.decode(ids) == "s:be brief;u:hi;a:"
+
+
+TURNS = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+ASKED = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize("start", ["<think>", "<think> ", "Let me see: 1 "])
+@pytest.mark.parametrize("is_parts", [False, True])
+def test_an_assistant_message_at_the_end_is_continued(start, is_parts):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TURNS.replace("m.content", "m.content if m.content is string else m.content[0].text")
+    content = [{"type": "text", "text": start}] if is_parts else start
+    prompt = Prompt([ASKED, {"role": "assistant", "content": content}], chat_template_kwargs={"enable_thinking": True})
+    before = copy.deepcopy(prompt.content)
+    assert tokenizer.decode(tokenize(prompt, tokenizer)) == f"u:hi;a:{start}"
+    assert prompt.content == before
+    earlier = Prompt([ASKED, {"role": "assistant", "content": "a"}, ASKED])
+    assert tokenizer.decode(tokenize(earlier, tokenizer)) == "u:hi;a:a;u:hi;a:"
+
+
+def test_a_start_that_the_template_does_not_render_is_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"f:7: .*cannot render the messages: .*does not appear"):
+        tokenize(Prompt([ASKED, {"role": "assistant", "content": "<think>"}]), tokenizer, "f:7")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(ValueError, match=r"f:7: .*cannot render the messages: .*no \"content\" to continue"):
+        tokenize(Prompt([ASKED, call]), tokenizer, "f:7")
+
+
+@pytest.mark.parametrize("name", ["continue_final_message", "add_generation_prompt", "tokenize"])
+def test_what_ends_a_prompt_is_no_setting_of_the_template(name):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TURNS
+    message = rf"chat_template_kwargs has {name!r}, .*an assistant message at the end of a prompt is continued"
+    with pytest.raises(ValueError, match=message):
+        tokenize(Prompt([ASKED], chat_template_kwargs={name: True}), tokenizer)
+    with pytest.raises(ValueError, match=message):
+        PromptTemplate(chat_template_kwargs={name: True})
 
 
 def test_messages_without_a_template_say_what_to_do():

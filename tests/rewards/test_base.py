@@ -8,6 +8,7 @@ import pytest
 from jsonargparse import ArgumentError, ArgumentParser
 
 from grpo_lightning.rewards import ByMethod, Cosine, ExactMatch, Format, Length, Reward, WeightedReward
+from grpo_lightning.rewards.base import prompt_text
 
 
 def plain(completions: list[str]) -> list[float | None]:
@@ -219,3 +220,8 @@ def test_rewards_in_yaml():
 def test_wrong_yaml_is_an_error(reward: str, message: str):
     with pytest.raises(ArgumentError, match=message):
         parsed(f"model:\n  rewards:\n    - {reward}\n")
+
+
+def test_the_question_is_not_the_start_of_its_answer():
+    user, start = {"role": "user", "content": [{"type": "text", "text": "Why?"}]}, {"role": "assistant", "content": "I"}
+    assert [prompt_text(prompt) for prompt in ("Why?", [user], [user, start], [start])] == ["Why?", "Why?", "Why?", "I"]
