@@ -13,13 +13,14 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from grpo_lightning.callbacks import CompletionLog, ProgressBar, WritePredictions
 from grpo_lightning.cli.loggers import ContinuedSteps, MetricsLogger
 
+SAVE_DIR = "runs"
 CHECKPOINT_INTERVAL = timedelta(minutes=15)
 
 
 def default_loggers() -> list[dict[str, Any]]:
     """TensorBoard and metrics.csv, which get the run's folder."""
     return [
-        {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs"}},
+        {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": SAVE_DIR}},
         {"class_path": f"{MetricsLogger.__module__}.MetricsLogger"},
     ]
 

@@ -27,6 +27,7 @@ from grpo_lightning.cli.type_hints import (
     is_accepted,
     kind_of,
     named,
+    named_classes,
     num_call_arguments,
     takes_objects,
 )
@@ -44,13 +45,35 @@ def explain(message: str, parser: ArgumentParser, sources: Iterable[Source]) -> 
     for source in sources:
         if problem := find_problem(source.tree, "", actions(parser)):
             return f"{source.where}: {problem}".removeprefix("in ")
-    if "NestedArg" in message and (key := re.search(r'Parser key "([^"]+)"', message)):
-        return (
-            f"{key[1]} is given by its name alone, and by a setting below it as well: write {key[1]} with class_path "
-            "and init_args (policy: {class_path: grpo_lightning.PolicyLoader, init_args: {name: ...}}), or leave the "
-            "setting out."
-        )
+    if (key := re.search(r'Parser key "([^"]+)"', message)) and (problem := without_class(key[1], parser, sources)):
+        return problem
     return shortened(message)
+
+
+def without_class(key: str, parser: ArgumentParser, sources: Iterable[Source]) -> str | None:
+    """Settings of an object without a class, given or by default: `scheduler: {warmup_ratio: 0.1}`."""
+    members = choices(getattr(actions(parser).get(key), "_typehint", None))
+    trees = [value_at(source.tree, key) for source in sources]
+    given = next((tree for tree in trees if isinstance(tree, Mapping) and "class_path" not in tree), None)
+    if given is None or not takes_objects(members):
+        return None
+    own = [
+        kind.__name__
+        for kind in named_classes(members)
+        if kind.__module__.startswith("grpo_lightning") and not kind.__subclasses__()
+    ]
+    example = own[0] if own else "module.Class"
+    return (
+        f"{key} has no class yet that {key}.{next(iter(given))} could be a setting of. Name one first: "
+        f"--{key}={example}, or class_path in YAML." + (f" The package has {', '.join(own)}." if own else "")
+    )
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """The value of nested settings at a dotted key; None if there is none."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def actions(parser: ArgumentParser) -> dict[str, Any]:

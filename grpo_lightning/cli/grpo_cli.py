@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_s
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.cli.interrupt import GracefulStop
 from grpo_lightning.cli.loggers import without_anonymous
+from grpo_lightning.cli.parser import Parser
 from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.messages import quiet_libraries, show_messages
@@ -65,6 +67,10 @@ class ConfigFile(SaveConfigCallback):
 class GRPOCLI(LightningCLI):
     """LightningCLI with GRPO's module, data and defaults."""
 
+    def __init__(self, args: Sequence[str], **kwargs: Any) -> None:
+        self.command = args[0]
+        super().__init__(args=list(args), **kwargs)
+
     @classmethod
     def of(cls, args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Self:
         """The command line of these arguments, run."""
@@ -74,17 +80,24 @@ class GRPOCLI(LightningCLI):
         # The fields of dataclasses (objective, sampling) are described below them, which is not read by default.
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
         return cls(
-            module_class or GRPOLightningModule,
-            PromptDataModule,
+            args,
+            model_class=module_class or GRPOLightningModule,
+            datamodule_class=PromptDataModule,
             save_config_callback=ConfigFile,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_class=short_names.Parser,
-            parser_kwargs={**PARSING, "prog": "grpo-lightning"}
-            | {name: {**PARSING, "description": text} for name, text in DESCRIPTIONS.items()},
-            args=list(args),
+            parser_class=Parser,
+            parser_kwargs={
+                **PARSING,
+                "prog": "grpo-lightning",
+                args[0]: {**PARSING, "description": DESCRIPTIONS[args[0]]},
+            },
         )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that is given: to build the parsers of all four takes two seconds."""
+        return {self.command: super().subcommands()[self.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Defaults that suit short RL runs; a recipe or flag overrides every one."""
@@ -97,6 +110,8 @@ class GRPOCLI(LightningCLI):
         parser.set_defaults(
             {
                 "trainer.logger": default_loggers(),
+                # Its settings are keys of their own, as those of the optimizer are.
+                "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
                 # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
                 "trainer.log_every_n_steps": 1,
                 # Sampling from an untrained policy before training starts proves nothing and takes long.
@@ -112,9 +127,13 @@ class GRPOCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
         args, notices = sources.find_configs(args)
-        args = short_names.in_flags(args)
-        self.given = given = sources.read(args)  # a syntax error is said with its file and line
-        subparser = self._subcommand_parsers.get(args[0] if args else "", parser)
+        given = sources.read(args)  # a syntax error is said with its file and line
+        subparser = self._subcommand_parsers[self.command]
+        assert isinstance(subparser, Parser)
+        subparser.expands_policy = expands = short_names.has_policy_settings(source.tree for source in given)
+        args = short_names.in_flags(args, expands_policy=expands)
+        given = [replace(source, tree=short_names.in_tree(source.tree, expands_policy=expands)) for source in given]
+        self.given = given
         if problem := diagnosis.below_one_value(subparser, given):
             raise ConfigurationError(problem)
         try:
@@ -122,11 +141,9 @@ class GRPOCLI(LightningCLI):
         except jsonargparse.ArgumentError as error:
             raise ConfigurationError(diagnosis.explain(error.message, subparser, given)) from error
         settings = self.config[self.config.subcommand]
-        if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.config.subcommand], settings):
+        if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.command], settings):
             raise ConfigurationError(problem)
         settings.run_name = run_folder.run_name(settings.run_name, sources.config_files(args))
-        if settings.trainer.logger is True:
-            settings.trainer.logger = [Namespace(logger) for logger in default_loggers()]
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
         ):
@@ -165,7 +182,7 @@ class GRPOCLI(LightningCLI):
             if said := resuming.notice(
                 Path(settings.ckpt_path),
                 self.config_dump,
-                diagnosis.defaults_of_null(self._subcommand_parsers[self.config.subcommand]),
+                diagnosis.defaults_of_null(self._subcommand_parsers[self.command]),
             ):
                 log.info(said)
 

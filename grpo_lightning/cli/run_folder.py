@@ -21,6 +21,8 @@ from grpo_lightning.cli.loggers import MetricsLogger
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
 SETTINGS = ("config.yaml", "hparams.yaml")
+METRICS_LOGGERS = {"CSVLogger", "MetricsLogger"}
+FILE_LOGGERS = METRICS_LOGGERS | {"TensorBoardLogger"}
 
 
 def run_name(given: str | None, config_files: Sequence[Path]) -> str:
@@ -75,32 +77,41 @@ def take_next(folder: Path) -> Path:
 def place(trainer: Namespace, folder: Path) -> None:
     """Point a Trainer's settings at the run's folder: where nothing is logged, and every logger without a name.
 
-    Every run that logs has metrics.csv. The first logger is where Lightning looks for the run's folder: metrics.csv
-    comes first where that one writes elsewhere.
+    Every run that logs has metrics.csv. Lightning keeps checkpoints where the first logger writes: one that writes
+    files comes first, as others (W&B) would send them to a folder by their own ids.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
     if not loggers:
         return
-    loggers = loggers if isinstance(loggers, list) else [loggers]
+    loggers = list(loggers) if isinstance(loggers, list) else [loggers]
     for logger in loggers:
         place_logger(logger, folder)
-    kinds = [logger.class_path.rpartition(".")[2] for logger in loggers]
-    if not {"CSVLogger", "MetricsLogger"} & set(kinds):
+    if not any(kind(logger) in METRICS_LOGGERS for logger in loggers):
         metrics = Namespace(class_path=f"{MetricsLogger.__module__}.MetricsLogger", init_args=Namespace())
         place_logger(metrics, folder, is_new=True)
-        loggers = [*loggers, metrics] if kinds[0] == "TensorBoardLogger" else [metrics, *loggers]
+        loggers.append(metrics)
+    if kind(loggers[0]) not in FILE_LOGGERS:
+        files = [logger for logger in loggers if kind(logger) in FILE_LOGGERS]
+        inside = [logger for logger in files if logger.init_args.get("version") == folder.name]
+        first = (inside or files)[0]
+        loggers = [first, *(logger for logger in loggers if logger is not first)]
     trainer.logger = loggers
 
 
+def kind(logger: Namespace) -> str:
+    """The name of a logger's class."""
+    return str(logger.class_path.rpartition(".")[2])
+
+
 def place_logger(logger: Namespace, folder: Path, *, is_new: bool = False) -> None:
-    """Let one logger write into the run's folder, unless its recipe names a place."""
+    """Let one logger write into the run's folder, unless its recipe names a place; W&B calls the run by its name."""
     settings = logger.init_args
-    if logger.class_path.endswith(".WandbLogger"):
+    if kind(logger) == "WandbLogger":
         if settings.get("save_dir") in (None, ".") and settings.get("dir") is None:
             settings.save_dir = str(folder)
         if settings.get("name") is None:
-            settings.name = f"{folder.parent.name}/{folder.name}"
+            settings.name = folder.parent.name
     elif is_new or (settings.get("name") == LIGHTNINGS_NAME and settings.get("version") is None):
         settings.save_dir, settings.name, settings.version = str(folder.parent.parent), folder.parent.name, folder.name
 

@@ -1,22 +1,26 @@
-"""Optimizers and schedules by their names alone: `optimizer: AdamW`, `scheduler: {class_path: Cosine}`.
+"""Settings in a shorter form: `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`.
 
 The parser finds a class by its name where there is one of that name. There are two AdamW: torch's and the one of
-`grpo_lightning.optimizers`, which is meant here.
+`grpo_lightning.optimizers`, which is meant here. A policy given by its name alone is `PolicyLoader` with that name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.cli import LightningArgumentParser
-
 from grpo_lightning import optimizers, schedules
+from grpo_lightning.cli.defaults import default_loggers
+from grpo_lightning.cli.sources import pairs
 from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
 
 KEYS = {"optimizer": optimizers, "scheduler": schedules}
 """The settings of the module that take such names, and where the classes are."""
+
+CLASS_FLAGS = {f"--model.{key}{end}" for key in KEYS for end in ("", ".class_path")}
+POLICY_CLASS = "PolicyLoader"
 
 
 def full_name(name: Any) -> Any:
@@ -28,36 +32,63 @@ def full_name(name: Any) -> Any:
     return name
 
 
-def in_flags(args: Sequence[str]) -> list[str]:
-    """A command line with import paths in the place of names: `--model.optimizer=AdamW`."""
-    flags = {f"--model.{key}{end}" for key in KEYS for end in ("", ".class_path")}
-    full = []
-    for i, arg in enumerate(args):
-        flag, equals, value = arg.partition("=")
-        if equals and flag in flags:
-            full.append(f"{flag}={full_name(value)}")
-        else:
-            full.append(full_name(arg) if i and args[i - 1] in flags else arg)
+def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
+    """A command line with import paths in the place of names: `--model.optimizer=AdamW`.
+
+    With `expands_policy`, `--model.policy=x` becomes `--model.policy.name=x`.
+    """
+    full = list(args)
+    for i, flag, value in pairs(args):
+        key, new = flag, value
+        if flag in CLASS_FLAGS:
+            new = full_name(value)
+        elif flag == "--trainer.logger" and value.lower() == "true":
+            new = json.dumps(default_loggers())
+        elif flag == "--model.policy" and expands_policy and is_name(value):
+            key = "--model.policy.name"
+        if "=" in args[i]:
+            full[i] = f"{key}={new}"
+        elif (key, new) != (flag, value):
+            full[i : i + 2] = [key, new]
     return full
 
 
-def in_tree(tree: Any) -> Any:
-    """Settings as a YAML file has them, with import paths in the place of names."""
-    model = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(model, dict):
+def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
+    """Settings as a YAML file has them, with import paths in the place of names.
+
+    With `expands_policy`, `policy: x` becomes `policy: {init_args: {name: x}}`.
+    """
+    if not isinstance(tree, dict):
         return tree
-    found = {}
+    found = dict(tree)
+    if isinstance(model := tree.get("model"), dict):
+        found["model"] = model_in_full(model, expands_policy=expands_policy)
+    if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("logger") is True:
+        found["trainer"] = trainer | {"logger": default_loggers()}
+    return found
+
+
+def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str, Any]:
+    """The section `model`, with import paths in the place of names."""
+    found = dict(model)
     for key in KEYS:
         value = model.get(key)
         if isinstance(value, str):
             found[key] = full_name(value)
         elif isinstance(value, dict) and "class_path" in value:
             found[key] = value | {"class_path": full_name(value["class_path"])}
-    return tree | {"model": model | found}
+    if expands_policy and is_name(model.get("policy")):
+        # Without class_path: a subclass of PolicyLoader that an earlier file names stays.
+        found["policy"] = {"init_args": {"name": model["policy"]}}
+    return found
 
 
-class Parser(LightningArgumentParser):
-    """Takes short names in configuration files."""
+def is_name(policy: Any) -> bool:
+    """True for a policy given as text that is not the class itself."""
+    return isinstance(policy, str) and bool(policy) and policy.rpartition(".")[2] != POLICY_CLASS
 
-    def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._apply_actions(in_tree(cfg), *args, **kwargs)
+
+def has_policy_settings(trees: Iterable[Mapping[str, Any]]) -> bool:
+    """True if something below `model.policy` is set."""
+    models = [tree.get("model") for tree in trees]
+    return any(isinstance(model.get("policy"), Mapping) for model in models if isinstance(model, Mapping))

@@ -26,7 +26,7 @@ from grpo_lightning.policy.inputs import compute_device, known_arguments, left_p
 from grpo_lightning.policy.prefix_cache import LostCacheError
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import place, seeing
-from grpo_lightning.rollout.base import Progress
+from grpo_lightning.rollout.base import Progress, RolloutEngine
 from grpo_lightning.rollout.drawing import TokenDrawer, Uniforms
 from grpo_lightning.rollout.lockstep import Lockstep, is_gathered, say_gathering
 from grpo_lightning.rollout.sampling_cache import SamplingCache, no_fan_out_reason
@@ -35,7 +35,7 @@ from grpo_lightning.types import Completion, PromptVision, SamplingParams, Visio
 log = logging.getLogger(__name__)
 
 
-class LocalEngine:
+class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:

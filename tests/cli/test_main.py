@@ -651,7 +651,8 @@ def vowels(completions, answer):
     return [float(len(text)) for text in completions]
 
 
-def test_a_setting_below_a_policy_given_by_name_says_how_to_write_it(recipe, capsys):
-    said = failure(capsys, "fit", "--config", recipe(), "--model.policy.chunk_size=8")
-    assert "model.policy is given by its name alone" in said
-    assert "init_args: {name: ...}" in said
+def test_settings_below_a_policy_given_by_name_and_of_the_engine(recipe):
+    flags = ["--model.policy.chunk_size=8", "--model.engine.max_rows=4", "--trainer.max_steps=1"]
+    cli = main(["fit", "--config", recipe(), *flags])
+    assert (cli.model.loader.chunk_size, cli.model.engine.max_rows) == (8, 4)
+    assert cli.trainer.global_step == 1

@@ -84,10 +84,11 @@ def test_loggers_without_a_name_go_into_the_folder():
 
 @pytest.mark.parametrize("kind", ["lightning.pytorch.loggers.CSVLogger", "grpo_lightning.cli.loggers.MetricsLogger"])
 def test_a_logger_of_ones_own_that_writes_metrics_is_enough(kind):
-    loggers = [logger(WANDB, save_dir="."), logger(kind, save_dir="runs", name="mine", version=None)]
-    trainer = Namespace(default_root_dir=None, logger=loggers)
+    """It comes first: Lightning would keep checkpoints by W&B's project and run id."""
+    wandb, csv = logger(WANDB, save_dir="."), logger(kind, save_dir="runs", name="mine", version=None)
+    trainer = Namespace(default_root_dir=None, logger=[wandb, csv])
     run_folder.place(trainer, FOLDER)
-    assert trainer.logger == loggers
+    assert trainer.logger == [csv, wandb]
 
 
 def test_a_place_of_ones_own_is_kept():
@@ -138,7 +139,7 @@ def test_where_the_first_logger_has_no_folder_metrics_are_kept():
     metrics, wandb = trainer.logger
     assert metrics.class_path == "grpo_lightning.cli.loggers.MetricsLogger"
     assert metrics.init_args.as_dict() == {"save_dir": "there/runs", "name": "r", "version": "version_3"}
-    assert (wandb.init_args.save_dir, wandb.init_args.name) == (str(FOLDER), "r/version_3")
+    assert (wandb.init_args.save_dir, wandb.init_args.name) == (str(FOLDER), "r")
 
 
 @pytest.mark.parametrize("loggers", [None, False, []])

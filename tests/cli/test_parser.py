@@ -1,0 +1,249 @@
+"""How settings of several files and flags come together."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from grpo_lightning.cli import parse, run_folder
+from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.loggers import MetricsLogger
+
+WEIGHTED = "grpo_lightning.rewards.WeightedReward"
+FIRST = [
+    {"class_path": WEIGHTED, "init_args": {"reward": "grpo_lightning.rewards.ExactMatch", "weight": 3.0, "name": "a"}},
+    {"class_path": "grpo_lightning.rewards.Format", "init_args": {"text_after": True}},
+]
+SECOND = [
+    {"class_path": WEIGHTED, "init_args": {"reward": "grpo_lightning.rewards.Format"}},
+    {"class_path": "grpo_lightning.rewards.Format"},
+]
+
+
+@pytest.fixture(autouse=True)
+def first(tmp_path, monkeypatch):
+    """`first.yaml`, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
+    write("first", model={"policy": "some/policy", "rewards": FIRST}, data={"datasets": [{"json_path": "x.jsonl"}]})
+
+
+def write(name, **sections):
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(sections))
+
+
+def parsed(*args):
+    return parse(["--config", "first.yaml", *args])
+
+
+def plain(settings):
+    return settings.as_dict() if hasattr(settings, "as_dict") else settings
+
+
+# ---------------------------------------------------------------------------------------------------------------- lists
+
+
+def alone(rewards):
+    """What a list of rewards is where no other stands before it."""
+    write("alone", model={"policy": "some/policy", "rewards": rewards}, data={"datasets": "x"})
+    return [plain(reward) for reward in parse(["--config", "alone.yaml"]).model.rewards]
+
+
+@pytest.mark.parametrize("form", ["file", "inline", "flag", "flag with a space"])
+def test_a_later_list_replaces_an_earlier_one_of_the_same_length(form):
+    write("second", model={"rewards": SECOND})
+    args = {
+        "file": ["--config", "second.yaml"],
+        "inline": ["--config", json.dumps({"model": {"rewards": SECOND}})],
+        "flag": [f"--model.rewards={json.dumps(SECOND)}"],
+        "flag with a space": ["--model.rewards", json.dumps(SECOND)],
+    }[form]
+    assert [plain(reward) for reward in parsed(*args).model.rewards] == alone(SECOND)
+
+
+def test_callbacks_take_no_settings_of_what_stood_in_their_place():
+    bar = {"class_path": "RichProgressBar", "init_args": {"refresh_rate": 7}}
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 2, "monitor": "val/reward"}}
+    write("second", trainer={"callbacks": [bar, checkpoint]})
+    write("third", trainer={"callbacks": [{"class_path": "ModelCheckpoint"}, {"class_path": "ModelCheckpoint"}]})
+    for callback in parsed("--config", "second.yaml", "--config", "third.yaml").trainer.callbacks:
+        assert (callback.init_args.save_top_k, callback.init_args.monitor) == (1, None)
+
+
+def test_a_list_deep_inside_an_object_is_replaced():
+    trees = [
+        [{"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 5}}],
+        [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "there"}}],
+    ]
+    Path("holders.py").write_text(
+        "from lightning.pytorch.callbacks import Callback\n\n\n"
+        "class Holder(Callback):\n    def __init__(self, inner: list[Callback]):\n        pass\n"
+    )
+    for name, inner in zip(("second", "third"), trees, strict=True):
+        write(name, trainer={"callbacks": {"class_path": "holders.Holder", "init_args": {"inner": inner}}})
+    (inner,) = parsed("--config", "second.yaml", "--config", "third.yaml").trainer.callbacks.init_args.inner
+    assert (inner.init_args.dirpath, inner.init_args.every_n_train_steps) == ("there", None)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--config", '{"model": {"rewards+": [{"class_path": "grpo_lightning.rewards.Format"}]}}'],
+        ["--config", '{"model": {"rewards+": {"class_path": "grpo_lightning.rewards.Format"}}}'],
+        ["--model.rewards+=grpo_lightning.rewards.Format"],
+        ['--model.rewards+=[{"class_path": "grpo_lightning.rewards.Format"}]'],
+        ["--model.rewards+", "grpo_lightning.rewards.Format"],
+    ],
+)
+def test_a_plus_appends(args):
+    appended = {"class_path": "grpo_lightning.rewards.Format"}
+    assert [plain(reward) for reward in parsed(*args).model.rewards] == alone([*FIRST, appended])
+
+
+def test_settings_of_the_same_class_still_add_up():
+    write("second", model={"scheduler": {"class_path": "Cosine", "init_args": {"warmup_ratio": 0.3}}})
+    config = parsed("--config", "second.yaml", "--model.scheduler.min_lr_ratio=0.1", "--model.scheduler.warmup_steps=2")
+    assert config.model.scheduler.class_path == "grpo_lightning.schedules.Cosine"
+    assert config.model.scheduler.init_args.as_dict() == {"warmup_ratio": 0.3, "warmup_steps": 2, "min_lr_ratio": 0.1}
+
+
+# -------------------------------------------------------------------------------------------------------------- loggers
+
+FOLDER = Path("runs/mine/version_0")
+LOGGERS = "lightning.pytorch.loggers"
+WANDB, TENSORBOARD, CSV = "WandbLogger", "TensorBoardLogger", "CSVLogger"
+
+
+def in_yaml(key, value):
+    return ["--config", json.dumps({"trainer": {key: value}})]
+
+
+TWO = {
+    "names": in_yaml("logger", [TENSORBOARD, WANDB]),
+    "names, the other way": in_yaml("logger", [WANDB, TENSORBOARD]),
+    "class paths": in_yaml("logger", [{"class_path": f"{LOGGERS}.{name}"} for name in (WANDB, TENSORBOARD)]),
+    "with the default's save_dir": in_yaml(
+        "logger", [{"class_path": TENSORBOARD, "init_args": {"save_dir": "runs"}}, {"class_path": WANDB}]
+    ),
+    "appended": in_yaml("logger+", {"class_path": WANDB}),
+    "appended by a flag": ["--trainer.logger+=WandbLogger"],
+    "a list of names in a flag": ["--trainer.logger=[WandbLogger, TensorBoardLogger]"],
+    "flags": ["--trainer.logger=TensorBoardLogger", "--trainer.logger+", "WandbLogger"],
+    "with CSV": in_yaml("logger", [WANDB, CSV, TENSORBOARD]),
+    "true and one more": ["--trainer.logger=true", "--trainer.logger+=WandbLogger"],
+}
+
+
+def placed(*args):
+    """The loggers of a run in `FOLDER`, as objects."""
+    trainer = parsed("--run_name=mine", *args).trainer
+    run_folder.place(trainer, FOLDER)
+    parser = ArgumentParser()
+    parser.add_argument("--logger", type=Logger | Iterable[Logger] | bool | None)
+    build = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in 4.49
+    made = build(Namespace(logger=trainer.logger)).logger
+    return made if isinstance(made, list) else [made]
+
+
+@pytest.mark.parametrize("form", TWO)
+def test_loggers_of_which_one_is_wandb(form):
+    loggers = placed(*TWO[form])
+    by_name = {type(logger).__name__: logger for logger in loggers}
+    assert {"TensorBoardLogger", "WandbLogger"} < by_name.keys()
+    assert len(by_name) == len(loggers)
+    wandb = by_name.pop("WandbLogger")
+    assert (wandb._wandb_init["name"], Path(wandb.save_dir)) == ("mine", FOLDER)
+    assert {Path(logger.log_dir) for logger in by_name.values()} == {FOLDER}
+    assert loggers[0] is not wandb, "Lightning keeps checkpoints where the first logger says"
+
+
+@pytest.mark.parametrize("args", [["--trainer.logger=true"], in_yaml("logger", True), []])
+def test_true_is_the_default_loggers(args):
+    loggers = placed(*args)
+    assert [type(logger) for logger in loggers] == [TensorBoardLogger, MetricsLogger]
+    assert {Path(logger.log_dir) for logger in loggers} == {FOLDER}
+
+
+@pytest.mark.parametrize("name", [TENSORBOARD, CSV, WANDB])
+@pytest.mark.parametrize("form", ["flag", "name", "class_path"])
+def test_one_logger(name, form):
+    yaml_forms = {"name": name, "class_path": {"class_path": f"{LOGGERS}.{name}"}}
+    loggers = placed(*([f"--trainer.logger={name}"] if form == "flag" else in_yaml("logger", yaml_forms[form])))
+    files = [logger for logger in loggers if not isinstance(logger, WandbLogger)]
+    assert {Path(logger.log_dir) for logger in files} == {FOLDER}
+    assert loggers[0] is files[0]
+    assert [type(logger).__name__ for logger in loggers if name == type(logger).__name__] == [name]
+
+
+def test_a_name_of_a_loggers_own_is_kept():
+    own = [{"class_path": WANDB, "init_args": {"name": "special", "project": "p"}}, TENSORBOARD]
+    (wandb,) = [logger for logger in placed(*in_yaml("logger", own)) if isinstance(logger, WandbLogger)]
+    assert (wandb._wandb_init["name"], wandb._wandb_init["project"]) == ("special", "p")
+
+
+def test_without_loggers_there_are_none():
+    trainer = parsed("--trainer.logger=false").trainer
+    run_folder.place(trainer, FOLDER)
+    assert trainer.logger is False
+
+
+# ------------------------------------------------------------------------------------------------ every key is a flag
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--model.policy.chunk_size=8", "--model.policy.lora.rank=4"],
+        ["--model.policy.init_args.chunk_size=8", "--model.policy.init_args.lora.rank", "4"],
+        ["--config", "{model: {policy: {chunk_size: 8, lora: {rank: 4}}}}"],
+        ["--config", "{model: {policy: {class_path: PolicyLoader, init_args: {chunk_size: 8, lora: {rank: 4}}}}}"],
+    ],
+)
+def test_settings_of_a_policy_given_by_its_name(args):
+    policy = parsed(*args).model.policy
+    assert policy.class_path.endswith(".PolicyLoader")
+    assert (policy.init_args.name, policy.init_args.chunk_size) == ("some/policy", 8)
+    assert policy.init_args.lora.rank == 4
+
+
+@pytest.mark.parametrize("flag", ["--model.policy=another/policy", "--model.policy.name=another/policy"])
+def test_the_name_of_a_policy_with_settings_is_changed_and_its_settings_stay(flag):
+    write("second", model={"policy": {"class_path": "PolicyLoader", "init_args": {"name": "x", "chunk_size": 8}}})
+    policy = parsed("--config", "second.yaml", flag).model.policy
+    assert (policy.init_args.name, policy.init_args.chunk_size) == ("another/policy", 8)
+
+
+def test_a_policy_by_its_name_alone_is_text():
+    assert parsed("--model.policy=another/policy").model.policy == "another/policy"
+
+
+def test_settings_of_the_engine_that_a_run_has_by_default():
+    config = parsed("--model.engine.max_rows=4")
+    assert config.model.engine.class_path == "grpo_lightning.LocalEngine"
+    assert config.model.engine.init_args.max_rows == 4
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--model.engine=LocalEngine", "--model.engine.max_rows=4"],
+        ["--config", "{model: {engine: {class_path: LocalEngine, init_args: {max_rows: 4}}}}"],
+        ["--config", "{model: {engine: LocalEngine}}", "--model.engine.max_rows=4"],
+        ["--config", "{model: {engine: {max_rows: 4}}}"],
+    ],
+)
+def test_an_engine_by_its_name(args):
+    assert parsed(*args).model.engine.init_args.max_rows == 4
+
+
+def test_settings_of_a_schedule_need_one_and_say_so():
+    config = parsed("--model.scheduler=Cosine", "--model.scheduler.warmup_ratio=0.1")
+    assert config.model.scheduler.init_args.warmup_ratio == 0.1
+    for args in (["--model.scheduler.warmup_ratio=0.1"], ["--config", "{model: {scheduler: {warmup_ratio: 0.1}}}"]):
+        with pytest.raises(ConfigurationError, match=r"^model.scheduler has no class yet .*warmup_ratio.* Cosine,"):
+            parsed(*args)
