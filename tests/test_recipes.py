@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ WITHOUT_CUDA = {"quantization: 4bit": "quantization: none", "PagedAdamW8bit": "A
 ONE_PROCESS = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
 
 
+def finish_wandb() -> None:
+    """End the run that a recipe's logger has begun: the next one would go on in it."""
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.finish()
+
+
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A tiny policy, reward model and data in an empty current folder."""
@@ -66,6 +73,8 @@ def tiny(tmp_path, monkeypatch):
     tokenizer.save_pretrained("policy")
     tiny_classifier("qwen3").save_pretrained("classifier")
     tokenizer.save_pretrained("classifier")
+    yield
+    finish_wandb()
 
 
 def write_rows(rows: list[dict[str, Any]], name: str = "rows") -> None:
@@ -100,7 +109,7 @@ def write_own_rows(recipe: Path, config: dict[str, Any]) -> None:
         return
     for name, key in (("rows", "datasets"), ("held_out", "val_datasets")):
         for entry in (config["data"].get(key) or config["data"]["datasets"])[:1]:
-            source = entry.get("dataset") or str(Path(entry["json_path"]).parent)
+            source = entry.get("dataset", "").partition("#")[0] or str(Path(entry["json_path"]).parent)
             write_rows(gym_rows(12) if recipe in GYM else [OWN_ROWS[source](number) for number in range(12)], name)
 
 
@@ -127,8 +136,9 @@ IMAGES = {"gui_defect": [(1280, 800)], "gui_multi_image": [(1280, 800)] * 2, "co
 def vision_row(recipe: str, number: int, images: Any) -> dict[str, Any]:
     """A row with the columns of a vision recipe's data, as VLM-R1 and the hub have them."""
     solution = SOLUTIONS.get(recipe, [0, 0, 40, 40])
-    if recipe == "gui_multi_image":  # VLM-R1's JSONL
-        turns = [{"from": "human", "value": "<image><image>where?"}, {"from": "gpt", "value": solution}]
+    if recipe.startswith("gui_"):  # VLM-R1's JSONL
+        places = "<image>" * (len(images) if isinstance(images, list) else 1)
+        turns = [{"from": "human", "value": f"{places}where?"}, {"from": "gpt", "value": solution}]
         return {"id": number, "image": images, "conversations": turns}
     row = {"image": images, "problem": "where?", "solution": solution}
     if recipe.startswith("rec_"):  # VLM-R1's rec_jsons_processed
@@ -180,6 +190,7 @@ def flags(recipe: Path) -> list[str]:
         "--data.num_proc=1",
         "--trainer.accumulate_grad_batches=2",
         "--trainer.val_check_interval=2",
+        "--trainer.log_every_n_steps=1",
         f"--data.datasets={json.dumps([{**entry, 'json_path': 'rows.jsonl'}])}",
         "--data.val_datasets=null" if "val_split" in config["data"] else f"--data.val_datasets={held_out}",
         *(["--data.val_split=2"] if "val_split" in config["data"] else []),

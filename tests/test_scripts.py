@@ -1,4 +1,4 @@
-"""Eight scripts of other trainers as recipes: translated by docs/migrating.md alone, and run on their data's columns."""
+"""Eight scripts of other trainers as recipes: translated by docs/migrating.md, run on the columns of their data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_lightning.cli.main import parse
 from grpo_lightning.planning.translate import OtherScript, translate
 from tests import tiny_vlms
 from tests.pages import TableRow, read, tables
-from tests.test_recipes import ONE_PROCESS, RECIPES, logged_steps
+from tests.test_recipes import ONE_PROCESS, RECIPES, finish_wandb, logged_steps
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS = tables(read("migrating.md"))
@@ -61,7 +61,7 @@ def refcoco() -> list[dict[str, Any]]:
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------- the scripts
+# ---------------------------------------------------------------------------------------------------------- the scripts
 
 SWIFT = "--reward_funcs accuracy format --torch_dtype bfloat16 --num_train_epochs 1 --per_device_eval_batch_size 1"
 SWIFT += " --save_total_limit 2 --logging_steps 5 --output_dir output --warmup_ratio 0.05 --dataloader_num_workers 4"
@@ -337,7 +337,7 @@ def test_the_batches_are_the_nearest_that_plan_finds(script):
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- running
+# -------------------------------------------------------------------------------------------------------------- running
 
 ON_A_CPU = {
     "cache_length: 819": "cache_length: 2",
@@ -351,7 +351,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    return tmp_path
+    yield tmp_path
+    finish_wandb()
 
 
 def tiny_policy(*, sees_images: bool) -> None:
