@@ -43,9 +43,9 @@ class PromptDataModule(L.LightningDataModule):
         val_batch_size: Prompts per rank and validation step; null takes `batch_size`.
         shuffle: A new order every epoch.
         seed: Of the order, of `random:N` and of `val_split`; null takes `seed_everything`.
-        system_prompt: Put in front of every chat that has none: a text, a file, or `r1` or `gsm8k_xml`.
-        question_template: Put around every question: a text with `{question}`, a file, or `think_answer`, `rec`, `ovd`,
-            `od_length`, `counting`, `ic` or `default`.
+        system_prompt: Put in front of every chat that has none: a text, a file, or `tags` or `gsm8k_xml`.
+        question_template: Put around every question: a text with `{question}`, a file, or `tags`, `tags_only`,
+            `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` or `tags_number`.
         prompt_as: What texts become: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is text
             unless there is a system prompt, every other one a user turn.
         chat_template_kwargs: Handed to the chat template (`enable_thinking: false`).
@@ -58,6 +58,8 @@ class PromptDataModule(L.LightningDataModule):
         prepare: Called once per machine before the files are read: to download or build them.
         bad_images: What is done with rows whose images cannot be read, or whose boxes are outside of them: "error"
             names all of them before the weights load, "drop" leaves them out and says how many.
+        image_root: The folder in which relative paths of images begin, for data sets without an `image_root` of their
+            own; null for the folder of each file.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -81,6 +83,7 @@ class PromptDataModule(L.LightningDataModule):
         shuffle_buffer: int = 1000,
         test_datasets: Mixture | None = None,
         bad_images: BadImages = "error",
+        image_root: str | None = None,
     ) -> None:
         super().__init__()
         least = {"batch_size": 1, "val_batch_size": 1, "num_proc": 1, "num_workers": 0, "shuffle_buffer": 1}
@@ -112,6 +115,7 @@ class PromptDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.shuffle_buffer = shuffle_buffer
         self.preflight = Preflight(bad_images, num_workers)
+        self.image_root = image_root
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
@@ -156,6 +160,7 @@ class PromptDataModule(L.LightningDataModule):
                 limit=limit,
                 num_proc=self.num_proc,
                 preflight=self.preflight,
+                image_root=self.image_root,
             )
             if not any(prompt.images for prompt in prompts):
                 self._say_unused({"num_workers": 0}, "has no images, and is no stream")
@@ -169,6 +174,7 @@ class PromptDataModule(L.LightningDataModule):
             shuffle_buffer=self.shuffle_buffer,
             num_workers=self.num_workers,
             preflight=self.preflight,
+            image_root=self.image_root,
         )
         stream.head()  # a bad first row stops the run before any weights are loaded
         return stream

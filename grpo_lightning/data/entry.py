@@ -53,7 +53,8 @@ class DatasetEntry:
     """Value of the column `accu_reward_method` in rows that have none: how VLM-R1's accuracy reward compares."""
 
     image_root: str | None = None
-    """The folder in which relative paths of images begin; by default that of `json_path`, or the folder `dataset`."""
+    """The folder in which relative paths of images begin; by default `image_root` of the run, else the folder of
+    `json_path`, or the folder `dataset`."""
 
     boxes: Boxes = "auto"
     """What the column `solution` is in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
@@ -111,20 +112,23 @@ class DatasetEntry:
         num_rows = self.location.num_rows
         return self.sampling_strategy if num_rows is None else f"random:{num_rows}"
 
-    @property
-    def image_folder(self) -> Path | None:
+    def image_folder(self, run_root: str | None = None) -> Path | None:
         """Where relative paths of images begin; None for the current folder.
+
+        Args:
+            run_root: `image_root` of the run, for entries that have none.
 
         Raises:
             FileNotFoundError: If there is no folder `image_root`.
         """
-        if self.image_root is None:
+        image_root = self.image_root or run_root
+        if image_root is None:
             folder = Path(self.location.name).expanduser()
             return folder.parent if self.json_path is not None else folder if folder.is_dir() else None
-        root = Path(self.image_root).expanduser()
+        root = Path(image_root).expanduser()
         if not root.is_dir():
             raise FileNotFoundError(
-                f"image_root {self.image_root!r} of {self.label!r}: no folder {root.resolve()}. The current folder is "
+                f"image_root {image_root!r} of {self.label!r}: no folder {root.resolve()}. The current folder is "
                 f"{Path.cwd()}."
             )
         return root

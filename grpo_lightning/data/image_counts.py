@@ -43,8 +43,19 @@ class ImageCounts:
             if column := unread_column(prompt.columns):
                 self.unread.setdefault(prompt.source, Counter())[column] += 1
 
-    def check_root(self, source: str, image_root: str | None) -> None:
-        """Check that an entry which says where its images are has some. Raises: ValueError if it has none."""
+    def check_root(self, source: str, image_root: str | None, run_root: str | None) -> None:
+        """Check that data with an `image_root` have images; of the run's, only data that seem to have some.
+
+        Args:
+            source: The entry's name.
+            image_root: The entry's own.
+            run_root: The one of the run, which entries of text alone have as well.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if source in self.unread:
+            image_root = image_root or run_root
         others = self.with_images[source] + self.empty[source] + self.left_out[source]
         if image_root is None or others or not self.without_column[source]:
             return

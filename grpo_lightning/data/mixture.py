@@ -53,6 +53,7 @@ def load_mixture(
     limit: LengthLimit | None = None,
     num_proc: int = 1,
     preflight: Preflight | None = None,
+    image_root: str | None = None,
 ) -> list[Prompt]:
     """Read the chosen rows of every entry, entry after entry, each in the order of its file.
 
@@ -63,6 +64,7 @@ def load_mixture(
         limit: The longest prompt allowed.
         num_proc: Processes that parse rows and count tokens.
         preflight: How images are checked; by default a bad one is an error.
+        image_root: Where relative paths of images begin, for entries that do not say it.
 
     Returns:
         Prompts; `index` is the position in the mixture and `source` the entry's name: by default the file's without
@@ -79,14 +81,14 @@ def load_mixture(
         rows = _all_rows(entry)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
         logger.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
-        convert = _Convert(_reader(entry, source, template), limit)
+        convert = _Convert(_reader(entry, source, template, image_root), limit)
         boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]
         measured += in_processes(convert.item, items, num_proc)
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
-    _check_images(measured, named)
+    _check_images(measured, named, image_root)
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
@@ -102,13 +104,15 @@ def load_mixture(
     return prompts
 
 
-def _check_images(measured: Sequence[Measured], named: Sequence[tuple[str, DatasetEntry]]) -> None:
+def _check_images(
+    measured: Sequence[Measured], named: Sequence[tuple[str, DatasetEntry]], image_root: str | None
+) -> None:
     """Say which rows are asked without an image, and may not be meant to. Raises: ValueError as `check_root`."""
     counts = ImageCounts()
     for m in measured:
         counts.add(m)
     for source, entry in named:
-        counts.check_root(source, entry.image_root)
+        counts.check_root(source, entry.image_root, image_root)
     for source in counts.mixed:
         counts.warn_empty(source)
     for source in counts.unread:
@@ -124,6 +128,7 @@ def stream_mixture(
     shuffle_buffer: int = 1000,
     num_workers: int = 0,
     preflight: Preflight | None = None,
+    image_root: str | None = None,
 ) -> PromptStream:
     """The mixture as a stream: entry after entry, each in its order, read as it is used.
 
@@ -138,7 +143,7 @@ def stream_mixture(
     for source, entry in named:
         if entry.json_path is not None:
             existing(entry.json_path)
-        convert = _Convert(_reader(entry, source, template), limit, preflight or Preflight(), entry.boxes)
+        convert = _Convert(_reader(entry, source, template, image_root), limit, preflight or Preflight(), entry.boxes)
         parts.append(functools.partial(_open_part, entry, source, seed, convert))
     sources = [source for source, _ in named]
     return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
@@ -244,12 +249,10 @@ def _measured_images(measured: list[Measured], limit: LengthLimit, num_proc: int
     return measured
 
 
-def _reader(entry: DatasetEntry, source: str, template: PromptTemplate | None) -> RowReader:
+def _reader(entry: DatasetEntry, source: str, template: PromptTemplate | None, image_root: str | None) -> RowReader:
     """What reads the rows of an entry."""
-    template = template or PromptTemplate()
-    return RowReader(
-        source, template, entry.columns, entry.rewards, entry.accu_reward_method, folder=entry.image_folder
-    )
+    template, folder = template or PromptTemplate(), entry.image_folder(image_root)
+    return RowReader(source, template, entry.columns, entry.rewards, entry.accu_reward_method, folder=folder)
 
 
 def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:

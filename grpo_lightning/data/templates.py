@@ -19,9 +19,59 @@ from grpo_lightning.types import Message
 PromptAs = Literal["auto", "text", "chat"]
 
 SHIPPED = Path(__file__).parent / "prompts"
-QUESTION = "{question}"
-ALIASES = {"odLength": "od_length"}
-"""Other names of shipped texts: VLM-R1's own."""
+QUESTION = re.compile(r"\{question\}|\{Question\}")
+"""The place of the question; with a capital letter in VLM-R1's templates."""
+
+
+@dataclass(frozen=True)
+class Original:
+    """A text of another trainer, which is not shipped: a shipped one asks for the same in other words."""
+
+    ours: str
+    """The name of the shipped one."""
+
+    source: str
+    """The trainer, and where its text is."""
+
+    words: str
+    """How it reads, "..." for what is left out."""
+
+
+_IN_VLM_R1 = "VLM-R1 (get_question_template of its vlm_modules)"
+_TAGS = (
+    "{Question} First output the thinking process in <think> </think> tags and then output the final answer in "
+    "<answer> </answer> tags."
+)
+_MIND = "First thinks about the reasoning process in the mind and then provides the user with the answer. ..."
+ORIGINALS = {
+    "question": {
+        "default": Original("tags", _IN_VLM_R1, _TAGS),
+        "rec": Original("tags_json", _IN_VLM_R1, f"{_TAGS} Output the final answer in JSON format."),
+        "ic": Original(
+            "tags_json_example", _IN_VLM_R1, f"{{Question}} {_MIND} <answer> json format answer here </answer>"
+        ),
+        "odLength": Original("tags_before", _IN_VLM_R1, f"{_MIND} <answer> answer here </answer>\n{{Question}}"),
+    },
+    "system": {
+        "r1": Original(
+            "tags",
+            "ms-swift (examples/train/grpo/prompt.txt)",
+            "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. ...",
+        ),
+    },
+}
+"""Texts of other trainers by kind and name: not these words, so not this name."""
+
+TASKS: dict[str, dict[str, str]] = {
+    "question": {
+        "think_answer": "tags_only",
+        "od_length": "tags_before",
+        "ovd": "tags_boxes",
+        "counting": "tags_number",
+    },
+    "system": {},
+}
+"""Shipped texts by the task that they are for."""
 
 LONGEST_NAME = 255
 """Bytes that a name in a folder may have. Asking a file system for a longer one is an error."""
@@ -33,11 +83,12 @@ class PromptTemplate:
 
     system_prompt: str | None = None
     """Put in front of every chat that has none of its own: a text, a file (`.txt`, `.md`), or a shipped name
-    (`r1`, `gsm8k_xml`)."""
+    (`tags`, `gsm8k_xml`)."""
 
     question_template: str | None = None
-    """Put around every question that is text: a text with `{question}`, a file, or a shipped name: `think_answer`, or
-    one of VLM-R1's tasks in our words (`rec`, `ovd`, `od_length`, `counting`, `ic`, `default`)."""
+    """Put around every question that is text: a text with `{question}`, a file, or a shipped name (`tags`, `tags_only`,
+    `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The words are not those of other
+    trainers: a template of theirs goes in as a file."""
 
     prompt_as: PromptAs = "auto"
     """`text`: the tokenizer sees the text as it is. `chat`: it becomes a user turn. `auto`: the column `prompt` stays
@@ -61,12 +112,12 @@ class PromptTemplate:
         for name in ("system_prompt", "question_template"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, named_text(value, kind=name.split("_")[0], key=name))
-        if self.question_template is not None and QUESTION not in self.question_template:
-            raise ValueError(f"question_template must contain {QUESTION}, got {self.question_template!r:.80}.")
+        if self.question_template is not None and not QUESTION.search(self.question_template):
+            raise ValueError(f"question_template must contain {{question}}, got {self.question_template!r:.80}.")
 
     def question(self, text: str) -> str:
         """The text with the question template around it. Other braces in template and text stay as they are."""
-        return text if self.question_template is None else self.question_template.replace(QUESTION, text)
+        return text if self.question_template is None else QUESTION.sub(lambda _: text, self.question_template)
 
     def render(self, content: str | Sequence[Message], *, is_question: bool, where: str) -> str | list[Message]:
         """What is given to the tokenizer.
@@ -116,23 +167,31 @@ def named_text(value: str, *, kind: str, key: str) -> str:
     """The text that `value` is, names, or is the file of; without the line end of the file's last line.
 
     Raises:
-        ValueError: If it looks like a name (`r2`) and is no shipped one.
+        ValueError: If it looks like a name (`r2`) and is no shipped one, or it is that of another trainer's text.
         FileNotFoundError: If it looks like a file and is not there.
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key} must be text that is not empty, a file or a shipped name, got {value!r:.80}.")
-    value = ALIASES.get(value, value)
     path = SHIPPED / kind / f"{value}.txt"
     if value not in shipped_names(kind):
-        if QUESTION in value or not (_is_file_name(value) or _is_word(value)):
+        if QUESTION.search(value) or not (_is_file_name(value) or _is_word(value)):
             return value
         path = Path(value).expanduser()
     if not path.is_file():
         if path.suffix in (".txt", ".md") or "/" in value:
             raise FileNotFoundError(f"{key} {value!r}: no file {path.resolve()}. The current folder is {Path.cwd()}.")
+        if original := ORIGINALS[kind].get(value):
+            ours = (SHIPPED / kind / f"{original.ours}.txt").read_text(encoding="utf-8").splitlines()[0]
+            raise ValueError(
+                f"{key} {value!r} is a text of {original.source}, which is not shipped: {original.words!r}. To ask in "
+                f"its words, write them into a file: {key}: my_{value}.txt. The shipped {original.ours!r} asks for the "
+                f"same in other words: {ours!r}. A model trained with one of them may answer worse when asked "
+                "with the other."
+            )
         near = difflib.get_close_matches(value, shipped_names(kind), n=1, cutoff=0.5)
+        likely = TASKS[kind].get(value) or next(iter(near), None)
         raise ValueError(
-            f"{key} {value!r} is no shipped text{f', did you mean {near[0]!r}?' if near else '.'} There are: "
+            f"{key} {value!r} is no shipped text{f', did you mean {likely!r}?' if likely else '.'} There are: "
             f"{', '.join(shipped_names(kind))}. Give one of them, a file, or a text of more than one word."
         )
     return path.read_text(encoding="utf-8").removesuffix("\n")

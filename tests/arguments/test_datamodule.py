@@ -17,6 +17,7 @@ from grpo_lightning.data.rows import RowReader
 from grpo_lightning.policy.processing import Encoder
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
+from tests.tiny_vlms import picture
 
 TRAIN = [f"train{i}" for i in range(6)]
 VAL = [f"val{i}" for i in range(3)]
@@ -149,6 +150,21 @@ def test_bad_images(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         train_batches(entry)
     assert train_batches(entry, bad_images="drop") == [["text"]]
+
+
+@case(PromptDataModule, "image_root")
+def test_image_root(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "Where?", "image": "i.png"}')
+    (tmp_path / "in").mkdir()
+    for number, folder in enumerate((tmp_path, tmp_path / "in")):
+        picture(0, 30, 30 + number).save(folder / "i.png")
+
+    def size_of(**settings: Any) -> tuple[int, int]:
+        entry = DatasetEntry(str(tmp_path / "rows.jsonl"))
+        return ready([entry], **settings).train_prompts[0].images[0].size()
+
+    assert size_of() == (30, 30)
+    assert size_of(image_root=str(tmp_path / "in")) == (31, 30)
 
 
 @case(PromptDataModule, "num_proc")

@@ -165,7 +165,7 @@ def test_sizes_below_one_are_refused(rows, name):
         ({"shuffle_buffer": 0}, "data.shuffle_buffer must be at least 1, got 0"),
         ({"max_prompt_length": 0}, "max_prompt_length must be at least 1"),
         ({"overlong_prompts": "drop"}, "there is no max_prompt_length"),
-        ({"system_prompt": "r2"}, "did you mean 'r1'"),
+        ({"system_prompt": "tgs"}, "did you mean 'tags'"),
         ({"question_template": "Think"}, "is no shipped text"),
         ({"question_template": "Think."}, "question_template must contain {question}, got 'Think.'"),
         ({"val_split": 0}, r"data.val_split must be a count \(200\) or a share between 0 and 1 \(0.05\), got 0"),

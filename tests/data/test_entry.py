@@ -29,11 +29,17 @@ def test_a_folder_is_taken_as_it_is_named(tmp_path):
 def test_where_relative_paths_of_images_begin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub").mkdir()
-    assert DatasetEntry("data/a.json").image_folder == Path("data")
-    assert DatasetEntry(dataset="hub").image_folder == Path("hub")
-    assert DatasetEntry(dataset="some/hub").image_folder is None
-    assert DatasetEntry("data/a.json", image_root="hub").image_folder == Path("hub")
-    assert DatasetEntry("data/a.json", image_root="~").image_folder == Path.home()
+    assert DatasetEntry("data/a.json").image_folder() == Path("data")
+    assert DatasetEntry(dataset="hub").image_folder() == Path("hub")
+    assert DatasetEntry(dataset="some/hub").image_folder() is None
+    assert DatasetEntry("data/a.json", image_root="hub").image_folder() == Path("hub")
+    assert DatasetEntry("data/a.json", image_root="~").image_folder() == Path.home()
+    (tmp_path / "run").mkdir()
+    assert DatasetEntry("data/a.json").image_folder("run") == Path("run")
+    assert DatasetEntry(dataset="hub").image_folder("run") == Path("run")
+    assert DatasetEntry("data/a.json", image_root="hub").image_folder("run") == Path("hub"), "an entry's own wins"
+    with pytest.raises(FileNotFoundError, match=r"image_root 'no' of 'data/a.json': no folder"):
+        DatasetEntry("data/a.json").image_folder("no")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import load_mixture, read_mixture_yaml, stream_mixture
@@ -110,7 +111,7 @@ def test_the_rec_mixture_of_vlm_r1(folder: Path):
         ]
     }
     Path("data/mix.yaml").write_text(yaml.safe_dump(mixture))
-    template = PromptTemplate(system_prompt="r1", question_template="rec")
+    template = PromptTemplate(system_prompt="tags", question_template="tags_json")
     prompts = load_mixture("data/mix.yaml", seed=0, template=template)
     assert [p.source for p in prompts] == ["rec"] * 2 + ["gui"] * 2
     system, asked = prompts[3].content
@@ -172,6 +173,32 @@ def test_rows_with_an_empty_place_for_an_image_are_said(folder: Path, caplog: py
     assert sum(bool(prompt.images) for prompt in prompts) == 2
     assert said_empty(caplog) == ["3 of 4 rows of 'mixed'"]
     assert 'mixed\' have an empty column for their image (null, "" or []) and are asked as text: give' in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_vlm_r1s_data_yaml_and_the_image_root_of_its_command_line(folder: Path, streaming: bool):
+    write("refcoco_train.jsonl", [rec(0), rec(1)])
+    write("gui.jsonl", [{"image": "2.jpg", "conversations": [{"from": "human", "value": "<image>Where?"}]}])
+    write("text.jsonl", [{"problem": "1 + 1?", "solution": "2"}])
+    more = "\n      streaming: true" if streaming else ""
+    Path("rec.yaml").write_text(
+        f"datasets:\n    - json_path: refcoco_train.jsonl{more}\n    - json_path: text.jsonl{more}\n"
+        f"    - json_path: gui.jsonl\n      image_root: ../coco/train2014{more}\n"
+    )
+    data = PromptDataModule("rec.yaml", image_root="../coco")
+    prompts = data.load("rec.yaml")
+    prompts = prompts.head() if streaming else prompts
+    assert [len(prompt.images) for prompt in prompts] == [1, 1, 0, 1]
+    assert is_picture(prompts[1], 1)
+    assert is_picture(prompts[3], 2)
+
+
+def test_the_runs_image_root_finds_images_that_are_not_read(folder: Path):
+    write("text.jsonl", [{"problem": "1 + 1?"}])
+    assert len(load(DatasetEntry("text.jsonl"), image_root="../coco")) == 1
+    write("r.jsonl", ELSEWHERE)
+    with pytest.raises(ValueError, match=r"'r' has image_root '\.\./coco'.*rename it \(columns: {image_path: image}\)"):
+        load(DatasetEntry("text.jsonl"), DatasetEntry("r.jsonl"), image_root="../coco")
 
 
 ELSEWHERE = [{"problem": "Where?", "image_path": "0.png", "n": n} for n in range(3)]

@@ -8,9 +8,9 @@ from grpo_lightning.data.templates import SHIPPED, PromptTemplate, shipped_names
 
 
 def test_shipped_texts_go_by_their_files():
-    assert shipped_names("system") == ["gsm8k_xml", "r1"]
-    tasks = ["counting", "default", "ic", "od_length", "ovd", "rec"]
-    assert shipped_names("question") == [*tasks, "think_answer"]
+    assert shipped_names("system") == ["gsm8k_xml", "tags"]
+    asked = ["tags", "tags_before", "tags_boxes", "tags_json", "tags_json_example", "tags_number", "tags_only"]
+    assert shipped_names("question") == asked
     for kind, key in {"system": "system_prompt", "question": "question_template"}.items():
         for name in shipped_names(kind):
             text = (SHIPPED / kind / f"{name}.txt").read_text()
@@ -18,28 +18,68 @@ def test_shipped_texts_go_by_their_files():
 
 
 def test_shipped_texts_ask_for_the_tags_they_are_named_by():
-    for template in (PromptTemplate(system_prompt="r1"), PromptTemplate(question_template="think_answer")):
+    for template in (PromptTemplate(system_prompt="tags"), PromptTemplate(question_template="tags_only")):
         text = template.system_prompt or template.question("1 + 1?")
         assert all(tag in text for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     text = PromptTemplate(system_prompt="gsm8k_xml").system_prompt
     assert all(tag in text for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"))
 
 
-@pytest.mark.parametrize("name", ["rec", "ovd", "od_length", "odLength", "counting", "ic", "default"])
+@pytest.mark.parametrize("name", shipped_names("question"))
 def test_the_templates_of_vision_tasks(name):
     text = PromptTemplate(question_template=name).question("Where is {it}?")
     assert text.count("Where is {it}?") == 1
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
     assert [text.index(tag) for tag in tags] == sorted(text.index(tag) for tag in tags)
-    assert ("JSON" in text) == (name in ("rec", "ovd", "ic"))
-    assert ('"bbox_2d"' in text) == (name == "ovd")
-    assert ("number in digits" in text) == (name == "counting")
-    assert text.endswith("Where is {it}?") == (name in ("od_length", "odLength")), "there it is a preface"
+    assert ("JSON" in text) == ("json" in name or name == "tags_boxes")
+    assert ('"bbox_2d"' in text) == (name == "tags_boxes")
+    assert ("number in digits" in text) == (name == "tags_number")
+    assert text.endswith("Where is {it}?") == (name == "tags_before")
 
 
-def test_vlm_r1s_name_of_a_template():
-    named = (PromptTemplate(question_template=name) for name in ("odLength", "od_length"))
-    assert len({template.question_template for template in named}) == 1
+@pytest.mark.parametrize(
+    ("key", "name", "ours", "words"),
+    [
+        ("question_template", "rec", "tags_json", "First output the thinking process in <think> </think> tags"),
+        ("question_template", "default", "tags", "the final answer in <answer> </answer> tags."),
+        ("question_template", "ic", "tags_json_example", "First thinks about the reasoning process in the mind"),
+        ("question_template", "odLength", "tags_before", "First thinks about the reasoning process in the mind"),
+        ("system_prompt", "r1", "tags", "A conversation between User and Assistant."),
+    ],
+)
+def test_a_name_of_others_is_refused_with_their_words_and_ours(key, name, ours, words, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"^{key} '{name}' is a text of (VLM-R1|ms-swift)") as caught:
+        PromptTemplate(**{key: name})
+    message = str(caught.value)
+    assert words in message
+    assert repr(ours) in message
+    assert getattr(PromptTemplate(**{key: ours}), key).splitlines()[0] in message
+    assert f"{key}: my_{name}.txt" in message
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"my_{name}.txt").write_text(f"{{Question}} {words}\n")
+    template = PromptTemplate(**{key: f"my_{name}.txt"})
+    asked = template.question("Where?") if key == "question_template" else template.system_prompt
+    assert asked.endswith(words)
+    assert asked.startswith("Where?") == (key == "question_template")
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "ours"),
+    [
+        ("question_template", "ovd", "tags_boxes"),
+        ("question_template", "counting", "tags_number"),
+        ("question_template", "think_answer", "tags_only"),
+        ("question_template", "od_length", "tags_before"),
+    ],
+)
+def test_a_name_for_the_task_finds_the_text(key, name, ours):
+    with pytest.raises(ValueError, match=f"{key} '{name}' is no shipped text, did you mean '{ours}'"):
+        PromptTemplate(**{key: name})
+
+
+def test_a_template_with_vlm_r1s_place_of_the_question():
+    template = PromptTemplate(question_template="{Question} First think. {a} {question}")
+    assert template.question("{question} {Question}") == "{question} {Question} First think. {a} {question} {Question}"
 
 
 def test_a_text_or_a_file(tmp_path):
@@ -65,15 +105,15 @@ def test_every_place_of_the_question_is_filled():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"system_prompt": "r2"}, "system_prompt 'r2' is no shipped text, did you mean 'r1'.*There are: gsm8k_xml, r1"),
-        ({"system_prompt": "qwerty"}, "'qwerty' is no shipped text. There are: gsm8k_xml, r1"),
+        ({"system_prompt": "tgs"}, "system_prompt 'tgs' is no shipped text, did you mean 'tags'.*are: gsm8k_xml, tags"),
+        ({"system_prompt": "qwerty"}, "'qwerty' is no shipped text. There are: gsm8k_xml, tags"),
         ({"system_prompt": "r1.jinja"}, "'r1.jinja' is no shipped text"),
-        ({"question_template": "think_answr"}, "did you mean 'think_answer'"),
-        ({"question_template": "Say it: {Question}"}, "question_template must contain {question}, got 'Say it"),
+        ({"question_template": "tags_jsn"}, "did you mean 'tags_json'"),
+        ({"question_template": "Say it: {QUESTION}"}, "question_template must contain {question}, got 'Say it"),
         ({"system_prompt": "  "}, "system_prompt must be text that is not empty"),
         ({"system_prompt": 3}, "system_prompt must be text"),
         ({"prompt_as": "words"}, "prompt_as must be one of auto, text, chat, got 'words'"),
-        ({"prompt_as": "text", "system_prompt": "r1"}, "system_prompt needs a chat"),
+        ({"prompt_as": "text", "system_prompt": "tags"}, "system_prompt needs a chat"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
