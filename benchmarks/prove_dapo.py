@@ -48,7 +48,7 @@ class SettledOrExact:
     """The value that the row says, else 1 for the right answer."""
 
     def __init__(self) -> None:
-        self.exact = ExactMatch()
+        self.exact = ExactMatch(extract="answer_tag")
 
     def __call__(self, completions: list[Any], answer: list[str], settled: list[float | None]) -> list[float | None]:
         """Score. Returns: [B]."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +18,10 @@ from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.images import ImageRef
-from grpo_lightning.rewards import Scores
+from grpo_lightning.rewards import RewardSet, Scores
 from grpo_lightning.types import Group, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,7 +38,8 @@ class Validation:
     """Also take the greedy completion of every prompt (`val/greedy/...`)."""
 
     success: str | None = None
-    """The reward, by name, that says whether a completion solves its prompt; null is the first."""
+    """The reward, by name, that decides whether a completion solves its prompt; null is the first that compares with
+    what the row says is right (`Reward.says_solved`), else the first."""
 
     success_value: float = 1.0
     """The least value of that reward which counts as solved."""
@@ -174,13 +179,19 @@ class EvaluationTable(Metric):
         num_generations: G, completions per prompt.
         validation: What counts as solved, and further metrics.
         sources: Names of the data's sources, in the same order on every rank.
+        success: The reward that decides what is solved where `validation` names none; by default the first.
     """
 
     full_state_update = False
     rows: list[Tensor]
 
     def __init__(
-        self, rewards: Sequence[str], num_generations: int, validation: Validation, sources: Sequence[str] = ()
+        self,
+        rewards: Sequence[str],
+        num_generations: int,
+        validation: Validation,
+        sources: Sequence[str] = (),
+        success: str | None = None,
     ) -> None:
         super().__init__()
         # A rank may have no prompts, and still takes part in what the others gather.
@@ -189,7 +200,7 @@ class EvaluationTable(Metric):
         warnings.filterwarnings("ignore", message=before)
         self.columns = ["source", "solved", "reward", *rewards, "length", "truncated"]
         self.num_generations, self.validation, self.sources = num_generations, validation, list(sources)
-        self.success = validation.success or rewards[0]
+        self.success = validation.success or success or rewards[0]
         self.metrics = FurtherMetrics(validation.metrics)
         self.metrics_of_sources = nn.ModuleList(FurtherMetrics(validation.metrics) for _ in self.sources)
         self.add_state("rows", default=[], dist_reduce_fx="cat")
@@ -233,6 +244,7 @@ class EvaluationTable(Metric):
     def compute(self) -> dict[str, float]:
         """The numbers by name."""
         rows = dim_zero_cat(self.rows).cpu()  # [N, G, columns]
+        self.warn_if_never_solved(rows)
         numbers = joined(self.summary(rows), self.metrics.numbers())
         of_sources: dict[str, float] = {}
         for place in rows[:, 0, 0].unique().tolist():  # of all ranks: each of them asks for the same numbers
@@ -242,6 +254,14 @@ class EvaluationTable(Metric):
                 own = joined(self.summary(chosen), self.of_sources[int(place)].numbers())
                 of_sources |= {f"source/{name}/{key}": value for key, value in own.items()}
         return numbers | of_sources
+
+    def warn_if_never_solved(self, rows: Tensor) -> None:
+        """Warn if the reward that decides gives many values, and never one that counts as solved."""
+        values = rows[..., self.columns.index(self.success, 3)]
+        values = values[~values.isnan()]
+        wanted = self.validation.success_value
+        if values.unique().numel() > 2 and values.max() < wanted:
+            warn_never_solved(self.success, wanted)
 
     def summary(self, rows: Tensor) -> dict[str, float]:
         """The numbers of some prompts' rows [N, G, columns]."""
@@ -258,8 +278,19 @@ class EvaluationTable(Metric):
         return {name: value for name, value in means.items() if value == value}
 
 
+@functools.cache  # once per process
+def warn_never_solved(reward: str, success_value: float) -> None:
+    """Warn that no completion counts as solved."""
+    logger.warning(
+        "Reward %r decides what counts as solved, and none of its values reached success_value %g. If it cannot, avg@G "
+        "and pass@G stay 0: lower model.validation.success_value, or name another reward in model.validation.success.",
+        reward,
+        success_value,
+    )
+
+
 def evaluation_tables(
-    rewards: Sequence[str], validation: Validation, sources: Sequence[str], device: torch.device
+    rewards: RewardSet, validation: Validation, sources: Sequence[str], device: torch.device
 ) -> dict[str, EvaluationTable]:
     """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for.
 
@@ -267,7 +298,10 @@ def evaluation_tables(
     """
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
     draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
-    return {kind: EvaluationTable(rewards, size, validation, sources).to(device) for kind, size in draws.items()}
+    return {
+        kind: EvaluationTable(rewards.names, size, validation, sources, rewards.success).to(device)
+        for kind, size in draws.items()
+    }
 
 
 def numbers_of(tables: Mapping[str, EvaluationTable], stage: str) -> dict[str, float]:

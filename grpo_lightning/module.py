@@ -271,7 +271,7 @@ class GRPOLightningModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Begin a table of every kind of completions."""
         sources = data_checks.known_sources(self.trainer)
-        self.tables = evaluation_tables(self.reward_set.names, self.validation, sources, self.device)
+        self.tables = evaluation_tables(self.reward_set, self.validation, sources, self.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch of prompts."""

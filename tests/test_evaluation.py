@@ -5,8 +5,16 @@ import math
 import pytest
 import torch
 
-from grpo_lightning.evaluation import Evaluation, EvaluationTable, Validation, means, records
-from grpo_lightning.rewards import Scores
+from grpo_lightning.evaluation import (
+    Evaluation,
+    EvaluationTable,
+    Validation,
+    evaluation_tables,
+    means,
+    records,
+    warn_never_solved,
+)
+from grpo_lightning.rewards import ExactMatch, RewardSet, Scores
 from grpo_lightning.types import Completion, Group, Prompt, SamplingParams
 
 NAN = math.nan
@@ -68,6 +76,34 @@ def test_nothing_has_no_numbers():
 def test_what_counts_as_solved(settings, average):
     result = evaluation([[0.0] * 4], [[1] * 4], right=[[1.0, 0.5, 0.5, 0.0]], kind=[[1.0] * 4])
     assert means([result], Validation(num_generations=4, **settings))["avg@4"] == average
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "is_warned"),
+    [
+        ({}, [0.2, 0.4, 0.9, 0.3], True),  # a reward that is no yes or no, and never reaches 1
+        ({}, [0.2, 0.4, 1.0, 0.3], False),
+        ({"success_value": 0.9}, [0.2, 0.4, 0.9, 0.3], False),
+        ({}, [0.0, 0.5, 0.0, 0.5], False),  # nothing solved yet
+        ({"success": "right"}, [0.2, 0.4, 0.9, 0.3], False),
+    ],
+)
+def test_a_reward_that_never_says_solved_is_reported_once(settings, values, is_warned, caplog):
+    warn_never_solved.cache_clear()
+    result = evaluation([[0.0] * 4], [[1] * 4], brief=[values], right=[[0.0] * 4])
+    validation = Validation(num_generations=4, **settings)
+    with caplog.at_level("WARNING"):
+        assert means([result], validation)["avg@4"] == means([result], validation)["avg@4"]
+    expected = "Reward 'brief' decides what counts as solved, and none of its values reached success_value 1"
+    assert [expected in record.getMessage() for record in caplog.records] == [True] * is_warned
+
+
+def test_what_says_solved_comes_from_the_rewards():
+    rewards = RewardSet([lambda completions: [0.5 for _ in completions], ExactMatch()])
+    tables = evaluation_tables(rewards, Validation(), [], torch.device("cpu"))
+    assert {table.success for table in tables.values()} == {"exact_match"}
+    named = evaluation_tables(rewards, Validation(success="<lambda>"), [], torch.device("cpu"))
+    assert {table.success for table in named.values()} == {"<lambda>"}
 
 
 def test_pass_at_several_k():

@@ -1,6 +1,7 @@
 """The README's files, code and commands run, one after the other as a newcomer would, with a tiny model."""
 
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -10,11 +11,12 @@ import pytest
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
-from grpo_lightning.cli import main, parse
+from grpo_lightning.cli import instantiate, main, parse
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from grpo_lightning.types import Completion, Group, Prompt
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 OURS = (FSDP2Strategy, GRPODeepSpeedStrategy)
@@ -122,6 +124,22 @@ def test_yaml_examples_are_settings(folder):
     (text_data,) = [block for block in examples if "exact_match]" in block]
     entries = yaml.safe_load(text_data)["data"]["datasets"]
     assert [DatasetEntry(**entry).rewards for entry in entries] == [None, ["exact_match"]]
+
+
+def test_the_first_recipe_solves_its_rows_when_the_model_answers_right(folder):
+    """Its `avg@1` can rise: the reward that decides gives what a chat model writes 1, and no wrong answer."""
+    sys.path.insert(0, str(folder))
+    (model,) = instantiate(parse(["--config", "my_run.yaml"]), "model")
+    assert model.validation.success is None
+    rows = [json.loads(line) for line in files()["rows.jsonl"].splitlines()]
+    for answer, solved in (("{}", 1), ("The answer is {}.", 1), ("It is **{}**.", 1), ("It is 1{}.", 0)):
+        texts = [answer.format(row["answer"]) for row in rows]
+        groups = [
+            Group(Prompt([{"role": "user", "content": "?"}], columns=row), [1], [Completion([1], [0.0], "stop", text)])
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        scores = model.reward_set.score(groups)
+        assert scores.by_reward[model.reward_set.success].flatten().tolist() == [solved] * len(rows), answer
 
 
 def test_every_reward_of_the_table_exists():

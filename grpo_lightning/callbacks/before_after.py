@@ -109,7 +109,7 @@ class BeforeAfter(L.Callback):
         sizes = torch.tensor([sum(map(len, batches)), num_images], device=pl_module.device)
         self.num_prompts, self.num_images = map(int, trainer.strategy.reduce(sizes, reduce_op="sum"))
         sources = sorted({prompt.source for prompt in known_prompts(getattr(loader, "prompts", ()))})
-        tables = evaluation_tables(pl_module.reward_set.names, pl_module.validation, sources, pl_module.device)
+        tables = evaluation_tables(pl_module.reward_set, pl_module.validation, sources, pl_module.device)
         with self.progress(trainer, f"Evaluating {when} training", len(tables) * len(batches)) as bar:
             for kind, table in tables.items():
                 self.samples[when] = []

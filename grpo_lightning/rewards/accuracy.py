@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_lightning.rewards.answer_reward import AnswerReward
-from grpo_lightning.rewards.answers import between_answer_tags, in_box, right_answer
+from grpo_lightning.rewards.answers import (
+    after_thought,
+    between_answer_tags,
+    chat_answer,
+    in_box,
+    readable,
+    right_answer,
+)
 from grpo_lightning.rewards.base import Content, completion_text
 from grpo_lightning.rewards.equivalence import UndecidedError, check_installed, equivalence
 
@@ -21,10 +28,11 @@ MOST_UNDECIDED = 4
 class Accuracy(AnswerReward):
     r"""1 if the completion's answer equals the row's answer as mathematics, else 0: `\frac{1}{2}` is 0.5.
 
-    The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else a
-    formula announced near the end ("the final answer is $x$"). No answer is a wrong one, and so is what cannot be read,
-    and what tries several: "3 and 4", or a line each. A row whose right answer cannot be read as mathematics is not
-    scorable, nor is a completion whose comparison fails or takes too long; both are said in a warning.
+    The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else what is
+    announced near the end ("the final answer is $x$"), follows `####`, or is bold, else the end of its last line, if it
+    is not truncated. No answer is a wrong one, and so is what cannot be read, and what tries several: "3 and 4", or a
+    line each. A row whose right answer cannot be read as mathematics is not scorable, nor is a completion whose
+    comparison fails or takes too long; both are said in a warning.
 
     Comparing is done by math-verify (extra `math`) in a process of its own, from any thread. After four answers to a
     question whose comparisons took too long, further ones are not compared, and not scorable: a call must end.
@@ -49,19 +57,20 @@ class Accuracy(AnswerReward):
         self.timeout_seconds = timeout_seconds
         self.max_answer_characters = max_answer_characters
 
-    def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
-        """Compare. Args: completions: [B]. Returns: [B], None where the row or the completion is not scorable."""
+    def __call__(
+        self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """Compare. Args: completions, finish_reasons: [B]. Returns: [B], None where it is not scorable."""
         golds = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
-        decided: dict[tuple[str, str, bool], float | None] = {}  # completions of a group often agree
+        decided: dict[tuple[str, str, str], float | None] = {}  # completions of a group often agree
         undecided: Counter[str] = Counter()  # by right answer
         values = []
-        for text, gold in zip(texts, golds, strict=True):
-            answer, is_anchored = self._answer(text)
-            question = (gold, answer, is_anchored)
+        for text, gold, reason in zip(texts, golds, finish_reasons or ["stop"] * len(texts), strict=True):
+            question = (gold, *self._answer(text, reason))
             if question not in decided:
                 is_asked = bool(gold) and undecided[gold] < MOST_UNDECIDED
-                decided[question] = self._score(gold, answer, undecided, is_anchored=is_anchored) if is_asked else None
+                decided[question] = self._score(*question, undecided) if is_asked else None
             values.append(decided[question])
         return values
 
@@ -69,13 +78,13 @@ class Accuracy(AnswerReward):
         """Start the process that compares."""
         equivalence().start()
 
-    def compare(self, gold: str, answer: str, *, is_anchored: bool = False) -> bool | None:
+    def compare(self, gold: str, answer: str, announced_in: str = "") -> bool | None:
         """Whether an answer is the right one; None if the right one cannot be read as mathematics.
 
         Args:
             gold: The right answer.
-            answer: An answer, or a text that announces one.
-            is_anchored: True if only a formula announced as the answer counts.
+            answer: An answer.
+            announced_in: A text; the formula that it announces as the answer, if there is one, is taken instead.
 
         Raises:
             UndecidedError: If the comparison failed or took too long.
@@ -83,21 +92,28 @@ class Accuracy(AnswerReward):
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None
-        answer = answer[-limit:] if is_anchored else answer if len(answer) <= limit else ""
-        return equivalence().decide(gold, answer, is_anchored=is_anchored, timeout_seconds=self.timeout_seconds)
+        return equivalence().decide(
+            readable(gold),
+            readable(answer) if len(answer) <= limit else "",
+            announced_in=announced_in[-limit:],
+            timeout_seconds=self.timeout_seconds,
+        )
 
-    def _answer(self, text: str) -> tuple[str, bool]:
-        """A completion's answer, and whether it is a text that may announce one."""
-        answer = between_answer_tags(text)
-        inside = in_box(text if answer is None else answer)
-        if inside is not None:
-            return inside, False
-        return (text, True) if answer is None else (answer, False)
+    def _answer(self, text: str, finish_reason: str) -> tuple[str, str]:
+        """A completion's answer, and a text that may announce another; both may be empty."""
+        tagged = between_answer_tags(text)
+        boxed = in_box(after_thought(text) if tagged is None else tagged)
+        if boxed is not None or tagged is not None:
+            return (boxed if boxed is not None else tagged or ""), ""
+        if (boxed := in_box(text)) is not None:  # only in its thought
+            return boxed, ""
+        announced_in = "" if "####" in text else text[-self.max_answer_characters :]
+        return chat_answer(text[-self.max_answer_characters :], finish_reason) or "", announced_in
 
-    def _score(self, gold: str, answer: str, undecided: Counter[str], *, is_anchored: bool) -> float | None:
+    def _score(self, gold: str, answer: str, announced_in: str, undecided: Counter[str]) -> float | None:
         """One reward; what cannot be scored is said, and counted in `undecided`."""
         try:
-            is_right = self.compare(gold, answer, is_anchored=is_anchored)
+            is_right = self.compare(gold, answer, announced_in)
         except UndecidedError as error:
             undecided[gold] += 1
             last = " No other answers to this question are compared." if undecided[gold] == MOST_UNDECIDED else ""

@@ -16,6 +16,8 @@ class AnswerReward(Reward):
         answer_column: The data column with the right answer.
     """
 
+    says_solved = True
+
     def __init__(self, answer_column: str) -> None:
         self.answer_column = answer_column
         self.required_columns = (answer_column,)

@@ -1,4 +1,4 @@
-r"""Where a text has its answer: between tags, after `####`, in `\boxed{}`.
+r"""Extracting the answer from a text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
 
 Completions are untrusted text, so all of it takes linear time: `str` methods and patterns that cannot backtrack.
 """
@@ -6,10 +6,43 @@ Completions are untrusted text, so all of it takes linear time: `str` methods an
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+    "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # Chinese, Japanese, Korean
+)
+"""Letters of scripts that put no spaces between words, or between words and numbers: to go into `[...]`."""
+
+_FULL_WIDTH = str.maketrans(
+    {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {"\u3000": " ", "\u3001": ",", "\u3002": "."}
+)
+_SEAM = re.compile(rf"(?<=[{UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9.,!?:])(?=[{UNSPACED}])")
 
 _GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of the answer
+
+
+_ANNOUNCED = re.compile(
+    r"\banswers?\b(?:[^.:=\n]|\.(?=[0-9])){0,60}?(?:[:=]|\b(?:is|are|be|equals?)\b|\n)"
+    r"|(?:答案|结果)(?:应该|应)?[是为:]",  # "the answer", "the result" is
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|[.!](?=[\s*\"')]|\Z)|,?\s(?:because|since|which)\b", re.IGNORECASE)
+_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+_LINK = re.compile(r"=|\b(?:is|are|equals?|makes?|gives?)\b", re.IGNORECASE)
+_LISTED = re.compile(r"[,;&|]|\b(?:and|or)\b", re.IGNORECASE)
+_NEGATED = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n['\u2019]t\b|不", re.IGNORECASE)
+_DISPLAY = {"\\[": "\\]", "$$": "$$"}
+
+
+def readable(text: str) -> str:
+    r"""The text with full-width characters as ASCII, and a space wherever Chinese and the like touch a word or number.
+
+    Python's `\b` and `\w` take all of "3个" (three pieces) for one word.
+    """
+    return _SEAM.sub(" ", text.translate(_FULL_WIDTH))
 
 
 def between_answer_tags(text: str) -> str | None:
@@ -50,13 +83,91 @@ def in_box(text: str) -> str | None:
     return None if last is None else text[last[0] : last[1]]
 
 
-def whole(text: str) -> str | None:
-    """The text itself."""
-    return text
+def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
+    r"""The answer where chat models put it; None if there is none.
+
+    The first of these that the text has: the last `<answer>...</answer>`; and behind the thought, the last `\boxed{}`;
+    the last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**) with no number
+    behind it; the last line, behind its last "=" or "is". One place is chosen, whatever the right answer is, and all
+    that is said there is the answer: "3 or 4" is neither 3 nor 4, and what is said not to be the answer is none.
+
+    Args:
+        text: A completion.
+        finish_reason: "length" if it was truncated: then its last line counts only for closed tags and boxes, as it may
+            hold half an answer.
+    """
+    tagged = between_answer_tags(text)
+    said = readable(after_thought(text) if tagged is None else tagged)
+    boxed = in_box(said)
+    if boxed is not None or tagged is not None:
+        return said if boxed is None else boxed
+    if finish_reason == "length":
+        said = said[: said.rfind("\n") + 1]
+    for found in (_announced(said), _in_bold(said)):
+        if found is not None:
+            return found
+    return None if finish_reason == "length" else _last_line(said)
 
 
-EXTRACTORS = {"answer_tag": between_answer_tags, "boxed": in_box, "hashes": after_hashes, "text": whole}
-"""Where an answer can be, by the name used in settings."""
+def _announced(said: str) -> str | None:
+    """What is announced as the answer, or stands after `####`, whichever comes last."""
+    *_, last = None, *_ANNOUNCED.finditer(said)
+    hashes = said.rfind("####")
+    if hashes > (last.start() if last else -1):
+        line, _, rest = said[hashes + 4 :].strip().partition("\n")
+        if line and not (rest.strip() and any(char.isalpha() for char in line)):  # else it is a headline
+            return line
+    if last is None:
+        return None
+    rest = said[last.end() :].lstrip("*_:= \t\r\n")
+    line = rest.partition("\n")[0].rstrip()
+    if (closing := _DISPLAY.get(line)) is not None:
+        return rest[len(line) :].partition(closing)[0].strip()
+    answer = _sentence(rest)
+    return None if not answer or _NEGATED.search(last[0]) or _NEGATED.match(answer) else answer
+
+
+def _in_bold(said: str) -> str | None:
+    """The last bold text that is no headline, if no number follows it; its whole line, if that has several."""
+    last = None
+    for found in _BOLD.finditer(said):
+        last = found if not found[1].rstrip().endswith(":") and said[found.end() : found.end() + 1] != ":" else last
+    if last is None or any(char.isdigit() for char in said[last.end() :]):
+        return None
+    start = said.rfind("\n", 0, last.start()) + 1
+    before = said[start : last.start()]
+    if _NEGATED.search(before):
+        return None
+    return said[start:].partition("\n")[0].replace("**", "") if "**" in before else last[1]
+
+
+def _last_line(said: str) -> str | None:
+    """The last line that is not empty, behind its last "=" or "is" if it does not list several answers."""
+    line = said.rstrip().rpartition("\n")[2].strip()
+    links = list(_LINK.finditer(line))
+    if links:
+        head = line[links[0].end() : links[-1].start()]
+        answer = line if _LISTED.search(head) else line[links[-1].end() :]
+    else:
+        answer = line
+    answer = answer.replace("**", "").strip(" \t_").rstrip(".!")
+    return None if not answer or answer.endswith("?") or _NEGATED.search(answer) else answer
+
+
+def _sentence(text: str) -> str:
+    """The text up to the end of its first sentence, or to the reason that is given, without marks of bold text."""
+    end = _SENTENCE_END.search(text)
+    return (text if end is None else text[: end.start()]).replace("**", "").strip(" \t_")
+
+
+EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
+    "auto": chat_answer,
+    "answer_tag": lambda text, _: between_answer_tags(text),
+    "boxed": lambda text, _: in_box(text),
+    "hashes": lambda text, _: after_hashes(text),
+    "text": lambda text, _: text,
+}
+"""Where an answer can be, by the name used in settings; called with a completion and its finish reason."""
 
 
 def given_answer(text: str) -> str:
@@ -94,6 +205,17 @@ def right_answer(answer: Any, column: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """The text without surrounding whitespace and `$`, a full stop at the end, and the commas of "1,000"."""
-    text = text.strip(" \t\r\n$").rstrip(" \t\r\n$.")
+    r"""The text as it is compared: "1,000" without its commas, no full stop at the end, no marks around it.
+
+    The marks are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
+    """
+    text = _unmarked(readable(text).replace("\\$", "$"))
+    for opening, closing in (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if text.startswith(opening) and text.endswith(closing):
+            text = _unmarked(text[len(opening) : -len(closing)])
     return text.replace(",", "") if _GROUPED_NUMBER.fullmatch(text) else text
+
+
+def _unmarked(text: str) -> str:
+    """The text without whitespace and `$` around it, and without a full stop at the end."""
+    return text.strip(" \t\r\n$").rstrip(" \t\r\n$.")

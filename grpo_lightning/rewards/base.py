@@ -17,6 +17,13 @@ functions written for TRL run unchanged, as do the ORM classes of ms-swift and, 
 With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
 value of each column per group, and lists of completions; it returns a list per group.
 
+For rewards of ms-swift, VLM-R1 and older versions of TRL, these are passed too, where the data have no column of that
+name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat and the completion),
+`finish_reason`, `is_truncated`, `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's
+images, None for one that is no file), `image_path` (the same, None where there are none), and `problem` (the text of
+the last user message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever its
+name is.
+
 A call has the completions of one prompt; of an async reward, or with the attribute `in_process = True`, those of the
 whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps nothing from call to call.
 
@@ -26,6 +33,9 @@ that it is going to judge. What it loads itself, it loads in `connect`, along wi
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +47,28 @@ from grpo_lightning.types import Message
 if TYPE_CHECKING:  # processes that run rewards do without
     import torch
 
+logger = logging.getLogger(__name__)
+
 SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
 """Arguments that are one thing for the whole call, not a list."""
+
+ALIASES = (
+    "completions_ids",
+    "response_token_ids",
+    "messages",
+    "finish_reason",
+    "is_truncated",
+    "prompt_id",
+    "request_id",
+    "rollout_infos",
+    "images",
+    "image_path",
+    "problem",
+)
+"""Further arguments under the names of TRL, ms-swift and VLM-R1, each where the data have no column of that name."""
+
+RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
+"""Log names of the total and of completions; a reward of the same name would be mixed up with them."""
 
 CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", "image_views", *SHARED)
 """The arguments every reward can take; data columns come on top."""
@@ -65,6 +95,10 @@ class Reward(ABC):
 
     per_group: bool = False
     """True if it is called with whole groups."""
+
+    says_solved: bool = False
+    """True if 1 means that a completion solves its prompt, because it is compared with what the row says is right. The
+    first such reward decides in validation (`val/avg@G`), unless `validation.success` names another."""
 
     in_process: bool = False
     """True if it is called in the training process, once for a batch: it holds a device, or scores many at once."""
@@ -180,12 +214,15 @@ class WeightedReward(Reward):
         self.error_value = error_value
         self.completions_as = _own_form(reward) if completions_as == "auto" else completions_as
         self.per_group = bool(getattr(innermost(reward), "per_group", False))
+        self.says_solved = bool(getattr(innermost(reward), "says_solved", False))
         self.is_async = is_async(reward)
         self.in_process = self.is_async or _belongs_here(reward)
         self._name = name or _name(reward)
         self._accepted, needed = keywords(reward, self._name)
         columns = [*needed, *getattr(innermost(reward), "required_columns", ())]
-        self.required_columns = tuple(column for column in columns if column not in CONTRACT)
+        self._completions_name = _first_argument(reward) if _is_orm(reward) else None
+        known = {*CONTRACT, *ALIASES, self._completions_name}
+        self.required_columns = tuple(column for column in columns if column not in known)
         self.optional_columns = tuple(getattr(innermost(reward), "optional_columns", ()))
 
     @property
@@ -205,6 +242,8 @@ class WeightedReward(Reward):
 
     def taken(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the arguments that the reward takes."""
+        if self._completions_name is not None and "completions" in available:
+            available = {**available, self._completions_name: available["completions"]}
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def check(self, max_completion_length: int) -> None:
@@ -295,11 +334,20 @@ def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> Wei
 
 def _own_form(reward: RewardLike) -> CompletionsAs:
     """The form a reward takes completions in by its class."""
-    inner = innermost(reward)
-    if any(base.__name__ in _TEXT_CLASSES for base in type(inner).__mro__):
-        return "text"
-    form: CompletionsAs = getattr(inner, "completions_as", "auto")
+    form: CompletionsAs = "text" if _is_orm(reward) else getattr(innermost(reward), "completions_as", "auto")
     return form
+
+
+def _is_orm(reward: RewardLike) -> bool:
+    """True for an object of a class derived from ms-swift's ORM."""
+    return any(base.__name__ in _TEXT_CLASSES for base in type(innermost(reward)).__mro__)
+
+
+def _first_argument(reward: RewardLike) -> str | None:
+    """The name of the first argument that can be given by position; None if it is `completions`, or there is none."""
+    parameters = inspect.signature(reward).parameters.values()
+    first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "completions")
+    return None if first == "completions" else first
 
 
 def _belongs_here(reward: RewardLike) -> bool:
@@ -312,7 +360,21 @@ def _belongs_here(reward: RewardLike) -> bool:
 
 
 def _name(reward: RewardLike) -> str:
-    """A reward's own name: a function's, a `Reward`'s, or the class name in snake case."""
+    """A reward's own name: a function's, a `Reward`'s, or the class name in snake case; with `_fn` where reserved."""
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
-    return name if isinstance(name, str) else snake_case(type(inner).__name__)
+    name = name if isinstance(name, str) else snake_case(type(inner).__name__)
+    return _renamed(name) if name in RESERVED_NAMES else name
+
+
+@functools.cache  # logged once
+def _renamed(name: str) -> str:
+    """Another log name for a reward whose own is reserved."""
+    logger.warning(
+        "The reward %r is named %r in logs and settings, as the logs have another meaning for %r. "
+        "WeightedReward(reward, name=...) gives it another name.",
+        name,
+        f"{name}_fn",
+        name,
+    )
+    return f"{name}_fn"

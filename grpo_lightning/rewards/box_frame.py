@@ -57,6 +57,8 @@ class BoxReward(Reward):
         gold_coordinates: What the data are in: "original" pixels or "norm1000" (VLM-R1's data for InternVL).
     """
 
+    says_solved = True
+
     def __init__(
         self,
         answer_column: str = "solution",

@@ -8,25 +8,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from grpo_lightning.rewards.answers import readable
+
 _LONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 _FIRST = re.compile(r"[\s*_(\[$\"']*(?:([A-Z])(?=[.):,\]*])|([a-z])(?=[.):\]*](?:\W|$)))")
-_ANSWER = re.compile(
-    r"\banswers?(?:\s{1,8}(?:is|must\s{1,8}be|would\s{1,8}be))?\b[\s:=*_(\[$\"']{0,8}"
+_ANSWER = re.compile(  # in Chinese: the answer (is); choose
+    r"(?:\banswers?(?:\s{1,8}(?:is|must\s{1,8}be|would\s{1,8}be))?\b"
+    r"|答案(?:应该|应)?[是为选]?|选择?)[\s:=*_(\[$\"']{0,8}"
     r"([A-Za-z])(?![\w'\u2019])",
     re.IGNORECASE,
 )
 _OPTION = re.compile(
-    r"\b(?:option|choice)s?(?:\s{1,8}is)?\b[\s:*_(\[$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
+    r"(?:\b(?:option|choice)s?(?:\s{1,8}is)?\b|选项)[\s:*_(\[$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
 )
 _MARKED = re.compile(r"(?<!\w)[(\[]([A-Za-z])[)\]]|\*\*\(?([A-Za-z])\)?[.:]?\*\*|\b([A-Z])\)")
 _CAPITAL = re.compile(r"\b[A-Z]\b(?!['\u2019])")
 _WORD_FOLLOWS = re.compile(r"\s{1,8}(?!(?:and|or)\b)[a-z]")
 _NEXT = re.compile(
-    r"[\s)\]*_$\"'.:,;/&|]{0,8}(?:\b(?:and|or)\b\s{0,8})?[\s(\[*_$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
+    r"[\s)\]*_$\"'.:,;/&|]{0,8}(?:(?:\b(?:and|or)\b|[和或与及]者?)\s{0,8})?"
+    r"[\s(\[*_$\"']{0,8}([A-Za-z])(?![\w'\u2019])",
+    re.IGNORECASE,
 )
 _REFUSED = re.compile(
     r"(?:\b(?:not|never|neither|nor|cannot|except)|n['\u2019]t)\s{1,8}"
-    r"(?:(?:pick|choose|select|take|be|the|an?|answer|option|choice)\s{1,8}){0,4}[(\[*_\"']{0,4}\Z",
+    r"(?:(?:pick|choose|select|take|be|the|an?|answer|option|choice)\s{1,8}){0,4}[(\[*_\"']{0,4}\Z"
+    r"|(?:不(?:应该|应|能)?[选是]|并非|排除)择?\s{0,8}[(\[*_\"']{0,4}\Z",
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
@@ -35,7 +41,8 @@ _REFUSED_CHARACTERS = 80
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
     r"(?:clearly\s{1,8}|definitely\s{1,8}|also\s{1,8})?(?:not|wrong|incorrect|false)\b"
-    r"|[)\]*_\"']{0,4}\s{1,8}isn['\u2019]t\b",
+    r"|[)\]*_\"']{0,4}\s{1,8}isn['\u2019]t\b"
+    r"|[)\]*_\"'.]{0,4}\s{0,8}(?:选项)?(?:是|也)?(?:错|不对|不正确|不是|有误)",
     re.IGNORECASE,
 )
 
@@ -48,6 +55,7 @@ def choice(text: str) -> str | None:
     marked ("(B)") or called an option; the only capital that stands alone. A letter that another follows at once
     ("A, B", "A or B") is part of a list; one that is said to be wrong ("not B", "B is wrong") is not chosen.
     """
+    text = readable(text)
     if lone := _LONE.fullmatch(text):
         return lone[1].upper()
     answer = None

@@ -28,6 +28,8 @@ class Countdown(Reward):
         uses: "all" numbers have to be used, each once; "some" may be left out.
     """
 
+    says_solved = True
+
     def __init__(self, numbers_column: str = "nums", target_column: str = "target", uses: Uses = "all") -> None:
         """Raises: ValueError if `uses` is no choice."""
         if uses not in get_args(Uses):

@@ -36,13 +36,13 @@ class Equivalence:
         with self._lock:
             self._running()
 
-    def decide(self, gold: str, answer: str, *, is_anchored: bool, timeout_seconds: float) -> bool | None:
+    def decide(self, gold: str, answer: str, *, announced_in: str = "", timeout_seconds: float) -> bool | None:
         """Compare an answer with the right one.
 
         Args:
             gold: The right answer.
-            answer: An answer, or a text that announces one.
-            is_anchored: True if only a formula announced as the answer counts.
+            answer: An answer.
+            announced_in: A text; the formula that it announces as the answer, if there is one, is taken instead.
             timeout_seconds: After which the process is killed, also if this one is gone.
 
         Returns:
@@ -53,7 +53,7 @@ class Equivalence:
             RuntimeError: If the process does not start.
         """
         question = json.dumps(
-            {"gold": gold, "answer": answer, "is_anchored": is_anchored, "timeout_seconds": timeout_seconds}
+            {"gold": gold, "answer": answer, "announced_in": announced_in, "timeout_seconds": timeout_seconds}
         )
         with self._lock:
             process = self._running()
@@ -83,14 +83,20 @@ class Equivalence:
                 # It finds packages where this process does, whatever put them on the path.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-            line, _ = _exchange(process, None, START_SECONDS)
+            line, is_late = _exchange(process, None, START_SECONDS)
+            if is_late:
+                _end(process)
+                raise RuntimeError(
+                    f"The process that compares mathematical answers was not ready within {START_SECONDS:g} s: "
+                    "importing math-verify takes too long. The machine may be too busy, or a network file system slow."
+                )
             if line.strip() != "ready":
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(1)  # it may be ending by itself, and its own status says why
                 _end(process)
                 raise RuntimeError(
                     f"The process that compares mathematical answers did not start (exit status {process.poll()}); "
-                    "its message is above."
+                    "what it printed, if anything, is above."
                 )
             self._process = process
         return self._process

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.answer_reward import AnswerReward
-from grpo_lightning.rewards.answers import given_answer, normalized, right_answer
+from grpo_lightning.rewards.answers import given_answer, normalized, readable, right_answer
 from grpo_lightning.rewards.base import Content, completion_text
 from grpo_lightning.rewards.choices import choice
 from grpo_lightning.rewards.equivalence import UndecidedError
@@ -70,7 +70,7 @@ class YesNo(Method):
 
     def score(self, given: str, right: str) -> float | None:
         """Compare the words."""
-        wanted, found = ({word.lower() for word in _YES_NO.findall(text)} for text in (right, given))
+        wanted, found = ({word.lower() for word in _YES_NO.findall(readable(text))} for text in (right, given))
         return float(found == wanted) if len(wanted) == 1 else None
 
 

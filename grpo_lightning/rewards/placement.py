@@ -11,6 +11,13 @@ from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool, pickled
 
 log = logging.getLogger(__name__)
 
+REMEDY = (
+    "To run it in a worker, define it in a module that can be imported, with no lambda, file or connection in it, and "
+    "keep no state between calls. To keep it here and silence this warning, set in_process = True on it: it is then "
+    "called once per batch."
+)
+"""What to do about a reward that is not called in a worker."""
+
 
 class Placement:
     """The workers of a set of rewards, started when they are first asked for.
@@ -88,9 +95,10 @@ class Placement:
             self._say(name, why)
 
     def _say(self, name: str, why: str) -> None:
-        """Say it once: in the training process, no limit holds."""
+        """Warn once: no limit holds in the training process."""
         log.warning(
-            "Reward %r is called in the training process, where no limit of time or memory holds: %s.",
+            "Reward %r runs in the training process without time or memory limits: %s.%s",
             name,
             why,
+            f" {REMEDY}" if hasattr(os, "fork") else "",
         )

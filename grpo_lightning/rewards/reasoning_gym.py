@@ -34,6 +34,7 @@ class ReasoningGym(Reward):
         failed_value: The value of an answer on which the verifier raises; null for not scorable.
     """
 
+    says_solved = True
     required_columns = COLUMNS
 
     def __init__(self, evaluate_answers: bool = False, failed_value: float | None = None) -> None:  # noqa: FBT001, FBT002

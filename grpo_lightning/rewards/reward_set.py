@@ -10,11 +10,11 @@ import torch
 
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.arguments import Circumstances
-from grpo_lightning.rewards.base import RewardLike, WeightedReward
+from grpo_lightning.rewards.base import RESERVED_NAMES, RewardLike, WeightedReward
 from grpo_lightning.rewards.placement import Placement
 from grpo_lightning.rewards.row_checks import check_rows
 from grpo_lightning.rewards.scores import Scores
-from grpo_lightning.rewards.scoring import RESERVED_NAMES, Scoring
+from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rewards.sources import Source, check_sources, sources_of
 from grpo_lightning.rewards.workers import RewardWorkers
 from grpo_lightning.types import Group, Prompt
@@ -71,6 +71,11 @@ class RewardSet:
     def names(self) -> list[str]:
         """The rewards' names, in their order."""
         return [reward.name for reward in self.rewards]
+
+    @property
+    def success(self) -> str:
+        """The name of the reward that decides what is solved: the first with `says_solved`, else the first."""
+        return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate(self, columns: Iterable[str], names: Iterable[str] | None = None) -> None:
         """Check that data have what the rewards need, and remember which columns there are.

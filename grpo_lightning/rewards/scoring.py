@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.rewards.arguments import Circumstances
-from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.rewards.base import RESERVED_NAMES, WeightedReward
 from grpo_lightning.rewards.call import FAILURES, RewardCall, StaysError
 from grpo_lightning.rewards.placement import Placement
 from grpo_lightning.rewards.scores import Scores
 from grpo_lightning.rewards.sources import applies
 from grpo_lightning.types import Group
-
-RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
-"""Log names of the total and of completions; a reward of the same name would be mixed up with them."""
 
 
 class Scoring:

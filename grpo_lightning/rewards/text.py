@@ -19,16 +19,18 @@ _TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 class ExactMatch(AnswerReward):
     r"""1 if the completion's answer is the row's answer, else 0.
 
-    Both are normalised first: surrounding whitespace and `$`, a full stop at the end, and the commas of "1,000" go.
-    Nothing else is: "1.0" is not "1".
+    Both are normalised first: surrounding whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`, a full stop at the
+    end, and the commas of "1,000" go; full-width characters become ASCII. Nothing else is: "1.0" is not "1".
 
     Args:
         answer_column: The data column with the right answer, text or a number. The part after `####` (GSM8K) or
             between the last answer tags (VLM-R1) or in the last `\boxed{}` (MATH) is the answer where there is one. A
             row without an answer (None or nothing but space) is not scorable.
-        extract: Where the completion has its answer: in the last `<answer>...</answer>` ("answer_tag"), in the last
-            `\boxed{}` ("boxed"), after the last `####` up to the end of the line ("hashes"), or all of it ("text"). No
-            answer there is a wrong answer.
+        extract: Where the completion has its answer: where chat models put it ("auto"), in the last
+            `<answer>...</answer>` ("answer_tag"), in the last `\boxed{}` ("boxed"), after the last `####` up to the end
+            of the line ("hashes"), or all of it ("text"). No answer there is a wrong answer. "auto" takes the first
+            that there is of: answer tags, a box, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**),
+            the end of the last line ("3 + 4 = 7"); a truncated completion has no last line.
         is_normalized: False compares the extracted texts as they are, save for surrounding whitespace.
     """
 
@@ -36,7 +38,7 @@ class ExactMatch(AnswerReward):
         self,
         answer_column: str = "answer",
         *,
-        extract: Literal["answer_tag", "boxed", "hashes", "text"] = "answer_tag",
+        extract: Literal["auto", "answer_tag", "boxed", "hashes", "text"] = "auto",
         is_normalized: bool = True,
     ) -> None:
         """Raises: ValueError if `extract` is none of these."""
@@ -46,17 +48,20 @@ class ExactMatch(AnswerReward):
         self.extract = extract
         self.is_normalized = is_normalized
 
-    def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
-        """Compare. Args: completions: [B]. Returns: [B], None where the row has no answer."""
-        answers = columns[self.answer_column]
-        return [self._score(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+    def __call__(
+        self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """Compare. Args: completions, finish_reasons: [B]. Returns: [B], None where the row has no answer."""
+        reasons = finish_reasons or ["stop"] * len(completions)
+        rows = zip(completions, columns[self.answer_column], reasons, strict=True)
+        return [self._score(completion, answer, reason) for completion, answer, reason in rows]
 
-    def _score(self, completion: Content, answer: Any) -> float | None:
+    def _score(self, completion: Content, answer: Any, finish_reason: str) -> float | None:
         """One completion's reward."""
         wanted = self._canonical(right_answer(answer, self.answer_column))
         if not wanted:
             return None
-        given = EXTRACTORS[self.extract](completion_text(completion))
+        given = EXTRACTORS[self.extract](completion_text(completion), finish_reason)
         return float(given is not None and self._canonical(given) == wanted)
 
     def _canonical(self, text: str) -> str:

@@ -21,6 +21,21 @@ class TrainerState:
     global_rank: int
     world_size: int
 
+    @property
+    def epoch(self) -> float:
+        """As the Trainer of transformers calls `current_epoch`."""
+        return float(self.current_epoch)
+
+    @property
+    def num_train_epochs(self) -> int | None:
+        """As the Trainer of transformers calls `max_epochs`."""
+        return self.max_epochs
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """As the Trainer of transformers calls a `global_rank` of 0."""
+        return self.global_rank == 0
+
     @classmethod
     def of(cls, trainer: Any) -> TrainerState:
         """That of a Lightning Trainer."""

@@ -180,12 +180,18 @@ class WorkerParent:
             if self._problems is None:
                 try:
                     self._problems = receive(self.control, time.monotonic() + START_SECONDS)
-                except (TimeoutError, ClosedError) as error:
+                except TimeoutError as error:
                     self.process.kill()
                     raise RuntimeError(
-                        f"The process that runs the rewards did not start within {START_SECONDS:g} s (exit status "
-                        f"{self.process.poll()}): importing the modules of the rewards takes too long, or ends the "
-                        "process. Mend that, or set model.reward_workers.num_workers to 0."
+                        f"The rewards did not load in their own process within its {START_SECONDS:g} s: importing "
+                        "their modules takes too long. Import what is slow inside the reward, or set "
+                        "model.reward_workers.num_workers to 0."
+                    ) from error
+                except ClosedError as error:
+                    raise RuntimeError(
+                        f"The process that loads the rewards ended {_how(_status(self.process))}, when it imported "
+                        "their modules; what it printed, if anything, is above. Correct that, or set "
+                        "model.reward_workers.num_workers to 0."
                     ) from error
         assert self._problems is not None
         return self._problems
@@ -206,9 +212,15 @@ class WorkerParent:
             except (OSError, ClosedError) as error:
                 ours.close()
                 theirs.close()
-                raise CrashError(
-                    f"no worker could be started (the parent's exit status: {self.process.poll()})"
-                ) from error
+                raise CrashError(self._not_started(error)) from error
+
+    def _not_started(self, error: Exception) -> str:
+        """Why there is no worker."""
+        if isinstance(error, TimeoutError):
+            return f"its worker was not ready within {START_SECONDS:g} s (getting the rewards ready takes too long)"
+        if self.process.poll() is not None:
+            return f"no worker could be started, as the process that starts them ended {_how(_status(self.process))}"
+        return "its worker ended while it got the rewards ready; what it printed, if anything, is above"
 
     def end(self, worker: int, *, is_ending: bool) -> int | None:
         """Kill a worker; one that is ending by itself is given a moment.
@@ -283,6 +295,15 @@ class WorkerThread:
         return self.parent.end(self.worker, is_ending=is_ending)
 
 
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """How an ending process ended, as `os.waitpid` has it; None if it is still running after a moment."""
+    try:
+        code = process.wait(5)
+    except subprocess.TimeoutExpired:
+        return None
+    return -code if code < 0 else code << 8
+
+
 def _how(status: int | None) -> str:
     """How a process ended."""
     if status is None:
@@ -311,10 +332,7 @@ def pickled(reward: Any) -> tuple[bytes | None, str]:
     try:
         return pickle.dumps(reward), ""
     except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
-        return (
-            None,
-            f"it {_not_pickled(error)}; what a module defines can be, if it holds no lambda, file or connection",
-        )
+        return None, f"it {_not_pickled(error)}"
 
 
 def _not_pickled(error: Exception) -> str:

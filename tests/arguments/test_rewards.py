@@ -69,10 +69,12 @@ def test_answer_column(owner):
 @case(ExactMatch, "extract")
 def test_extract():
     text = "<answer>1</answer> \\boxed{2} #### 3"
-    wanted = {"answer_tag": "1", "boxed": "2", "hashes": "3", "text": text}
+    wanted = {"auto": "1", "answer_tag": "1", "boxed": "2", "hashes": "3", "text": text}
     for extract, answer in wanted.items():
         found = {other: value(ExactMatch(extract=extract), text, answer=other) for other in ("1", "2", "3")}
         assert found == {other: float(other == answer) for other in found}
+    assert value(ExactMatch(extract="auto"), "It is 1.", answer="1") == 1
+    assert value(ExactMatch(extract="answer_tag"), "It is 1.", answer="1") == 0
 
 
 @case(ExactMatch, "is_normalized")
@@ -297,7 +299,7 @@ def test_timeout_seconds(monkeypatch, caplog):
     limits = []
 
     class Slow:
-        def decide(self, gold, answer, *, is_anchored, timeout_seconds):
+        def decide(self, gold, answer, *, announced_in, timeout_seconds):
             limits.append(timeout_seconds)
             if timeout_seconds < 2:
                 raise UndecidedError("it took too long")

@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+from grpo_lightning.rewards.base import Reward
+
 
 def loops(completions, prompts):
     """Computes in C code until the end of days: no signal is looked at meanwhile."""
@@ -216,3 +218,26 @@ def logs(completions):
 def answered(completions):
     """Has the name of a function of the worker's own script."""
     return [1.0] * len(completions)
+
+
+class WarmsUp(Reward):
+    """Does something when it is loaded, or before its first call in a worker."""
+
+    def __init__(self, when, does):
+        self.when, self.does = when, does
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.act("load")
+
+    def warm_up(self):
+        self.act("warm up")
+
+    def act(self, when):
+        if when == self.when and self.does == "sleeps":
+            time.sleep(30)
+        elif when == self.when:
+            os._exit(4)
+
+    def __call__(self, completions):
+        return [1.0] * len(completions)

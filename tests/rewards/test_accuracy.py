@@ -36,7 +36,7 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         (r"\boxed{71} no: \boxed{72}", "72", 1),
         (r"\boxed{\frac{1}{2}}", "0.5", 1),
         ("The final answer is $72$. I hope it is correct.", "72", 1),
-        ("72", "72", 0),
+        ("72", "72", 1),
         ("<answer>72", "72", 0),
         (r"\boxed{72", "72", 0),
         ("", "72", 0),
@@ -122,6 +122,100 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
 )
 def test_accuracy_by_hand(completion: str, solution: Any, value: float | None):
     assert accuracy(completion, solution) == value
+
+
+RIGHT = [
+    # money
+    *((completion, "72") for completion in [r"\boxed{\$72}", r"\boxed{$72}", r"\boxed{72\$}", r"$\boxed{\$72}$"]),
+    *((rf"\boxed{{{sign}72}}", "72") for sign in "€£¥₹"),
+    *((r"\boxed{72}", gold) for gold in [r"\$72", "€72", "72 €", "$72"]),
+    *((given, r"\$18.90") for given in [r"\boxed{18.90}", r"\boxed{\$18.9}", "<answer>$18.90</answer>"]),
+    (r"\boxed{-\$72}", "-72"),
+    ("<answer>-$72</answer>", "-72"),
+    # emphasis
+    ("<answer>**72**</answer>", "72"),
+    ("<answer>**72** apples</answer>", "72"),
+    # as a programming language has it
+    *((f"<answer>{given}</answer>", r"2\sqrt{3}") for given in ["2*sqrt(3)", "2sqrt(3)", "sqrt(12)", "2 * sqrt(1+2)"]),
+    (r"\boxed{2\sqrt{3}}", "2*sqrt(3)"),
+    ("<answer>pi/2</answer>", r"\frac{\pi}{2}"),
+    ("<answer>2**3</answer>", "8"),
+    ("<answer>x**2</answer>", "x^2"),
+    ("<answer>x²</answer>", "x^2"),
+    ("<answer>5½</answer>", "5.5"),
+    # a sentence with bare LaTeX
+    (r"<answer>So the area is \frac{1}{2} of it</answer>", "0.5"),
+    (r"<answer>The answer is \sqrt{2}.</answer>", r"\sqrt2"),
+    (r"<answer>x = \frac{3}{4} meters</answer>", "0.75"),
+    (r"\boxed{1/2}", r"The area is \frac{1}{2} of it."),
+    # thousands
+    *((rf"<answer>{given}</answer>", "10000") for given in ["10 000", "10\u202f000", "10\u00a0000", r"10\,000"]),
+    (r"\boxed{10000}", "10 000"),
+    (r"\boxed{10{,}000}", "10000"),
+    # full-width, Chinese
+    *((f"<answer>{given}</answer>", "72") for given in ["\uff17\uff12", "72个", "答案是72", "答案是\uff17\uff12。"]),
+    (r"\boxed{72}", "\uff17\uff12"),
+    (r"\boxed{72}", "72个"),
+    # where chat models write it
+    *((completion, "54") for completion in ["54", "**54**", "#### 54", "x = 54", "So $x=54$", "so it is **54**."]),
+    *((f"6 * 9\n{start} 54", "54") for start in ["The final answer is", "Answer:", "**Answer:**", "####", "= "]),
+    *((f"{start} 54.\n\nCan I help you further?", "54") for start in ["The answer is", "Final Answer:", "答案是"]),
+    ("<think>53?</think> The answer to 6 * 9 is 54, because 9 * 6 is.", "54"),
+    ("**Final Answer**\n\n\\[\n54\n\\]", "54"),
+    ("final answer is 1/2", "0.5"),
+    (r"The final answer is \frac{1}{2}.", "0.5"),
+    ("The final answer is: $54$. I hope it is correct.", "54"),
+    ("minus 54", "-54"),
+]
+
+WRONG = [
+    *((completion, "54") for completion in ["The final answer is 53", "#### 53", "**53**", "53", "5 4", "minus 54"]),
+    *((f"The answer {said}", "54") for said in ["is not 54", "isn't 54", "cannot be 54", "is 5 or 54", "is 54 and 55"]),
+    *((several, "54") for several in ["**3** or **54**", "x = 53 or x = 54", "53, 54", "54? No, 53", "y = 1, x = 54"]),
+    *((refused, "54") for refused in ["It isn't 54.", "Not 54", "It is not **54**.", "Is it 54?", "54 is wrong"]),
+    *((f"<answer>{refused}</answer>", "54") for refused in ["not 54", "不是54", "第3个是54", "€5 €54", "$5 and $54"]),
+    *((thought, "54") for thought in ["<think>54</think>", "<think>so 54", "<think>The answer is 54</think> 53"]),
+    ("The answer is 54.\nNo: the answer is 53.", "54"),
+    ("Let x = 54.\nThe answer is 53", "54"),
+    ("53\n54\n55", "54"),
+    ("<answer>2 400</answer>", "400"),
+    ("<answer>3个苹果4个梨</answer>", "4"),
+    (r"\boxed{\frac{1}{2} or \frac{1}{3}}", "0.5"),
+    (r"<answer>We get \frac{1}{2} of the 3 pies</answer>", "0.5"),
+    (r"<answer>ab \sqrt{2}</answer>", r"\sqrt{2}"),
+    (r"<answer>so we get 3 \sqrt{2}</answer>", r"\sqrt{2}"),
+    (r"<answer>\text{五}</answer>", r"\text{六}"),
+    ("<answer>2*sqrt(3)</answer>", "sqrt(3)"),
+]
+
+
+def test_what_people_and_chat_models_write_is_read():
+    rows = [(1.0, *row) for row in RIGHT] + [(0.0, *row) for row in WRONG]
+    found = [accuracy(completion, gold) for _, completion, gold in rows]
+    assert [row for row, value in zip(rows, found, strict=True) if value != row[0]] == []
+
+
+def test_a_right_answer_that_the_peers_read_is_read():
+    """TRL's reward, and math-verify with its defaults on the bare answer: a row either of them reads is right here."""
+    math_verify = pytest.importorskip("math_verify")
+    trl = pytest.importorskip("trl.rewards")
+    read = []
+    for completion, gold in RIGHT:
+        (theirs,) = trl.accuracy_reward(completions=[[{"role": "assistant", "content": completion}]], solution=[gold])
+        bare = completion.replace("<answer>", "").replace("</answer>", "")
+        right = math_verify.parse(gold, parsing_timeout=None)
+        default = math_verify.verify(right, math_verify.parse(bare, parsing_timeout=None), timeout_seconds=None)
+        if theirs or default:
+            read.append((completion, gold))
+    assert len(read) > 40
+    assert [row for row in read if accuracy(*row) != 1] == []
+
+
+@pytest.mark.parametrize("completion", ["6 * 9 = 54", "The answer is 54", "#### 54", "54", "**54**"])
+def test_a_truncated_last_line_is_no_answer(completion: str):
+    given = {"completions": [completion, rf"\boxed{{54}} {completion}"], "solution": ["54"] * 2}
+    assert Accuracy()(**given, finish_reasons=["stop"] * 2) == [1, 1]
+    assert Accuracy()(**given, finish_reasons=["length"] * 2) == [0, 1]
 
 
 @pytest.mark.parametrize("solution", [r"\frac{1}{2}", "$x^2 + 1$", "72", "1,000", r"\boxed{3}", "Paris", r"$\sqrt{2}$"])

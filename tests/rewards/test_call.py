@@ -104,6 +104,21 @@ def test_arguments_for_text_prompts():
         "trainer_state": "state",
         "answer": ["1", "1", "2", "2"],
         "id": [7, 7, 8, 8],
+        # under the names of other projects
+        "completions_ids": [[97], [98, 98], [99], []],
+        "response_token_ids": [[97], [98, 98], [99], []],
+        "messages": [
+            [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+            for question, text in [("question", "a"), ("question", "bb"), ("other", "c"), ("other", "")]
+        ],
+        "finish_reason": ["stop"] * 4,
+        "is_truncated": [False] * 4,
+        "prompt_id": ["/0"] * 4,
+        "request_id": ["/0/0", "/0/1"] * 2,
+        "rollout_infos": [{}] * 4,
+        "images": [[]] * 4,
+        "image_path": [None] * 4,
+        "problem": ["question", "question", "other", "other"],
     }
 
 

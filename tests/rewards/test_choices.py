@@ -47,6 +47,25 @@ from grpo_lightning.rewards.choices import choice
         ("answer a question", None),
         ("i.e. something", None),
         ("it is b", None),
+        # Chinese has no spaces, and its letters are no part of a Latin word
+        *(
+            (text, "B")
+            for text in [
+                *(
+                    "答案是B",
+                    "选B",
+                    "我选择B。",
+                    "答案\uff1a\uff22",
+                    "B选项正确",
+                    "选项B",
+                    "正确答案为B",
+                    "应该选(B)",
+                    "图中是B",
+                ),
+                *("A是错的\uff0c答案是B", "不是A\uff0c而是B", "选B\uff0c因为A不对"),
+            ]
+        ),
+        *((text, None) for text in ["不选B", "B不对", "B是错的", "A和B", "答案是A或B", "选A、B", "答案是A、B和C"]),
         # said to be the answer
         ("A) is tempting; the answer is C", "C"),
         ("The answer is B because C is too small", "B"),

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_lightning.rewards import equivalence as module
 from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError, equivalence
-from grpo_lightning.rewards.equivalence_worker import names_several, nesting, parsed
+from grpo_lightning.rewards.equivalence_worker import names_several, nesting, parsed, prepared
 
 pytest.importorskip("math_verify")
 
@@ -27,10 +27,8 @@ def process() -> Iterator[Equivalence]:
         module._end(made._process)
 
 
-def decide(
-    process: Equivalence, gold: str, answer: str, *, is_anchored: bool = False, seconds: float = 60
-) -> bool | None:
-    return process.decide(gold, answer, is_anchored=is_anchored, timeout_seconds=seconds)
+def decide(process: Equivalence, gold: str, answer: str, *, announced_in: str = "", seconds: float = 60) -> bool | None:
+    return process.decide(gold, answer, announced_in=announced_in, timeout_seconds=seconds)
 
 
 def test_it_decides(process: Equivalence):
@@ -38,8 +36,9 @@ def test_it_decides(process: Equivalence):
     assert decide(process, "1/2", "0.6") is False
     assert decide(process, "1/2", "no number") is False
     assert decide(process, "no number", "1/2") is None
-    assert decide(process, "1/2", "The final answer is $0.5$.", is_anchored=True) is True
-    assert decide(process, "1/2", "0.5", is_anchored=True) is False
+    assert decide(process, "1/2", "2", announced_in="The final answer is $0.5$.") is True
+    assert decide(process, "1/2", "2", announced_in="0.5") is False
+    assert decide(process, "1/2", "0.5", announced_in="The final answer is 2.") is True
     assert decide(process, "1/2", 'quotes " and\nnew\u2028lines, \ud83d') is False
 
 
@@ -92,13 +91,13 @@ spec = importlib.util.spec_from_file_location("equivalence", {path!r})  # alone:
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 asked = module.Equivalence()
-asked.decide("3", "3", is_anchored=False, timeout_seconds=60)
+asked.decide("3", "3", timeout_seconds=60)
 if {holds_pipe} and os.fork() == 0:  # a worker of a data loader, say, which has the other end of the pipe too
     os.close(1)
     time.sleep(60)
     os._exit(0)
 print(asked._process.pid, flush=True)
-asked.decide("3", {answer!r}, is_anchored=False, timeout_seconds={seconds}) if {answer!r} else time.sleep(60)
+asked.decide("3", {answer!r}, timeout_seconds={seconds}) if {answer!r} else time.sleep(60)
 """
 
 
@@ -144,8 +143,17 @@ def test_what_a_terminal_or_slurm_says_to_all_processes_leaves_it_running(proces
 
 def test_a_process_that_does_not_start_is_an_error(process: Equivalence, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.executable", "/bin/false" if os.path.exists("/bin/false") else "false")
-    with pytest.raises(RuntimeError, match=r"did not start \(exit status 1\)"):
+    with pytest.raises(RuntimeError, match=r"did not start \(exit status 1\); what it printed, if anything, is above"):
         decide(process, "3", "3")
+
+
+def test_a_process_that_is_not_ready_in_time_is_an_error_with_the_limit(
+    process: Equivalence, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "START_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match=r"was not ready within 0\.01 s") as raised:
+        decide(process, "3", "3")
+    assert "above" not in str(raised.value)  # it printed nothing
 
 
 def test_a_fork_gets_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
@@ -165,6 +173,15 @@ def test_nesting():
     assert nesting("") == nesting("a)") == 0
     assert nesting("(a)[b]{c}") == 1
     assert nesting("([{") == 3
+
+
+def test_a_formula_in_plain_text_becomes_latex():
+    assert prepared("2*sqrt(3)") == r"2*\sqrt{3}"
+    assert prepared("sqrt(2*(sqrt(4)+1)) + 2**(1/2)") == r"\sqrt{2*(\sqrt{4}+1)} + 2^{1/2}"
+    assert prepared("(sqrt(2)") == r"(\sqrt{2}"
+    assert prepared("the sqrt(3) of pi") == "the sqrt(3) of pi"  # a sentence
+    assert prepared(r"so we get \frac{1}{2} of it") == r"so we get $\frac{1}{2}$ of it"
+    assert prepared(r"\text{all of it is} \frac{1}{2}") == r"\text{all of it is} \frac{1}{2}"
 
 
 def test_several_answers():

@@ -30,6 +30,7 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
+from grpo_lightning.rewards.equivalence_worker import prepared
 from grpo_lightning.rewards.similarity import similarity
 from grpo_lightning.tasks.prepare import entries, row
 
@@ -75,6 +76,14 @@ SHAPES = {
     "quotes": '"',
     "exponents": "1e1",
     "unicode": "日本é🙂",
+    "Chinese": "答案是B",
+    "counts": "3个",
+    "full width": "\uff13\u3002",
+    "bold": "**a** ",
+    "headlines": "**a:** ####",
+    "links": "= 3, ",
+    "money": "\\$1 ",
+    "prose": "so \\frac ",
 }
 
 WRAPS = {
@@ -100,10 +109,12 @@ PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "Format": ("think", lambda text: Format()(completions=[text])),
     "Format, opened": ("think", lambda text: Format(prompt_opens_first=True, text_after=True)(completions=[text])),
     "ReactFormat": ("think", lambda text: ReactFormat()(completions=[text])),
-    "ExactMatch, tags": ("answer", lambda text: ExactMatch()(completions=[text], answer=["1"])),
+    "ExactMatch, auto": ("think", lambda text: ExactMatch()(completions=[text], answer=["1"])),
+    "ExactMatch, tags": ("answer", lambda text: ExactMatch(extract="answer_tag")(completions=[text], answer=["1"])),
     "ExactMatch, box": ("box", lambda text: ExactMatch(extract="boxed")(completions=[text], answer=["1"])),
     "ExactMatch, hashes": ("answer", lambda text: ExactMatch(extract="hashes")(completions=[text], answer=["1"])),
     "ExactMatch, text": ("answer", lambda text: ExactMatch(extract="text")(completions=[text], answer=["1"])),
+    "LaTeX": ("box", prepared),
     "Accuracy": ("box", lambda text: Accuracy()(completions=[text], solution=["3"])),
     "AnyAnswer, number": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3"])),
     "AnyAnswer, formula": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3^4"])),
@@ -131,7 +142,7 @@ class Comparison:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def decide(self, gold: str, answer: str, *, is_anchored: bool, timeout_seconds: float) -> bool:
+    def decide(self, gold: str, answer: str, *, announced_in: str = "", timeout_seconds: float) -> bool:
         self.sizes.append(len(answer))
         return False
 

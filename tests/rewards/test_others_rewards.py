@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import json
+import math
 import re
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from grpo_lightning.rewards import RewardSet, Scores, WeightedReward
+from grpo_lightning.images import ImageRef
+from grpo_lightning.rewards import ByMethod, Cosine, RewardSet, Scores, WeightedReward
+from grpo_lightning.rewards.base import _renamed
+from grpo_lightning.rewards.trainer_state import TrainerState
 from grpo_lightning.types import Completion, Group, Prompt
 
 CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
@@ -88,6 +97,36 @@ def test_trl_text():
     assert list(scores.by_reward) == ["judge"]
 
 
+def test_trl_names_of_older_versions_and_its_state():
+    def ids(completions_ids, trainer_state, **kwargs):
+        assert (trainer_state.epoch, trainer_state.num_train_epochs, trainer_state.is_world_process_zero) == (
+            2,
+            3,
+            True,
+        )
+        return [float(len(ids) + trainer_state.global_step) for ids in completions_ids]
+
+    state = TrainerState(global_step=7, max_steps=9, current_epoch=2, max_epochs=3, global_rank=0, world_size=1)
+    assert RewardSet([ids]).score([group("abc", "")], trainer_state=state).total.tolist() == [[10, 7]]
+
+
+def reward(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("name", ["reward", "length", "mean", "std"])
+def test_a_function_with_a_name_of_the_logs_gets_another(name: str, caplog: pytest.LogCaptureFixture):
+    _renamed.cache_clear()
+    function = functools.partial(reward) if name == "reward" else types.FunctionType(reward.__code__, globals(), name)
+    scores = [RewardSet([function]).score([group("abc", "")]) for _ in range(2)]
+    assert [list(of_call.by_reward) for of_call in scores] == [[f"{name}_fn"]] * 2
+    assert scores[0].total.tolist() == [[3, 0]]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f"The reward {name!r} is named '{name}_fn' in logs and settings" in said[0]
+    assert RewardSet([WeightedReward(function, name="brevity")]).names == ["brevity"]
+
+
 def test_trl_conversations():
     assert score(reward_conversation, group("2", "What is 1 + 1?", content=CHAT)).total.tolist() == [[1, 0]]
     # Written for chats, used on text prompts: the form can be asked for.
@@ -157,6 +196,101 @@ def test_ms_swift(content: Any):
         WeightedReward(MathORM)
 
 
+class Settings:
+    """What ms-swift hands to the constructors of its rewards."""
+
+    cosine_min_len_value_wrong, cosine_max_len_value_wrong = -0.5, 0.0
+    cosine_min_len_value_correct, cosine_max_len_value_correct = 1.0, 0.5
+    cosine_max_len = 4
+    soft_max_length, soft_cache_length = 4, 2
+
+
+class EndsRight(ORM):
+    def __call__(self, completions, solution, **kwargs):
+        return [float(text.endswith(right)) for text, right in zip(completions, solution, strict=True)]
+
+
+class TokenCosine(ORM):
+    """Reads token ids as the cosine reward of ms-swift does, and asks another reward itself."""
+
+    def __init__(self, args=None, accuracy_orm=None):
+        super().__init__(args)
+        self.accuracy_orm = accuracy_orm or EndsRight()
+
+    def __call__(self, completions, solution, **kwargs):
+        settings, right = self.args, self.accuracy_orm(completions, solution, **kwargs)
+        values = []
+        for ids, accuracy in zip(kwargs.get("response_token_ids"), right, strict=True):
+            length = sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)
+            wrong = (settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong)
+            correct = (settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct)
+            start, end = correct if accuracy >= 1.0 else wrong
+            values.append(end + (start - end) * (1 + math.cos(math.pi * length / settings.cosine_max_len)) / 2)
+        return values
+
+
+class TokenOverlong(ORM):
+    """Reads token ids as the soft overlong reward of ms-swift does."""
+
+    def __init__(self, args=None, **kwargs):
+        super().__init__(args)
+        assert args.soft_cache_length < args.soft_max_length
+
+    def __call__(self, completions, **kwargs):
+        allowed = self.args.soft_max_length - self.args.soft_cache_length
+        return [min((allowed - len(ids)) / self.args.soft_cache_length, 0) for ids in kwargs.get("response_token_ids")]
+
+
+class FirstArgument(ORM):
+    """ms-swift gives the completions by position."""
+
+    def __call__(self, infer_requests, solution, **kwargs):
+        texts = [r if isinstance(r, str) else r["messages"][-1]["content"] for r in infer_requests]
+        return [float(text == right) for text, right in zip(texts, solution, strict=True)]
+
+
+class OfTheRollout(ORM):
+    def __call__(
+        self, completions, messages, finish_reason, is_truncated, request_id, prompt_id, trainer_state, **kwargs
+    ):
+        assert kwargs["rollout_infos"] == [{}] * len(completions)
+        assert [chat[-1] for chat in messages] == [{"role": "assistant", "content": text} for text in completions]
+        assert all(chat[0]["role"] == "user" for chat in messages)
+        assert is_truncated == [reason == "length" for reason in finish_reason]
+        assert len(set(request_id)) == len(completions) > len(set(prompt_id))
+        return [float(truncated) for truncated in is_truncated]
+
+
+@pytest.mark.parametrize("content", ["What is 1 + 1?", CHAT])
+def test_ms_swift_rewards_that_read_what_a_rollout_is(content: Any):
+    batch = group("2", "= 2", "= 3", content=content, solution="2")
+    assert score(TokenOverlong(Settings), batch).total.tolist() == [[0, -0.5, -0.5]]
+    assert score(FirstArgument(), batch).total.tolist() == [[1, 0, 0]]
+    assert WeightedReward(FirstArgument()).required_columns == ("solution",)
+    assert WeightedReward(OfTheRollout()).required_columns == ()
+    truncated = dataclasses.replace(batch.completions[2], finish_reason="length")
+    cut_off = dataclasses.replace(batch, completions=[*batch.completions[:2], truncated])
+    assert score(OfTheRollout(), cut_off).total.tolist() == [[0, 0, 1]]
+
+
+def test_the_cosine_reward_of_ms_swift_is_ours():
+    batch = group("2", "= 2", "= 3", "2 = 3", solution="2")
+    ours = Cosine(max_len=4, accuracy=EndsRight())
+    assert torch.allclose(score(TokenCosine(Settings), batch).total[:, :3], score(ours, batch).total[:, :3])
+
+
+@pytest.mark.parametrize("around", [lambda orm: Cosine(accuracy=orm), lambda orm: ByMethod({"default": orm})])
+def test_a_reward_of_ms_swift_inside_another(around: Any):
+    assert not score(around(TokenCosine(Settings)), group("2", "= 2", solution="2")).total.isnan().any()
+
+
+def test_a_data_column_has_its_own_values():
+    def reads(completions, messages, is_truncated, **kwargs):
+        return [float(chat == "own" and not cut) for chat, cut in zip(messages, is_truncated, strict=True)]
+
+    assert score(reads, group("2", messages="own")).total.tolist() == [[1]]
+
+
 def test_the_form_asked_for_beats_the_class():
     class Chats(ORM):
         def __call__(self, completions, **kwargs):
@@ -183,6 +317,21 @@ def format_reward(completions, **kwargs):
     pattern = r"<think>.*?</think>\s*<answer>.*?</answer>"
     contents = [completion[0]["content"] for completion in completions]
     return [1.0 if re.fullmatch(pattern, content, re.DOTALL) else 0.0 for content in contents]
+
+
+def debug_reward(completions, solution, **kwargs):
+    """What the rewards of VLM-R1 read for their debug log, and to find the size of an image."""
+    path, problem = kwargs.get("image_path")[0], kwargs.get("problem")[0]
+    return [float(path == ["/images/a.jpg"] and problem == "Where?") for _ in completions]
+
+
+def test_vlm_r1_reads_paths_and_questions():
+    content = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]
+    of_text = group("2", content=content, solution="2")
+    prompt = dataclasses.replace(of_text.prompt, images=[ImageRef(Path("/images/a.jpg"))])
+    batch = dataclasses.replace(of_text, prompt=prompt)
+    assert score(debug_reward, batch).total.tolist() == [[1]]
+    assert score(lambda image_path, images, **_: [float(image_path == [None] and images == [[]])], of_text).total == 1
 
 
 def test_vlm_r1():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
+from grpo_lightning import rewards
 from grpo_lightning.rewards import Accuracy, Format, Plugin, Reward, RewardSet, Scores, available, reward
 from grpo_lightning.rewards.registry import SHIPPED
 from grpo_lightning.types import Completion, Group, Prompt
@@ -71,9 +72,10 @@ def test_shipped_rewards_by_name():
 
 
 def test_every_shipped_reward_is_listed():
+    exported = {name: getattr(rewards, name) for name in rewards.__all__}
     subclasses = {
         name
-        for name, value in vars(__import__("grpo_lightning.rewards").rewards).items()
+        for name, value in exported.items()
         if isinstance(value, type) and issubclass(value, Reward) and value is not Reward
     }
     assert {kind.__name__ for kind in SHIPPED.values()} == subclasses - {"WeightedReward", "Plugin"}

@@ -13,8 +13,10 @@ from torch.testing import assert_close
 from grpo_lightning.rewards import (
     ByMethod,
     Cosine,
+    Countdown,
     ExactMatch,
     Format,
+    IoU,
     Length,
     MultipleChoice,
     Repetition,
@@ -54,6 +56,37 @@ def first(completions: list[str]) -> list[float]:
 
 def second(completions: list[str]) -> list[float]:
     return [1.0 for _ in completions]
+
+
+def own_judge(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "success"),
+    [
+        ([first, ExactMatch()], "exact_match"),  # `first` is some number, and may never reach 1
+        ([Format(), Length(max_tokens=9), WeightedReward(ExactMatch(), weight=0.0, name="right")], "right"),
+        ([ByMethod(), ExactMatch()], "accuracy"),
+        ([IoU(), ExactMatch()], "iou"),
+        ([Format(), WeightedReward(Countdown(), name="solved")], "solved"),
+        ([Cosine(accuracy=first), MultipleChoice()], "multiple_choice"),
+        ([own_judge, Format()], "own_judge"),
+        ([first, second], "first"),
+    ],
+)
+def test_the_reward_that_says_what_is_solved(rewards: list[Any], success: str):
+    assert RewardSet(rewards).success == success
+
+
+def test_a_reward_of_ones_own_can_say_what_is_solved():
+    class Judge(Reward):
+        says_solved = True
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [1.0 for _ in completions]
+
+    assert RewardSet([first, Judge()]).success == "judge"
 
 
 def close(actual: torch.Tensor, expected: list[list[float]]) -> None:

@@ -80,7 +80,67 @@ def test_completion_text():
     ],
 )
 def test_exact_match_in_answer_tags(completion: str, answer: Any, reward: float | None):
-    assert match(completion, answer) == reward
+    assert match(completion, answer, extract="answer_tag") == reward
+
+
+FIRES = [
+    *("7", "**7**", r"\boxed{7}", "<answer>7</answer>", "#### 7", "$7$", r"\(7\)", r"\$7", "\uff17"),
+    *("The answer is 7.", "The answer is **7**.", "Answer: 7", "**Answer:** 7", "The final answer is $7$. I am sure."),
+    *("3 + 4 = 7", "So 3 + 4 equals 7.", "The sum of 3 and 4 is 7.", "3 + 4:\n\n7\n", "3\n4\nSo it is **7**."),
+    *("The answer is 7, because 3 + 4 = 7.", "The answer to 3.0 + 4 is 7!", "The answer is: 7\n\nAsk me more."),
+    *(
+        "### Final Answer\n7",
+        "**Final Answer**\n\n7",
+        "Answer:\n\\[\n7\n\\]",
+        "Answer:\n$$\n7\n$$",
+        "答案是7。",
+        "答案\uff1a7",
+    ),
+    *(
+        "#### Step 1\n3 + 4 = 7",
+        "**Step 1:** add\n3 + 4 = 7",
+        "**Step 1**\n3 + 4 = 7",
+        "The result is **7**.\n\nAnything else?",
+    ),
+    *("The answer is 6. No: the answer is 7.", "<think>6?</think>7", "<answer>6</answer> <answer>7</answer>"),
+    *(
+        r"<answer>\boxed{7}</answer>",
+        r"The answer is 6. \boxed{7}",
+        "The answer is 6\n#### 7",
+        "#### 6\nThe answer is 7",
+    ),
+]
+
+DOES_NOT_FIRE = [
+    *("6", "**6**", "The answer is 6.", "3 + 4 = 6", "17", "7.5", "77", "", "   ", "seven"),
+    *("6 or 7", "The answer is 6 or 7", "**6** or **7**", "x = 6 or x = 7", "x = 6, y = 7", "6, 7", "7\n6", "7? No, 6"),
+    *(
+        "not 7",
+        "The answer is not 7",
+        "The answer isn't 7",
+        "It isn't 7.",
+        "It is not **7**.",
+        "The answer cannot be 7",
+    ),
+    *("<think>7</think>", "<think>7", "<think>The answer is 7</think> 6", "<answer>7", r"\boxed{7", "7</answer>"),
+    *("The answer is 7.\nWait: the answer is 6.", "<answer>6</answer> The answer is 7", r"\boxed{6} The answer is 7"),
+    *("Is it 7?", "7 is wrong", "不是7", "**Step 7:** the answer is below"),
+]
+
+
+def test_the_answer_is_found_where_chat_models_write_it():
+    assert [text for text in FIRES if match(text, "7") != 1] == []
+    assert [text for text in DOES_NOT_FIRE if match(text, "7") != 0] == []
+    assert match("The capital of France is **Paris**.", "Paris") == match("Paris.", "Paris") == 1
+    assert match("Room 54", "Room 54") == match("I say: the answer is 1,000.", "1000") == 1
+
+
+@pytest.mark.parametrize("text", ["3 + 4 = 7", "The answer is 7", "#### 7", "7", "**7**"])
+def test_a_truncated_last_line_is_no_answer(text: str):
+    given = {"completions": [text, f"<answer>7</answer> {text}", f"{text}\nand"], "answer": ["7"] * 3}
+    assert ExactMatch()(**given, finish_reasons=["stop", "stop", "length"])[:2] == [1, 1]
+    truncated = ExactMatch()(**given, finish_reasons=["length"] * 3)
+    assert truncated == [0, 1, float(text in ("The answer is 7", "#### 7", "**7**"))]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +196,7 @@ def test_an_answer_that_is_no_text_is_an_error(answer: Any):
 
 
 def test_exact_match_settings_are_checked():
-    with pytest.raises(ValueError, match="extract must be one of answer_tag, boxed, hashes, text, got 'box'"):
+    with pytest.raises(ValueError, match="extract must be one of auto, answer_tag, boxed, hashes, text, got 'box'"):
         ExactMatch(extract="box")  # type: ignore[arg-type]
 
 

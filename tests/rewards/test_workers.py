@@ -19,6 +19,7 @@ import torch
 
 from grpo_lightning.cli.errors import lines
 from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, WeightedReward
+from grpo_lightning.rewards import workers as workers_module
 from grpo_lightning.types import Completion, Group, Prompt
 from tests.rewards import misbehaving
 
@@ -180,6 +181,26 @@ def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     assert scores.total.tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize(
+    ("when", "does", "error"),
+    [
+        ("load", "sleeps", "did not load in their own process within its 1 s: importing their modules takes too long"),
+        ("load", "ends", "ended with exit status 4, when it imported their modules; what it printed, if anything, is"),
+        ("warm up", "sleeps", r"its worker was not ready within 1 s \(getting the rewards ready takes too long\)"),
+        ("warm up", "ends", "its worker ended while it got the rewards ready; what it printed, if anything, is above"),
+    ],
+)
+def test_workers_that_do_not_start_say_why(when, does, error, monkeypatch):
+    rewards = reward_set(misbehaving.WarmsUp(when, does), on_error="raise")
+    if when == "warm up":
+        assert rewards.placement.place(rewards.rewards[0]) is not None  # it is loaded, within the usual limit
+    if does == "sleeps":
+        monkeypatch.setattr(workers_module, "START_SECONDS", 1.0)
+    with pytest.raises(RuntimeError, match=error) as raised:
+        rewards.score(groups("p"))
+    assert ("above" in str(raised.value)) == (does == "ends")
+
+
 # ------------------------------------------------------------------------------------------------- side by side
 
 
@@ -238,8 +259,21 @@ def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, valu
     for _ in range(2):
         assert rewards.score(groups("one", "two")).total.tolist() == [[value] * 2] * 2
     (message,) = [record.message for record in caplog.records]
-    assert "'mine' is called in the training process" in message
+    assert "'mine' runs in the training process without time or memory limits: " in message
     assert why in message
+    assert "define it in a module that can be imported" in message
+    assert "set in_process = True on it" in message
+
+
+def test_the_remedy_of_the_warning_works(caplog):
+    """A function that a test makes cannot be sent; `in_process` keeps it here without a word."""
+
+    def mine(completions):
+        return [1.0] * len(completions)
+
+    mine.in_process = True
+    assert reward_set(mine).score(groups("one")).total.tolist() == [[1, 1]]
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("kind", [misbehaving.Counts, misbehaving.CountsBesideATable])
