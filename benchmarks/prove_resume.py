@@ -1,60 +1,127 @@
-"""Proves that a killed run resumes to the weights of the unbroken one, bit for bit.
+"""Proves that a stopped run resumes to the weights of the unbroken one, bit for bit, however it was stopped and saved.
 
-    python benchmarks/prove_resume.py                      # 10 runs, killed at random places
+    python benchmarks/prove_resume.py                      # 10 runs, stopped at random places
     python benchmarks/prove_resume.py --runs 30 --seed 1   # others
     python benchmarks/prove_resume.py --record             # writes the outcome into benchmarks/proofs.json
 
-Every run trains a tiny Qwen2 on a CPU in its own process: three epochs over a data set that the batch size does not
-divide, two updates of two micro-batches per rollout, two iterations, a KL, AdamW, a cosine schedule, clipping. It gets
-one to three SIGKILLs, each at a random micro-step and in a random part of it, and goes on from the newest checkpoint.
+Every run trains a tiny Qwen2 on a CPU: three epochs over a data set that the batch size does not divide, two updates of
+two micro-batches per rollout, two iterations, a KL, AdamW, a cosine schedule, clipping. It is stopped one to three
+times, at random micro-steps, and each time resumes in a new process from the newest complete checkpoint. Each stop is
+drawn (SIGKILL, Ctrl-C and SIGTERM in a random part of the micro-step; `max_steps`, `max_time`, `should_stop`), and so is
+what saves the checkpoints (Lightning's default, `save_last`, intervals of steps, epochs and time, after validation, on
+an exception), and whether `max_epochs` or `max_steps` ends the whole run.
 Exit code 1 if a final weight differs. Without --record nothing is left behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from proofs import record
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams
+from grpo_lightning.cli import resuming
 from grpo_lightning.demo.arithmetic import build_tokenizer
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.schedules import Cosine
 
 PROMPTS = ["".join(str((i * k) % 6) for k in range(1, 3 + i)) for i in range(1, 8)]
 BATCH_SIZE, ACCUMULATE, EPOCHS = 3, 2, 3
 CYCLE = ACCUMULATE * 2 * 2  # two updates, two iterations
 MICRO_STEPS = EPOCHS * -(-len(PROMPTS) // BATCH_SIZE) * CYCLE
+STEPS = MICRO_STEPS // ACCUMULATE
 HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_phase")
 
+SAVING: dict[str, dict[str, Any]] = {
+    "default": {},
+    "save_last": {"save_last": True},
+    "link": {"save_last": "link"},
+    "every_n_epochs": {"every_n_epochs": 2, "save_top_k": -1},
+    "every_n_train_steps": {"every_n_train_steps": 3, "save_top_k": -1},
+    "train_time_interval": {"train_time_interval": timedelta(0), "save_top_k": -1},
+    "after validation": {"save_on_train_epoch_end": False, "monitor": "val/reward", "mode": "max", "save_top_k": -1},
+    "save_on_exception": {"save_on_exception": True},
+}
+EXIT_CODES = {"SIGKILL": -signal.SIGKILL, "Ctrl-C": 1, "SIGTERM": 0, "max_steps": 0, "max_time": 0, "should_stop": 0}
+"""The ways to stop a run, and the exit code of each: Lightning's SIGTERMException is a SystemExit without a code."""
 
-class Kill(L.Callback):
-    """SIGKILL at a micro-step, in a hook that the micro-step has; `on_before_optimizer_step` may wait for the next."""
 
-    def __init__(self, micro_step: int, hook: str) -> None:
-        self.micro_step = micro_step
+@dataclass(frozen=True)
+class Part:
+    """One process of a run."""
+
+    saving: str
+    limit: str = "max_epochs"
+    """What ends the whole run: "max_epochs" or "max_steps"."""
+
+    stop: str = ""
+    """How this process is stopped; empty for the last one, which goes on to the end."""
+
+    micro_step: int = 0
+    hook: str = "on_train_batch_end"
+
+    def limits(self) -> dict[str, int]:
+        """The trainer's."""
+        if self.stop == "max_steps":
+            return {"max_epochs": -1, "max_steps": -(-self.micro_step // ACCUMULATE)}
+        return {"max_epochs": EPOCHS} if self.limit == "max_epochs" else {"max_epochs": -1, "max_steps": STEPS}
+
+    def callbacks(self) -> list[L.Callback]:
+        """What stops it."""
+        if self.stop == "max_time":
+            return [StepTimer(timedelta(seconds=self.micro_step // ACCUMULATE))]
+        return [Stop(self.stop, self.micro_step, self.hook)] if self.stop not in ("", "max_steps") else []
+
+
+class Stop(L.Callback):
+    """Stops at a micro-step, in a hook that the micro-step has; `on_before_optimizer_step` may wait for the next."""
+
+    def __init__(self, how: str, micro_step: int, hook: str) -> None:
+        self.how, self.micro_step = how, micro_step
         setattr(self, hook, self.strike)
 
     def strike(self, trainer: L.Trainer, *args: Any) -> None:
-        """No handler, no cleaning up."""
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready >= self.micro_step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        """Without a handler or any cleaning up for SIGKILL; as Python and Lightning handle it for the others."""
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready < self.micro_step:
+            return
+        if self.how == "Ctrl-C":
+            raise KeyboardInterrupt
+        if self.how == "should_stop":
+            trainer.should_stop = True
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "SIGKILL" else signal.SIGTERM)
+
+
+class StepTimer(Timer):
+    """Lightning's `max_time`, on a clock on which every optimizer step takes a second."""
+
+    steps = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Look at the clock."""
+        self.steps = trainer.global_step
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Steps."""
+        return float(self.steps)
 
 
 def small_digits(completions: list[str]) -> list[float]:
@@ -62,8 +129,8 @@ def small_digits(completions: list[str]) -> list[float]:
     return [sum(c in "012" for c in text) / max(1, len(text)) for text in completions]
 
 
-def train(folder: Path, kill: tuple[int, str] | None) -> None:
-    """One process of a run: from the newest checkpoint to the kill or the end, where it saves the weights."""
+def train(folder: Path, part: Part) -> None:
+    """One process of a run: from the newest checkpoint to the stop or the end. The last one saves the weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -83,63 +150,63 @@ def train(folder: Path, kill: tuple[int, str] | None) -> None:
         sampling=SamplingParams(max_completion_length=8),
         objective=Objective(beta=0.04),
         optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
-        scheduler=lambda optimizer: Cosine(optimizer, warmup_ratio=0.1),
+        # Its length is that of the whole run, also where `max_steps` stops a part of it earlier.
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
         num_iterations=2,
         updates_per_rollout=2,
         num_generations=4,
         seed=0,
     )
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = ModelCheckpoint(folder, filename=f"{part.saving}-{{step}}", **SAVING[part.saving])
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=EPOCHS,
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=1.0,
+        num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[saving, *([Kill(*kill)] if kill else [])],
+        callbacks=[*part.callbacks(), saving],
+        **part.limits(),
     )
     source = PromptSource(PROMPTS, BATCH_SIZE, cycle=module.cycle_length(ACCUMULATE))
-    trainer.fit(module, source, ckpt_path=newest(folder))
-    torch.save(module.state_dict(), folder / "final.pt")
+    newest, _ = resuming.newest([folder], to_train=True)
+    trainer.fit(module, source, PromptSource(PROMPTS[:2], 2), ckpt_path=newest)
+    if not part.stop:
+        torch.save(module.state_dict(), folder / "final.pt")
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint after the most optimizer steps; None if there is none."""
-    found = {int(path.stem.removeprefix("step=")): path for path in folder.glob("step=*.ckpt")}
-    return found[max(found)] if found else None
-
-
-def start(folder: Path, kill: tuple[int, str] | None) -> None:
+def start(folder: Path, part: Part) -> None:
     """`train` in a process of its own. Raises: RuntimeError if it does not end as it should."""
-    child = [sys.executable, str(Path(__file__).resolve()), "--child", str(folder)]
-    if kill:
-        child += ["--kill", str(kill[0]), kill[1]]
+    child = [sys.executable, str(Path(__file__).resolve()), "--child", str(folder), json.dumps(asdict(part))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(child, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    if result.returncode != (-signal.SIGKILL if kill else 0):
-        raise RuntimeError(f"killed at {kill}: exit code {result.returncode}\n{result.stderr[-3000:]}")
+    if result.returncode != EXIT_CODES.get(part.stop, 0):
+        raise RuntimeError(f"{part}: exit code {result.returncode}\n{result.stderr[-3000:]}")
 
 
-def final_weights(kills: list[tuple[int, str]]) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The weights at the end of a run with these kills, and the optimizer steps that it went on from."""
+def final_weights(parts: list[Part]) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The weights at the end of a run in these parts, and the optimizer steps that it resumed from."""
     with tempfile.TemporaryDirectory() as name:
         folder, resumed_from = Path(name), []
-        for kill in kills:
-            start(folder, kill)
-            path = newest(folder)
-            resumed_from.append(int(re.sub(r"\D", "", path.stem)) if path else 0)
-        start(folder, None)
+        for part in parts:
+            newest, _ = resuming.newest([folder], to_train=True)
+            resumed_from.append(torch.load(newest, weights_only=True)["global_step"] if newest else 0)
+            start(folder, part)
         weights: dict[str, torch.Tensor] = torch.load(folder / "final.pt", weights_only=True)
-        return weights, resumed_from
+        return weights, resumed_from[1:]
 
 
-def random_kills(chooser: random.Random) -> list[tuple[int, str]]:
-    """One to three places, in the order of the run; `on_phase` also strikes while the rollout is sampled or scored."""
+def random_parts(chooser: random.Random) -> list[Part]:
+    """One to three stops, in the order of the run; `on_phase` also strikes while the rollout is sampled or scored."""
+    saving, limit = chooser.choice(list(SAVING)), chooser.choice(["max_epochs", "max_steps"])
     micro_steps = sorted(chooser.sample(range(1, MICRO_STEPS), chooser.choice([1, 1, 2, 3])))
-    return [(micro_step, chooser.choice(HOOKS)) for micro_step in micro_steps]
+    stops = [
+        Part(saving, limit, chooser.choice(list(EXIT_CODES)), micro_step, chooser.choice(HOOKS))
+        for micro_step in micro_steps
+    ]
+    return [*stops, Part(saving, limit)]
 
 
 def main() -> int:
@@ -148,26 +215,33 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--kill", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        train(options.child, (int(options.kill[0]), options.kill[1]) if options.kill else None)
+        train(Path(options.child[0]), Part(**json.loads(options.child[1])))
         return 0
 
     chooser, console = random.Random(options.seed), Console()
     table = Table(
-        "run", f"killed at micro-step (of {MICRO_STEPS}), in", "went on from step", "weights", "largest difference"
+        "run",
+        "saved by",
+        "ended by",
+        f"stopped at micro-step (of {MICRO_STEPS}) by",
+        "resumed from step",
+        "weights",
+        "largest difference",
     )
-    want, _ = final_weights([])
+    want, _ = final_weights([Part("default")])
     outcomes: list[bool] = []
     for run in range(1, options.runs + 1):
-        kills = random_kills(chooser)
-        got, resumed_from = final_weights(kills)
+        parts = random_parts(chooser)
+        got, resumed_from = final_weights(parts)
         outcomes.append(all(torch.equal(got[name], want[name]) for name in want))
         table.add_row(
             str(run),
-            ", ".join(f"{micro_step} {hook}" for micro_step, hook in kills),
+            parts[0].saving,
+            parts[0].limit,
+            ", ".join(f"{part.micro_step} {part.stop}" for part in parts[:-1]),
             ", ".join(map(str, resumed_from)),
             "equal" if outcomes[-1] else "DIFFER",
             f"{max(float((got[name] - want[name]).abs().max()) for name in want):g}",

@@ -6,15 +6,18 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from grpo_lightning import completeness, rank_files, ranks, sync_reference
-from grpo_lightning.data.source import PromptBatch
+from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.limits import recount_batches
 from grpo_lightning.planner import Rollout, give_images
 from grpo_lightning.policy.loading import PolicyLoader
@@ -25,15 +28,65 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REFERENCE = "reference"
-"""In the place of a rank, among the ranks' files."""
+
+@dataclass(frozen=True)
+class StepEnd:
+    """The run as its last optimizer step left it. Every checkpoint holds this position, whenever it is saved.
+
+    Weights and optimizer do not change between two steps: a checkpoint saved inside an accumulation window, after
+    validation or at the end of an epoch holds the same weights as one saved right after the step, and resumes there.
+    """
+
+    num_micro_steps: int
+    """Of the whole run, when the step ended."""
+
+    loops: dict[str, Any]
+    """Lightning's counters, and the loaders' positions."""
+
+    rollout: Rollout | None
+    """The pending rollout; None between cycles."""
+
+    position: int
+    """Micro-steps of the cycle that were done; the rollout itself goes on counting."""
+
+    rollout_index: int
+
+    def rollout_state(self) -> dict[str, Any] | None:
+        """The pending rollout as checkpoints hold it."""
+        return None if self.rollout is None else self.rollout.state_dict() | {"position": self.position}
+
+
+def step_end(module: GRPOLightningModule, trainer: L.Trainer) -> StepEnd:
+    """The end of the last optimizer step: now, if one has just ended, or the one that was recorded."""
+    known = module.step_end
+    if known is None:
+        return record_step_end(module, trainer)
+    if is_between_steps(trainer) and known.num_micro_steps != trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+        sync_reference.move_if_due(module, trainer.global_step)
+        return record_step_end(module, trainer)
+    return known
+
+
+def record_step_end(module: GRPOLightningModule, trainer: L.Trainer) -> StepEnd:
+    """Keep the position of the run now, which is between two optimizer steps, for the checkpoints of this moment."""
+    rollout = module.rollout if is_pending(module) else None
+    module.is_updating = False
+    module.step_end = StepEnd(
+        num_micro_steps=trainer.fit_loop.epoch_loop.batch_progress.total.ready,
+        loops=trainer.fit_loop.state_dict(),
+        rollout=rollout,
+        position=rollout.position if rollout else 0,
+        rollout_index=module.rollout_index,
+    )
+    return module.step_end
 
 
 class StepEnds(L.Callback):
-    """Lets checkpoints be taken, and a run be stopped, only between optimizer steps.
+    """Makes every checkpoint hold the end of an optimizer step, and lets a run be stopped only there.
 
-    A checkpoint holds no gradients: one taken inside a step or an accumulation window (a time interval, a signal, a
-    call by hand) would resume with part of the step lost. It waits for the end of the step, and so does an early stop.
+    A checkpoint holds no gradients. One that is saved inside a step or an accumulation window (after validation, by a
+    time interval, on an error, by hand) holds the position at which the step began: see `StepEnd`. Only while the
+    optimizer changes the weights does it wait for the end of the step.
     """
 
     def __init__(self) -> None:
@@ -41,17 +94,20 @@ class StepEnds(L.Callback):
         self.min_steps = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stand in for the trainer's `save_checkpoint`: every strategy and callback saves through it."""
+        """Replace the trainer's `save_checkpoint`: every strategy and callback saves through it."""
         self.waiting, self.min_steps = [], trainer.min_steps or 0
+        module: Any = pl_module
+        module.step_end, module.is_updating = None, False
         save = getattr(trainer.save_checkpoint, "__wrapped__", trainer.save_checkpoint)
         remove = getattr(trainer.strategy.remove_checkpoint, "__wrapped__", trainer.strategy.remove_checkpoint)
 
         @functools.wraps(save)
-        def save_at_step_end(filepath: Any, *args: Any, **kwargs: Any) -> None:
-            save_all = functools.partial(save_whole, pl_module, trainer, save, filepath, *args, **kwargs)
-            if is_inside_step(trainer):
+        def save_step_end(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            end = step_end(module, trainer)
+            save_all = functools.partial(save_whole, module, trainer, end, save, filepath, *args, **kwargs)
+            if module.is_updating and trainer.state.status == TrainerStatus.RUNNING:
                 log.info("Checkpoint %s waits for the end of the optimizer step.", filepath)
-                self.waiting.append(save_all)
+                self.waiting.append(lambda: trainer.save_checkpoint(filepath, *args, **kwargs))
             else:
                 save_all()
 
@@ -61,46 +117,41 @@ class StepEnds(L.Callback):
             if trainer.is_global_zero and (path := local_path(filepath)):
                 rank_files.remove(path)
 
-        trainer.save_checkpoint = save_at_step_end  # type: ignore[method-assign]
+        trainer.save_checkpoint = save_step_end  # type: ignore[method-assign]
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Let no resumed checkpoint be written again: Lightning forgets that it has it.
-
-        It would ask for it in the first micro-step, under the name of this step, and get the weights of the next.
-        """
+        """Tell the checkpoint callbacks that the resumed step is saved: Lightning forgets that it has it."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 callback._last_global_step_saved = trainer.global_step
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Keep the trainer from stopping before the step is done, and its count of epochs right."""
+        """Keep the trainer from stopping before the step is done."""
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
-        epochs: Any = trainer.fit_loop.epoch_progress
-        if epochs.current.ready == epochs.current.processed:
-            # Resumed at the end of an epoch, Lightning does not count the next one as begun, and takes it for finished
-            # when a checkpoint of it is resumed in turn.
-            epochs.increment_ready()
-            epochs.increment_started()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Take the checkpoints that wait, if the step is over."""
-        if is_inside_step(trainer):
-            return
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """From here to the end of the step, the weights are those of neither step."""
+        pl_module.is_updating = True
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        """Record the end of the step, if this is one, and save the checkpoints that wait for it."""
+        step_end(pl_module, trainer)
+        pl_module.is_updating = False  # also where a strategy calls the optimizer in every micro-step
         waiting, self.waiting = self.waiting, []
         for save in waiting:
             save()
 
 
 def save_whole(
-    module: Any, trainer: L.Trainer, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any
+    module: Any, trainer: L.Trainer, end: StepEnd, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Save a checkpoint, what the ranks keep beside it, and the mark that it is complete; called on every rank.
+    """Save a checkpoint, what the ranks keep next to it, and the mark that it is complete; called on every rank.
 
     The ranks' files come first: a checkpoint that is there has them.
     """
     filepath = trainer.strategy.broadcast(filepath)
-    path, moment = local_path(filepath), moment_of(module)
+    path, moment = local_path(filepath), moment_of(module, end)
     if path is None:
         if moment is not None:
             raise ValueError(
@@ -110,19 +161,21 @@ def save_whole(
             )
         save(filepath, *args, **kwargs)
         return
-    if moment is not None and is_pending(module):
-        rank_files.write(path, moment, ranks.rank(), module.rollout.state_dict())
+    if moment is not None and end.rollout is not None:
+        rank_files.write(path, moment, ranks.rank(), end.rollout_state())
     if moment is not None and has_moved(module):
         weights = sync_reference.moved_weights(module)  # every rank takes part
         if trainer.is_global_zero:
-            rank_files.write(path, moment, REFERENCE, weights)
+            rank_files.write(path, moment, rank_files.REFERENCE, weights)
     if trainer.is_global_zero and path.is_dir():
         completeness.unmark(path)
     trainer.strategy.barrier("ranks' files")
     save(filepath, *args, **kwargs)  # ends with a barrier
     if trainer.is_global_zero:
         if path.is_dir():
-            completeness.mark(path, beside=rank_files.of_moment(path, moment), is_broken_off=is_broken_off(trainer))
+            completeness.mark(
+                path, beside=rank_files.of_moment(path, moment), is_broken_off=is_broken_off(module, trainer)
+            )
         rank_files.tidy(path, moment)
 
 
@@ -141,12 +194,11 @@ def has_moved(module: Any) -> bool:
     return bool(getattr(module.reference, "has_moved", False))
 
 
-def moment_of(module: Any) -> str | None:
-    """The name of this moment, if several ranks have something to keep beside a checkpoint of it; else None."""
-    if ranks.world_size() == 1 or not (is_pending(module) or has_moved(module)):
+def moment_of(module: Any, end: StepEnd) -> str | None:
+    """The name of this moment, if several ranks have something to keep next to a checkpoint of it; else None."""
+    if ranks.world_size() == 1 or not (end.rollout or has_moved(module)):
         return None
-    position = module.rollout.position if module.rollout is not None else 0
-    return f"step{module.trainer.global_step}-{module.rollout_index}-{position}"
+    return f"step{module.trainer.global_step}-{end.rollout_index}-{end.position}"
 
 
 def trained_names(module: L.LightningModule) -> list[str]:
@@ -154,17 +206,9 @@ def trained_names(module: L.LightningModule) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def is_inside_step(trainer: L.Trainer) -> bool:
-    """True from the first micro-batch of an optimizer step to the end of the last.
-
-    False once the run was interrupted: that step will never end.
-    """
-    return trainer.state.status == TrainerStatus.RUNNING and not is_between_steps(trainer)
-
-
-def is_broken_off(trainer: L.Trainer) -> bool:
-    """True if an exception ended the run inside an optimizer step."""
-    return trainer.state.status == TrainerStatus.INTERRUPTED and not is_between_steps(trainer)
+def is_broken_off(module: Any, trainer: L.Trainer) -> bool:
+    """True if an exception ended the run while the optimizer changed the weights."""
+    return trainer.state.status == TrainerStatus.INTERRUPTED and module.is_updating
 
 
 def is_between_steps(trainer: L.Trainer) -> bool:
@@ -225,27 +269,30 @@ def check_keys(module: L.LightningModule, names: Collection[str]) -> None:
         )
 
 
-def run_state(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]:
-    """What a run needs beyond weights and optimizer: rollouts drawn, the pending one, a reference that has moved.
+def add_run_state(module: GRPOLightningModule, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Add what a run needs beyond weights and optimizer, all as it was at the end of the last optimizer step.
 
-    Of several ranks, each keeps its own rollout beside the checkpoint, and the first the reference (`save_whole`).
+    That is the position in the data, the rollouts drawn, the pending one, and a reference that has moved. Of several
+    ranks, each keeps its own rollout next to the checkpoint, and the first the reference (`save_whole`).
     """
-    is_alone = ranks.world_size() == 1
-    return {
+    is_alone, end = ranks.world_size() == 1, step_end(module, trainer)
+    if "loops" in checkpoint:
+        checkpoint["loops"]["fit_loop"] = end.loops
+    checkpoint["grpo"] = {
         "trained": trained_names(module),
-        "rollout_index": module.rollout_index,
-        "rollout": module.rollout.state_dict() if is_alone and module.rollout and is_pending(module) else None,
+        "rollout_index": end.rollout_index,
+        "rollout": end.rollout_state() if is_alone else None,
         "reference": sync_reference.moved_weights(module) if is_alone else None,
-        "is_pending": is_pending(module),
+        "is_pending": end.rollout is not None,
         "has_moved": has_moved(module),
-        "moment": moment_of(module),
+        "moment": moment_of(module, end),
         "world_size": ranks.world_size(),
-        "is_broken_off": is_broken_off(trainer),
+        "is_broken_off": is_broken_off(module, trainer),
     }
 
 
 def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
-    """Check that the weights are complete, and put back what `run_state` gave, as far as this run has a use for it.
+    """Check that the weights are complete, and put back what `add_run_state` added, as far as this run has use for it.
 
     Raises:
         RuntimeError: If the weights are another policy's.
@@ -262,10 +309,12 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
     trainer = module._trainer
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:  # nothing is trained: the weights are all there is
         return
+    if "fit_loop" in checkpoint.get("loops", {}):
+        set_position(checkpoint["loops"]["fit_loop"])
     path = Path(trainer.ckpt_path or "")
     if state.get("has_moved"):
         is_reader = not module.sharding.is_sharded or ranks.rank() == 0 or not state["moment"]
-        saved = rank_files.read(path, state["moment"], REFERENCE) if state["moment"] else state["reference"]
+        saved = rank_files.read(path, state["moment"], rank_files.REFERENCE) if state["moment"] else state["reference"]
         sync_reference.restore(module, saved if is_reader else None)
     if state.get("is_pending") and (state["rollout"] or state["moment"]):  # one that is lost is missed by `check_cycle`
         restore_rollout(module, state, path)
@@ -296,16 +345,53 @@ def restore_rollout(module: GRPOLightningModule, state: Mapping[str, Any], check
     module.rollout = Rollout.from_state_dict(own)
 
 
-def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> None:
-    """Put a resumed loader where the checkpoint left it.
+def set_position(loops: dict[str, Any]) -> None:
+    """Write the position of a checkpoint into Lightning's counters in one of two forms, which it resumes exactly.
 
-    Lightning does so when it sets the loader up. Asking the trainer for its number of steps in `configure_optimizers`
-    sets the loader up before the checkpoint's loops are restored: it would start over, and nothing would say so.
+    They are: after a micro-step inside an epoch, and before the first one of an epoch. What Lightning saves depends on
+    the hook that saves. At the end of an epoch, and where an epoch was left early (`max_steps`, `should_stop`), it
+    counts the epoch as done or not done by rules that change with `max_steps` and from release to release.
+
+    Args:
+        loops: The state of the fit loop in a checkpoint, changed in place.
+    """
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    num_steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    is_epoch_over = batches["is_last_batch"] or not batches["current"]["processed"]
+    if is_epoch_over:
+        states = loops["state_dict"].get("combined_loader", [])
+        loops["state_dict"]["combined_loader"] = [PromptSource.after_epoch(state) for state in states]
+    for progress in (epochs["current"], epochs["total"]):
+        progress["ready"] = progress["started"]
+        progress["processed"] = progress["completed"] = progress["started"] - (not is_epoch_over)
+    for progress in (batches["current"], batches["total"]):
+        progress["ready"] = progress["started"] = progress["processed"]
+        # Inside an epoch, Lightning itself counts the micro-step of `on_train_batch_end` as completed.
+        progress["completed"] = progress["processed"] - (not is_epoch_over)
+    if is_epoch_over:
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = num_steps - (not is_epoch_over)
+
+
+def restore_data_position(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Put a resumed loader where the checkpoint left it, and begin an epoch where the checkpoint ended one.
+
+    Lightning sets the loader up before it loads the checkpoint's loops if `configure_optimizers` asks for the number of
+    steps, and does not tell it its position where an epoch begins: it would start over, and nothing would say so.
     """
     if module.is_broken_off and trainer.ckpt_path is not None:
         raise RuntimeError(
-            "The checkpoint was saved inside an optimizer step, when the run was interrupted: its prompts count as "
-            "used and were not trained on. Resume from an earlier one, or start a new run from its weights."
+            "The checkpoint was saved inside an optimizer step, when the run was interrupted: its weights are those of "
+            "neither step. Resume from an earlier one, or start a new run from its weights."
         )
-    trainer.fit_loop._load_combined_loader_states()
-    recount_batches(trainer)
+    loop: Any = trainer.fit_loop
+    if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+        loop._combined_loader_states_to_load = []
+    loop._load_combined_loader_states()  # of other loaders
+    if loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
+        # With `max_steps`, Lightning takes the first micro-step of an epoch for one that is done again.
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+    else:
+        recount_batches(trainer)

@@ -11,9 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from grpo_lightning import box_checks, data_checks, dynamic_sampling, limits, offload, sync_reference
+from grpo_lightning import box_checks, data_checks, dynamic_sampling, limits, offload, rank_files, sync_reference
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.overlong import OverlongFilter
@@ -162,7 +163,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_before_loading(trainer: L.Trainer) -> None:
-    """Have the strategy refuse a checkpoint that was not written to its end. Lightning tells its path to nobody else.
+    """Have the strategy refuse a checkpoint that is not complete. Lightning tells its path to nobody else.
 
     Args:
         trainer: Its strategy's `load_checkpoint` raises ValueError, naming what the checkpoint lacks.
@@ -185,7 +186,13 @@ def check_before_loading(trainer: L.Trainer) -> None:
                 f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "
                 "takes the newest that is complete."
             )
-        return load(checkpoint_path, *args, **kwargs)
+        content = load(checkpoint_path, *args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING and (why := rank_files.why_missing(path, content.get("grpo"))):
+            raise ValueError(
+                f"No run can resume from the checkpoint {path}: {why}. Or give ckpt_path a checkpoint that was saved "
+                "at the end of a cycle."
+            )
+        return content
 
     trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]
 

@@ -9,6 +9,7 @@ run by the quantisation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning import rank_files
 from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import TRAINED
@@ -25,6 +27,8 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trained import limit_training
 from grpo_lightning.policy.writing import original_tokenizer, write_policy
 from grpo_lightning.saved import num_trained, opened, policy_weights, run_config
+
+log = logging.getLogger(__name__)
 
 KEPT = (
     "lora",
@@ -97,6 +101,8 @@ def export(
     check_target(folder, force=force)
     with opened(Path(checkpoint)) as content:
         weights = policy_weights(content, checkpoint)
+        if why := rank_files.why_missing(Path(checkpoint), content.get("grpo")):
+            log.warning("No run can resume from %s: %s. Its weights are complete, and are exported.", checkpoint, why)
         loader = policy_loader(content, Path(checkpoint), policy)
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
             raise ValueError(f"{folder} is the folder of the policy itself, which is read: give another one.")

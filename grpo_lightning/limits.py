@@ -94,11 +94,7 @@ def recount_batches(trainer: L.Trainer) -> None:
     if state.get("batch_size", 0) * state.get("world_size", 0) in (0, loader.batch_size * loader.world_size):
         return
     batches = trainer.fit_loop.epoch_loop.batch_progress
-    if batches.is_last_batch:  # the checkpoint of the end of an epoch
-        done = int(trainer.num_training_batches)
-    else:
-        done = len(loader) - loader.num_batches_after(state["prompts_used"])
-    moved = done - batches.current.ready
+    moved = len(loader) - loader.num_batches_after(state["prompts_used"]) - batches.current.ready
     for name in ("ready", "started", "processed", "completed"):
         setattr(batches.current, name, getattr(batches.current, name) + moved)
 

@@ -130,7 +130,8 @@ class GRPOLightningModule(L.LightningModule):
 
         self.rollout: Rollout | None = None
         self.rollout_index = 0
-        self.is_broken_off = self.has_said_filled = False
+        self.step_end: checkpoints.StepEnd | None = None
+        self.is_updating = self.is_broken_off = self.has_said_filled = False
         self.samples: tuple[list[Group], Scores, Tensor] | None = None
         self.metrics = StepMetrics()
         self.sources: list[str] = []
@@ -336,13 +337,14 @@ class GRPOLightningModule(L.LightningModule):
         checkpoints.restore_data_position(self, self.trainer)
         if self.rollout is not None:
             self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
+        checkpoints.record_step_end(self, self.trainer)
         keep_overfit_batches(self.trainer)
         self.sources = data_checks.training_sources(self.trainer)
         optimization.begin(self, self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
-        checkpoint["grpo"] = checkpoints.run_state(self, self.trainer)
+        checkpoints.add_run_state(self, self.trainer, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the pending rollout and check that the weights are complete."""

@@ -7,13 +7,9 @@ import lightning as L
 from grpo_lightning.checkpoints import StepEnds
 from grpo_lightning.logged import StepLog
 from grpo_lightning.requeue import RequeueAtStepEnd
-from grpo_lightning.sync_reference import ReferenceMover
 from grpo_lightning.update_log import UpdateLog
 
 
 def own_callbacks() -> list[L.Callback]:
-    """Nothing logged twice, the step's log, a reference that follows, checkpoints at the ends of steps, requeuing.
-
-    In this order: a checkpoint that waited for the end of the step must hold the reference as the step leaves it.
-    """
-    return [StepLog(), UpdateLog(), ReferenceMover(), StepEnds(), RequeueAtStepEnd()]
+    """Nothing logged twice, the step's log, the ends of steps for checkpoints and the reference, requeuing."""
+    return [StepLog(), UpdateLog(), StepEnds(), RequeueAtStepEnd()]

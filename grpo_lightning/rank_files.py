@@ -7,10 +7,14 @@ each writes its part. The checkpoint names the moment, so that files of another 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+REFERENCE = "reference"
+"""In the place of a rank: the weights of a reference that has moved."""
 
 
 def folder_of(checkpoint: Path) -> Path:
@@ -38,6 +42,28 @@ def read(checkpoint: Path, moment: str, rank: int | str) -> Any:
             "at the end of a cycle."
         )
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def why_missing(checkpoint: Path, state: Mapping[str, Any] | None) -> str | None:
+    """Say which of the files are not there that a checkpoint was saved with; None if all are.
+
+    Args:
+        checkpoint: The file.
+        state: What the checkpoint says of the run (`checkpoint["grpo"]`).
+    """
+    moment = (state or {}).get("moment")
+    if state is None or moment is None:
+        return None
+    keepers: list[int | str] = list(range(state["world_size"])) if state["is_pending"] else []
+    keepers += [REFERENCE] if state["has_moved"] else []
+    folder = folder_of(checkpoint)
+    missing = [name for keeper in keepers if not (folder / (name := f"{moment}-{keeper}.pt")).is_file()]
+    if not missing:
+        return None
+    return (
+        f"{folder.name}/{missing[0]} is missing, which was saved next to it: copy the folder {folder.name} together "
+        "with the checkpoint"
+    )
 
 
 def of_moment(checkpoint: Path, moment: str | None) -> list[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -53,15 +52,14 @@ def check(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
         )
 
 
-class ReferenceMover(L.Callback):
-    """Moves the module's reference at the ends of optimizer steps. The next rollout is compared with the new one."""
+def move_if_due(module: Any, step: int) -> None:
+    """Move the module's reference if this optimizer step, which has just ended, is one of those that move it.
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Move it if it is time."""
-        sync: SyncReference | None = pl_module.sync_reference
-        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if sync is not None and is_step and trainer.global_step % sync.every_n_steps == 0:
-            mix(pl_module.reference, pl_module.policy, sync.mixup_alpha, pl_module.sharding)
+    The next rollout is compared with the new one. Every rank takes part.
+    """
+    sync: SyncReference | None = module.sync_reference
+    if sync is not None and step % sync.every_n_steps == 0:
+        mix(module.reference, module.policy, sync.mixup_alpha, module.sharding)
 
 
 @torch.no_grad()

@@ -174,10 +174,13 @@ def profiler(folder: Path) -> None:
 @case("logger", "log_every_n_steps")
 def logger_and_its_interval(folder: Path) -> None:
     logger = CSVLogger(folder, flush_logs_every_n_steps=1)
-    run(logger=logger, log_every_n_steps=2, max_epochs=4, accumulate_grad_batches=2)
+    module = {"num_iterations": 3}
+    run(logger=logger, log_every_n_steps=3, max_epochs=2, accumulate_grad_batches=2, module=module)
     with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row.get("reward/mean")]
-    assert steps == [1, 3, 5, 7]  # every second optimizer step, though a step has two micro-steps
+        rows = list(csv.DictReader(file))
+    # Every rollout, in the first of its three steps, and every third optimizer step, though a step has two micro-steps.
+    assert [int(row["step"]) for row in rows if row.get("reward/mean")] == [0, 3, 6, 9]
+    assert [int(row["step"]) for row in rows if row.get("policy/loss")] == [0, 2, 3, 5, 6, 8, 9, 11]
 
 
 @case("enable_checkpointing", "default_root_dir")

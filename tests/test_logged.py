@@ -23,7 +23,7 @@ def place(completions):
 def rows_of(tmp_path, module, **options):
     """The rows of metrics.csv, of each the cells that are not empty."""
     logger = CSVLogger(tmp_path, name="log", version=0, flush_logs_every_n_steps=1)
-    fit(module, **({"batch_size": 4, "max_epochs": -1} | options), logger=logger, log_every_n_steps=1)
+    fit(module, **({"batch_size": 4, "max_epochs": -1, "log_every_n_steps": 1} | options), logger=logger)
     with (tmp_path / "log/version_0/metrics.csv").open() as file:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
 
@@ -42,6 +42,51 @@ def test_a_rollout_is_logged_with_the_first_update_only(tmp_path, accumulate, cy
     # Only a second update needs log-probs from before the first.
     is_scored_before = "updates_per_rollout" in cycle
     assert ["time/old_logprobs" in row for row in rows] == [is_scored_before, False] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("every", [2, 3, 50])
+@pytest.mark.parametrize("cycle", [{}, {"num_iterations": 2}, {"updates_per_rollout": 2, "num_iterations": 2}])
+def test_every_rollout_reaches_the_loggers_once_whatever_the_interval(tmp_path, cycle, every, accumulate):
+    seen = []
+
+    def place_of_rollout(completions, trainer_state):
+        seen.append(trainer_state.global_step)
+        return [float(trainer_state.global_step + i) for i in range(len(completions))]
+
+    module = make_module(length=2, rewards=[place_of_rollout], **cycle)
+    flags = {"log_every_n_steps": every, "accumulate_grad_batches": accumulate, "max_steps": 8}
+    rows = rows_of(tmp_path, module, **flags)
+    updates = module.cycle_length(accumulate) // accumulate
+    begins = list(range(0, 8, updates))
+    assert sorted(set(seen)) == begins
+    for name in ("reward/place_of_rollout", "rollout/length", "time/rollout"):
+        assert [row["step"] for row in rows if name in row] == begins, name
+    assert [row["reward/place_of_rollout"] for row in rows if "reward/mean" in row] == [step + 1.5 for step in begins]
+    wanted = [step for step in range(8) if step in begins or (step + 1) % every == 0]
+    assert [row["step"] for row in rows if "policy/loss" in row] == wanted
+    assert module.trainer.log_every_n_steps == every
+
+
+def test_an_interval_of_0_logs_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        rows_of(tmp_path, make_module(length=2, num_iterations=2), max_steps=2, log_every_n_steps=0)
+
+
+def test_every_logger_gets_a_rollout_that_is_scored_in_the_middle_of_a_resumed_run(tmp_path):
+    def module():
+        return make_module(length=2, rewards=[place], num_iterations=2)
+
+    options = {"log_every_n_steps": 2, "max_epochs": -1, "batch_size": 4}
+    fit(module(), max_steps=2, **options).save_checkpoint(tmp_path / "a.ckpt")
+    loggers = [CSVLogger(tmp_path, name=name, version=0, flush_logs_every_n_steps=1) for name in "xy"]
+    fit(module(), max_steps=4, **options, logger=loggers, ckpt_path=str(tmp_path / "a.ckpt"))
+    for name in "xy":
+        with (tmp_path / name / "version_0/metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["step"] for row in rows if row.get("reward/mean")] == ["2"]
+        assert [row["step"] for row in rows if row.get("policy/loss")] == ["2", "3"]
 
 
 def test_the_engines_log_probs_take_no_time(tmp_path):

@@ -164,48 +164,69 @@ def test_killed_for_real(unbroken, tmp_path):
 
 
 class SaveAt(L.Callback):
-    """Asks for a checkpoint by hand at a micro-step in a hook, and notes when it was written."""
+    """Saves a checkpoint by hand at a micro-step in a hook."""
 
     def __init__(self, path: Path, micro_step: int, hook: str) -> None:
         self.path, self.micro_step = path, micro_step
-        self.written_at = None
         setattr(self, hook, self.save)
 
     def save(self, trainer, *args) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.micro_step and not self.path.exists():
             trainer.save_checkpoint(self.path)
-            if self.path.exists():
-                self.written_at = self.micro_step
-
-    def on_train_batch_start(self, trainer, *args) -> None:
-        if self.written_at is None and self.path.exists():
-            self.written_at = trainer.fit_loop.epoch_loop.batch_progress.total.ready - 1
+            assert self.path.exists()
 
 
 @pytest.mark.parametrize(
-    ("micro_step", "hook", "written_at"),
+    ("micro_step", "hook", "steps"),
     [
-        pytest.param(3, "on_train_batch_end", 4, id="inside an accumulation window"),
-        pytest.param(5, "on_before_zero_grad", 6, id="in its first micro-batch"),
-        pytest.param(4, "on_before_optimizer_step", 4, id="between backward and step"),
-        pytest.param(4, "on_after_backward", 4, id="in its last micro-batch"),
-        pytest.param(4, "on_train_batch_end", 4, id="at its end"),
+        pytest.param(3, "on_train_batch_end", 1, id="inside an accumulation window"),
+        pytest.param(5, "on_before_zero_grad", 2, id="in its first micro-batch"),
+        pytest.param(4, "on_before_optimizer_step", 1, id="between backward and step"),
+        pytest.param(4, "on_after_backward", 1, id="in its last micro-batch"),
+        pytest.param(4, "on_train_batch_end", 2, id="at its end"),
+        pytest.param(CYCLE + 1, "on_after_backward", 4, id="in the first of a cycle"),
     ],
 )
-def test_a_save_inside_a_step_waits_for_its_end_and_resumes_exactly(unbroken, tmp_path, micro_step, hook, written_at):
-    saving = SaveAt(tmp_path / "by hand, step=2.ckpt", micro_step, hook)
+def test_a_save_inside_a_step_holds_its_beginning_and_resumes_exactly(unbroken, tmp_path, micro_step, hook, steps):
+    path = tmp_path / "by hand, step=0.ckpt"
     with pytest.raises(KilledError):
-        train(tmp_path / "other", saving, KillAt(7, "on_after_backward"))
-    assert saving.written_at == written_at
+        train(tmp_path / "other", SaveAt(path, micro_step, hook), KillAt(CYCLE + 3, "on_after_backward"))
+    assert torch.load(path, weights_only=True)["global_step"] == steps
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
-def test_a_save_waits_where_a_step_is_one_micro_batch(tmp_path):
+def test_a_save_where_a_step_is_one_micro_batch(tmp_path):
     want = weights_of(train(tmp_path / "unbroken", accumulate_grad_batches=1))
-    saving = SaveAt(tmp_path / "step=3.ckpt", 3, "on_after_backward")
+    saving = SaveAt(tmp_path / "step=2.ckpt", 3, "on_after_backward")
     with pytest.raises(KilledError):
         train(tmp_path / "other", saving, KillAt(4, "on_train_batch_start"), accumulate_grad_batches=1)
     assert are_equal(weights_of(train(tmp_path, resume=True, accumulate_grad_batches=1)), want)
+
+
+class Clipping(GRPOLightningModule):
+    """Acts while the optimizer is about to change the weights, in the second step."""
+
+    def configure_gradient_clipping(self, *args, **kwargs):
+        super().configure_gradient_clipping(*args, **kwargs)
+        if self.trainer.fit_loop.epoch_loop.batch_progress.total.ready == 4:
+            self.act()
+
+    def act(self) -> None:
+        """Nothing."""
+
+
+def test_a_save_while_the_weights_change_waits_for_the_end_of_the_step(unbroken, tmp_path):
+    path = tmp_path / "step=2.ckpt"
+
+    class Saving(Clipping):
+        def act(self) -> None:
+            self.trainer.save_checkpoint(path)
+            assert not path.exists()
+
+    with pytest.raises(KilledError):
+        train(tmp_path / "other", KillAt(5), module=two_updates(module_class=Saving))
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+    assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
 def test_an_early_stop_waits_for_the_end_of_the_step(unbroken, tmp_path):
@@ -224,13 +245,26 @@ def test_an_early_stop_waits_for_the_steps_asked_for(tmp_path):
     assert module.trainer.global_step == 10
 
 
-def test_after_an_interruption_a_checkpoint_is_written_at_once_and_refused_to_go_on_from(tmp_path):
-    module = two_updates()
+class Breaking(Clipping):
+    def act(self) -> None:
+        raise KilledError
+
+
+def test_interrupted_while_the_weights_change_a_checkpoint_is_refused_to_resume_from(tmp_path):
+    module = two_updates(module_class=Breaking)
     with pytest.raises(KilledError):
-        train(tmp_path / "other", KillAt(4, "on_before_optimizer_step"), module=module)
+        train(tmp_path / "other", module=module)
     module.trainer.save_checkpoint(tmp_path / "step=1.ckpt")
     with pytest.raises(RuntimeError, match="saved inside an optimizer step, when the run was interrupted"):
         train(tmp_path, resume=True)
+
+
+def test_interrupted_before_that_the_run_resumes_where_the_step_began(unbroken, tmp_path):
+    module = two_updates()
+    with pytest.raises(KilledError):
+        train(tmp_path / "other", KillAt(CYCLE + 1, "on_before_zero_grad"), module=module)
+    module.trainer.save_checkpoint(tmp_path / "step=4.ckpt")
+    assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 
 
 def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_path):
@@ -251,6 +285,29 @@ def test_a_checkpoint_taken_after_validation_inside_a_step_resumes_exactly(tmp_p
         with pytest.raises(KilledError):
             run(folder, KillAt(micro_step, "on_after_backward"))
         assert are_equal(run(folder, resume=True), want), micro_step
+
+
+def test_the_best_checkpoint_holds_the_step_that_was_validated(tmp_path):
+    """Validation after every third micro-step: every other time inside an accumulation window of two."""
+    seen = {}
+
+    class Validated(L.Callback):
+        def on_validation_end(self, trainer, module):
+            seen[trainer.global_step] = weights_of(module)
+
+    module = two_updates(num_iterations=1)
+    best = ModelCheckpoint(tmp_path, filename="best-{step}", monitor="val/reward", mode="max", save_top_k=-1)
+    trainer = make_trainer(
+        max_epochs=2, accumulate_grad_batches=2, callbacks=[Validated(), best], enable_checkpointing=True,
+        val_check_interval=3, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, make_source(module, PROMPTS, batch_size=3, accumulate=2), PromptSource(PROMPTS[:2], 2))
+    saved = {path.stem: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
+    assert set(saved) == {f"best-step={step}" for step in seen} == {f"best-step={step}" for step in (1, 3, 5, 7)}
+    for name, checkpoint in saved.items():
+        assert f"best-step={checkpoint['global_step']}" == name
+        weights = {key.removeprefix("policy."): value for key, value in checkpoint["state_dict"].items()}
+        assert are_equal(weights, seen[checkpoint["global_step"]]), name
 
 
 @pytest.mark.parametrize("micro_step", [CYCLE + 1, CYCLE + 4])
@@ -323,6 +380,17 @@ def test_a_lost_rollout_is_explained(killed_mid_cycle):
     torch.save(checkpoint, path)
     with pytest.raises(RuntimeError, match=r"Micro-step 4 of 8 needs the rollout .* saved inside a cycle, without it"):
         train(killed_mid_cycle, resume=True)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_files_of_the_ranks_that_were_not_copied_are_named_when_the_checkpoint_is_loaded(killed_mid_cycle):
+    path = newest(killed_mid_cycle)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["grpo"] |= {"moment": "step2-1-4", "world_size": 2, "rollout": None}
+    torch.save(checkpoint, path)
+    with pytest.raises(ValueError, match=r"No run can resume from .*step=2\.ckpt\.ranks/step2-1-4-0\.pt is missing"):
+        train(killed_mid_cycle, resume=True)
+    make_trainer().validate(two_updates(), PromptSource(PROMPTS[:1], 1), ckpt_path=path)  # the weights are there
 
 
 @pytest.mark.parametrize(
@@ -402,7 +470,7 @@ def test_a_schedule_of_torch_goes_on_where_it_was(tmp_path):
 
 def test_a_new_run_starts_from_the_weights_of_a_run_that_broke_off(tmp_path):
     with pytest.raises(KilledError):
-        train(tmp_path / "other", KillAt(4, "on_before_optimizer_step"), module=(broken := two_updates()))
+        train(tmp_path / "other", module=(broken := two_updates(module_class=Breaking)))
     broken.trainer.save_checkpoint(tmp_path / "broken.ckpt")
     settings = {"policy": tiny_model("qwen2", **SMALL), "tokenizer": tiny_tokenizer(), "rewards": [vowel_share]}
     module = GRPOLightningModule.load_from_checkpoint(tmp_path / "broken.ckpt", **settings)

@@ -12,6 +12,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
+from grpo_lightning import rank_files
 from grpo_lightning.cli import run_folder
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.completeness import is_broken_off, why_incomplete
@@ -46,6 +47,8 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return f"it holds a {type(content).__name__}, not a checkpoint"
     if (content.get("grpo") or {}).get("is_broken_off"):
         return "it was saved inside an optimizer step, which an error broke off"
+    if why := rank_files.why_missing(path, content.get("grpo")):
+        return why
     # In a folder the optimizer's state is among the shards: the schedulers are saved along with it, and only with it.
     if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:
         return "it holds weights without the optimizer's state (save_weights_only)"

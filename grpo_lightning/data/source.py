@@ -100,6 +100,7 @@ class PromptSource:
         self.cycle_size = 0  # prompts of all ranks that the running cycle has used
         self.settled: list[list[int]] = []  # by rank, which of them are trained on; empty: the first, in turn
         self.resume_from: dict[str, Any] | None = None
+        self.epochs_ahead = 0  # of the caller's count, after a resume
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
@@ -139,7 +140,14 @@ class PromptSource:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order comes next."""
+        """Set the epoch whose order comes next.
+
+        After a resume the checkpoint says which epoch it is, whatever the caller's count; later ones are counted from
+        there.
+        """
+        if self.resume_from is not None:
+            self.epochs_ahead = self.resume_from["epoch"] - epoch
+        epoch += self.epochs_ahead
         if epoch != self.epoch:
             # A checkpoint taken before the first batch must not take the old epoch's place for the new one's.
             self.epoch, self.prompts_used, self.cycle_start, self.position = epoch, 0, 0, 0
@@ -181,17 +189,18 @@ class PromptSource:
         return self.cycle_prompts, position
 
     def begin(self) -> None:
-        """Start the epoch, or go on in it where a checkpoint was taken.
+        """Start the epoch, or resume where the checkpoint was saved.
 
         Raises:
             ValueError: If a stream has no prompt at all, or the checkpoint was taken in another order.
         """
         resume, self.resume_from = self.resume_from, None
         # Not when the state is loaded: `overfit_batches` stops the shuffling only after that.
-        if resume is not None and resume.get("shuffle") != self.shuffle:
+        if resume is not None and _is_inside(resume) and resume.get("shuffle") != self.shuffle:
             raise ValueError(_other_settings([f"shuffle was {resume.get('shuffle')}, is {self.shuffle}"]))
-        if resume is None or resume["epoch"] != self.epoch:
-            resume = {"prompts_used": 0, "cycle_start": 0, "position": 0}
+        if resume is None:
+            resume = {"epoch": self.epoch, "prompts_used": 0, "cycle_start": 0, "position": 0}
+        self.epoch = resume["epoch"]
         self.prompts_used, self.cycle_start, self.position = (
             resume[name] for name in ("prompts_used", "cycle_start", "position")
         )
@@ -276,9 +285,10 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. That `shuffle` is as it was is checked when the epoch begins.
+        """Resume where `state` was taken. That `shuffle` is as it was is checked when the epoch begins.
 
-        Positions count the prompts of all ranks: at the end of a cycle, a run goes on with any number of them.
+        Positions count the prompts of all ranks: at the end of a cycle, a run resumes with any number of them, and
+        between two epochs with other data, too.
 
         Raises:
             ValueError: If the data, the seed or the cycle are not those of the checkpoint; or, inside a cycle, the
@@ -296,9 +306,21 @@ class PromptSource:
                 )
         now = self._identity()
         changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
-        if changed:
+        if changed and _is_inside(state):
             raise ValueError(_other_settings(changed))
-        self.resume_from = dict(state)
+        self.resume_from = state | now | ({} if _is_inside(state) else sizes | {"shuffle": self.shuffle})
+        self.epochs_ahead = 0
+
+    @staticmethod
+    def after_epoch(state: dict[str, Any]) -> dict[str, Any]:
+        """The position that follows if the epoch of `state` ends there, though prompts may be left of it.
+
+        The state of another loader stays as it is.
+        """
+        if "prompts_used" not in state or not _is_inside(state):
+            return state
+        begin = {"prompts_used": 0, "cycle_start": 0, "position": 0, "cycle_size": 0, "settled": []}
+        return state | begin | {"epoch": state["epoch"] + 1}
 
     def num_batches_after(self, prompts_used: int) -> int:
         """Micro-steps that are left of an epoch, once so many of its prompts are used; not for streams."""
@@ -310,6 +332,11 @@ class PromptSource:
         if isinstance(self.prompts, PromptStream):
             return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed, "cycle": self.cycle}
         return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
+
+
+def _is_inside(state: Mapping[str, Any]) -> bool:
+    """True of a position inside an epoch."""
+    return bool(state.get("prompts_used") or state.get("position"))
 
 
 def _other_settings(changed: Sequence[str]) -> str:

@@ -39,6 +39,16 @@ def test_the_lines_printed_load_the_trained_model(checkpoint, tmp_path, capsys):
         assert torch.equal(names["model"](ids).logits, module.policy.eval()(ids).logits)
 
 
+def test_a_checkpoint_copied_without_its_folder_of_the_ranks_says_so_and_is_exported(checkpoint, tmp_path, caplog):
+    content = torch.load(checkpoint[1], weights_only=True)
+    content["grpo"] |= {"moment": "step1-1-2", "world_size": 2, "is_pending": True}
+    torch.save(content, tmp_path / "copied.ckpt")
+    run([str(tmp_path / "copied.ckpt"), str(tmp_path / "model")])
+    assert "No run can resume" in caplog.text
+    assert "copied.ckpt.ranks/step1-1-2-0.pt is missing" in caplog.text
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
 def test_flags(checkpoint, tmp_path, capsys):
     _, path = checkpoint
     run([str(path), str(tmp_path), "--force", "--dtype", "bfloat16", "--policy", str(path.parent / "policy")])

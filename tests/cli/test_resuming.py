@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import Namespace
 
-from grpo_lightning import completeness
+from grpo_lightning import completeness, rank_files
 from grpo_lightning.cli import resuming
 from grpo_lightning.cli.errors import ConfigurationError
 
@@ -67,6 +67,23 @@ def test_a_run_goes_on_only_from_what_can_be_resumed(tmp_path):
     assert "save_weights_only" in skipped[weights]
     assert "holds a list" in skipped[listed]
     assert resuming.newest([tmp_path]) == (broken, {}), "its weights can be evaluated"
+
+
+def test_a_checkpoint_without_what_its_ranks_saved_next_to_it_is_skipped_by_name(tmp_path):
+    grpo = {"is_broken_off": False, "moment": "step3-1-2", "world_size": 2, "is_pending": True, "has_moved": False}
+    old = saved(tmp_path / "old.ckpt", 10, **WHOLE)
+    copied = saved(tmp_path / "copied.ckpt", 20, **WHOLE | {"grpo": grpo})
+    path, skipped = resuming.newest([tmp_path], to_train=True)
+    assert path == old
+    assert "copied.ckpt.ranks/step3-1-2-0.pt is missing" in skipped[copied]
+    with pytest.raises(
+        ConfigurationError, match=r"no run can go on from .*copied\.ckpt\.ranks/step3-1-2-0\.pt is missing"
+    ):
+        resuming.check_there(str(copied), to_train=True)
+    assert resuming.newest([tmp_path]) == (copied, {}), "its weights can be evaluated"
+    for rank in (0, 1):
+        rank_files.write(copied, "step3-1-2", rank, {})
+    assert resuming.newest([tmp_path], to_train=True) == (copied, {})
 
 
 def test_a_checkpoint_with_objects_of_ones_own_is_left_to_the_trainer(tmp_path):

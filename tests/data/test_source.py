@@ -280,12 +280,34 @@ def test_a_state_not_yet_used_is_kept():
     assert len(list(resumed)) == 9
 
 
-def test_a_state_of_another_epoch_than_asked_for_is_dropped():
+@pytest.mark.parametrize("told", [0, 1, 5])
+def test_a_state_counts_whatever_epoch_the_caller_is_in(told):
+    """Lightning's count of epochs is not always that of the checkpoint: prompts would be lost, or used twice."""
+    whole = list(run(source_of(6, 2, cycle=2)))
+    killed, resumed = source_of(6, 2, cycle=2), source_of(6, 2, cycle=2)
+    assert list(itertools.islice(run(killed), 9)) == whole[:9]
+    resumed.load_state_dict(killed.state_dict())
+    got = [step[1:] for step in run(resumed, start=told, epochs=told + 2)]
+    assert got == [step[1:] for step in whole[9:]]
+
+
+def test_between_epochs_the_data_may_change():
     source = source_of(6, 2, shuffle=False)
-    resumed = source_of(6, 2, shuffle=False)
+    list(source)
+    other = source_of(4, 2, seed=9)
+    other.load_state_dict(source.state_dict())
+    assert epoch_of(other, 7) == epoch_of(source_of(4, 2, seed=9), 1)
+
+
+def test_the_state_after_an_epoch_that_ended_early_is_the_start_of_the_next():
+    source = source_of(6, 2)
     next(iter(source))
-    resumed.load_state_dict(source.state_dict())
-    assert len(epoch_of(resumed, epoch=1)) == 3
+    resumed = source_of(6, 2)
+    resumed.load_state_dict(PromptSource.after_epoch(source.state_dict()))
+    assert epoch_of(resumed, 1) == epoch_of(source_of(6, 2), 1)
+    ended = source_of(6, 2)
+    list(ended)
+    assert PromptSource.after_epoch(ended.state_dict()) == ended.state_dict()
 
 
 @pytest.mark.parametrize(
