@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import Namespace
 
 from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
@@ -268,13 +267,6 @@ def row_of(script: Script, flag: str) -> TableRow:
     return found[0]
 
 
-def plain(value: Any) -> Any:
-    """A setting without `class_path` and `init_args`: the name of the class where nothing is asked of it."""
-    if isinstance(value, Namespace):
-        value = value.as_dict()
-    return value
-
-
 def look_up(settings: Any, key: str) -> Any:
     """The value of a key in a recipe; of `NewestCheckpoints.save_steps` in the callback or reward of that class."""
     owner, _, argument = key.partition(".")
@@ -319,6 +311,18 @@ def test_the_recipe_has_what_the_page_makes_of_the_flags(script):
             assert (tuple(found) if isinstance(value, tuple) else found) == value, (flag, key)
             checked += 1
     assert checked >= 10
+
+
+REWARDS = {"accuracy": "Accuracy", "format": "Format", "soft_overlong": "SoftOverlong"}
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS.values() if script.peer == "ms-swift"])
+def test_the_rewards_are_those_of_reward_funcs(script):
+    settings = parse(["--config", str(RECIPES / script.recipe)])
+    wanted = [REWARDS[name] for name in script.pairs()["reward_funcs"].split()]
+    assert [reward.class_path.rpartition(".")[2] for reward in settings.model.rewards] == wanted
+    stated = row_of(script, "reward_funcs").cells[-1]
+    assert all(f"`{theirs}` `{ours}`" in stated for theirs, ours in REWARDS.items())
 
 
 @each_script
