@@ -385,7 +385,7 @@ def batch() -> tuple[torch.Tensor, MicroBatch, torch.Tensor]:
         attention_mask=mask,
         completion_mask=mask,
         advantages=torch.tensor([1.2, -0.9, 0.5, -0.7]),
-        rollout_logprobs=old - noise(0.8),
+        rollout_logprobs=old + 0.8 - noise(0.8),
         old_logprobs=old,
         ref_logprobs=logprobs + noise(0.5),
     )
@@ -518,12 +518,16 @@ def test_the_rollout_correction_is_a_product_over_a_sequence(batch, level, outsi
     weights = [[math.exp(d) for d in row] for row in log_ratio.tolist()]
     if level == "sequence":
         weights = [[math.prod(row)] * len(row) for row in weights]
-    cut = [[min(w, 1.5) if outside == "truncate" else w * (w <= 1.5) for w in row] for row in weights]
-    settings = {"beta": 0.0, "rollout_correction": f"{level}_{outside}", "rollout_correction_high": 1.5}
-    weighed = Objective(**settings)
+    low, high = 0.5, 1.5  # vllm_importance_sampling_clip_min and _max
+    if outside == "truncate":
+        cut = [[min(max(w, low), high) for w in row] for row in weights]
+    else:
+        cut = [[w * (low <= w <= high) for w in row] for row in weights]
+    limits = {"rollout_correction_low": low, "rollout_correction_high": high}
+    weighed = Objective(beta=0.0, rollout_correction=f"{level}_{outside}", **limits)
     terms = weighed(batch[0], micro_batch, StepCounts(12, 4), LONGEST, entropy=batch[2])
     assert_close(terms.rollout_weight, torch.tensor(cut) * mask, rtol=1e-5, atol=1e-6)
-    assert {w > 1.5 for row in weights for w in row} == {True, False}
+    assert {(w < low) - (w > high) for row in weights for w in row} == {-1, 0, 1}
 
 
 # ------------------------------------------------------------------------------------------------ advantages, by hand
@@ -570,9 +574,11 @@ def stepped(optimizer: Callable[..., Any], steps: int = 3) -> torch.Tensor:
     return weight.detach()
 
 
+ADAMW = {"learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-3}
+
+
 def test_adamw_is_the_one_of_transformers():
-    flags = {"learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-3}
-    arguments = transformers.TrainingArguments(output_dir="x", use_cpu=True, report_to=[], **flags)
+    arguments = transformers.TrainingArguments(output_dir="x", use_cpu=True, report_to=[], **ADAMW)
     kind, settings = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
     settings.pop("fused", None)
     ours = stepped(lambda p: optimizers.AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3))
@@ -626,22 +632,23 @@ def test_a_schedule_is_the_one_of_lr_scheduler_type(name, kind, settings, theirs
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize(
-    ("flags", "settings"),
-    [
-        ({"temperature": 0.5}, {"temperature": 0.5}),
-        ({"top_k": 3}, {"top_k": 3}),
-        ({"top_p": 0.7}, {"top_p": 0.7}),
-        ({"min_p": 0.3}, {"min_p": 0.3}),
-        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
-        ({"temperature": 0.9, "top_k": 5, "top_p": 0.9}, {"temperature": 0.9, "top_k": 5, "top_p": 0.9}),
-    ],
-)
-def test_completions_come_from_the_distribution_of_generate(flags, settings):
+SAMPLING = [
+    {"temperature": 0.5},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.3},
+    {"repetition_penalty": 1.5},
+    {"temperature": 0.9, "top_k": 5, "top_p": 0.9},
+]
+"""Flags of all three trainers, which have the same names and values here."""
+
+
+@pytest.mark.parametrize("flags", SAMPLING)
+def test_completions_come_from_the_distribution_of_generate(flags):
     """The processors that `generate` builds from the flags, as TRL, ms-swift and VLM-R1 call it."""
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(0)) * 2
     history = torch.tensor([[3, 5, 5]])
-    drawer = TokenDrawer(SamplingParams(**settings), 1, None, None)
+    drawer = TokenDrawer(SamplingParams(**flags), 1, None, None)
     neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     config = transformers.GenerationConfig(**(neutral | {"repetition_penalty": 1.0} | flags))
     model = GenerationMixin()
@@ -725,6 +732,46 @@ def test_save_total_limit_counts_checkpoints():
 
 def test_all_linear_is_null():
     assert LoRA().target_modules is None
+
+
+# ------------------------------------------------------------------------------------------------------- completeness
+
+COMPUTED = {
+    *(flag for flags, _, _ in EQUIVALENT.values() for flag in flags),
+    *(flag for flags in SAMPLING for flag in flags),
+    *ADAMW,
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("scale_rewards", "multi_objective_aggregation", "mask_truncated_completions"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    *("accuracy_reward", "think_format_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward"),
+    "get_soft_overlong_punishment",
+}
+"""Flags of TRL of which a test above computes the same number by TRL's or transformers' code, or by hand."""
+
+NOTHING_TO_COMPUTE = {
+    "max_completion_length",
+    "generation_kwargs",
+    "optimizers",  # names of classes
+    "optim",
+    "optim_args",
+    "vllm_importance_sampling_correction",  # a switch of the mode
+    "vllm_importance_sampling_cap",  # an old name of clip_max
+    "reasoning_accuracy_reward",  # the row says how to combine two
+}
+
+MATHS = ("model.objective", "model.sampling", "model.optimizer", "model.scheduler", "model.overlong_filter")
+
+
+def test_every_flag_that_changes_the_maths_is_compared_with_trl():
+    rewards_of_trl = set(TRL_REWARDS.split())
+    flags = {
+        flag
+        for row in filter(has_key, rows_of("TRL"))
+        for flag in row.names()
+        if row.cells[1].startswith(tuple(f"`{name}" for name in MATHS)) or flag in rewards_of_trl
+    }
+    assert sorted(flags - COMPUTED - NOTHING_TO_COMPUTE) == []
+    assert sorted((COMPUTED | NOTHING_TO_COMPUTE) - flags) == []
 
 
 # --------------------------------------------------------------------------------------------------- the checks' teeth
