@@ -7,7 +7,7 @@
 Every run trains a tiny Qwen2 on a CPU: three epochs over a data set that the batch size does not divide, two updates of
 two micro-batches per rollout, two iterations, a KL, AdamW, a cosine schedule, clipping. It is stopped one to three
 times, at random micro-steps, and each time resumes in a new process from the newest complete checkpoint. Each stop is
-drawn (SIGKILL, Ctrl-C and SIGTERM in a random part of the micro-step; `max_steps`, `max_time`, `should_stop`), and so is
+drawn (SIGKILL, Ctrl-C, SIGTERM in a random part of the micro-step; `max_steps`, `max_time`, `should_stop`), and so is
 what saves the checkpoints (Lightning's default, `save_last`, intervals of steps, epochs and time, after validation, on
 an exception), and whether `max_epochs` or `max_steps` ends the whole run.
 Exit code 1 if a final weight differs. Without --record nothing is left behind.
