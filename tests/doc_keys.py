@@ -55,6 +55,8 @@ CLASSES = (
     "grpo_lightning.schedules",
     "grpo_lightning.strategies",
     "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.strategies",
     "lightning.pytorch.plugins.io",
 )
 """Where a class named on a page can be."""

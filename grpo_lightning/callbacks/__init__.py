@@ -5,6 +5,7 @@ from grpo_lightning.callbacks.completions import CompletionLog
 from grpo_lightning.callbacks.curves import LearningCurves
 from grpo_lightning.callbacks.draw_boxes import DrawBoxes
 from grpo_lightning.callbacks.export import ExportPolicy
+from grpo_lightning.callbacks.newest_checkpoints import NewestCheckpoints
 from grpo_lightning.callbacks.predictions import WritePredictions
 from grpo_lightning.callbacks.progress import ProgressBar
 
@@ -14,6 +15,7 @@ __all__ = [
     "DrawBoxes",
     "ExportPolicy",
     "LearningCurves",
+    "NewestCheckpoints",
     "ProgressBar",
     "WritePredictions",
 ]

@@ -7,6 +7,7 @@ three-dimensional, how many tokens an image is.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,9 +90,16 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(config.model_type) if sees_images(config) else None
 
 
-def native_name(name: str) -> str:
-    """What the native form of a remote-code checkpoint is called."""
-    return f"{name.rstrip('/')}-hf"
+def native_checkpoints(name: str) -> str:
+    """The checkpoints of the hub, in transformers' own form, that replace a remote-code InternVL.
+
+    OpenGVLab publishes InternVL3 and InternVL3.5 in that form, and spells the two differently. There is none of
+    InternVL2.5 and older, or of a checkpoint fine-tuned from them.
+    """
+    size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
+    if size is None:
+        return "'OpenGVLab/InternVL3-2B-hf' or 'OpenGVLab/InternVL3_5-4B-HF'"
+    return f"'OpenGVLab/InternVL{size[1]}-{size[2]}-{'hf' if size[1] == '3' else 'HF'}'"
 
 
 def unknown_reason(config: Any) -> str | None:
@@ -109,8 +117,8 @@ def refuse_remote_code(name: str, model_type: str | None) -> None:
     if model_type in REMOTE_CODE:
         raise ValueError(
             f"model.policy {name!r} is a checkpoint with code of its own (model type {model_type}), which cannot be "
-            f"run prompt by prompt. Take its native form of type {REMOTE_CODE[model_type]}: {native_name(name)!r}, or "
-            "convert it with transformers' convert_internvl_weights_to_hf.py."
+            f"run prompt by prompt. Take a native checkpoint of type {REMOTE_CODE[model_type]}: "
+            f"{native_checkpoints(name)}, or convert it: docs/vision.md#native-checkpoints."
         )
 
 

@@ -47,8 +47,8 @@ def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]
 def keep_differentiable(model: nn.Module) -> None:
     """Have 4-bit layers keep, on a CPU, the layout that gradients pass through.
 
-    bitsandbytes repacks their weights in the first forward of eval mode on a CPU with bf16 instructions. What multiplies
-    the packed weights has no backward: after the first rollout, adapters below the last layer would get no gradient.
+    On a CPU with bf16 instructions, bitsandbytes repacks their weights in the first forward of eval mode. What
+    multiplies the packed weights has no backward: after the first rollout, most adapters would get no gradient.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

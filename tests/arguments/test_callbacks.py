@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ from grpo_lightning.callbacks import (
     CompletionLog,
     ExportPolicy,
     LearningCurves,
+    NewestCheckpoints,
     ProgressBar,
     WritePredictions,
 )
@@ -47,6 +49,27 @@ def test_dirpath(owner, tmp_path):
         run(owner(dirpath=str(folder)))
     names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert names[0] == names[1] != []
+
+
+def checkpoints(callback: Any) -> dict[str, bool]:
+    """The checkpoints of four steps, and whether each has the optimizer."""
+    fit(make_module(length=2, num_generations=2), max_steps=4, callbacks=[callback], enable_checkpointing=True)
+    folder = Path(callback.dirpath)
+    return {path.stem: "optimizer_states" in torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
+
+
+@case(NewestCheckpoints, "save_steps", "save_total_limit", "save_only_model", "dirpath")
+def test_newest_checkpoints(tmp_path):
+    def folder(name: str) -> str:
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        return str(tmp_path / name)
+
+    assert checkpoints(NewestCheckpoints(2, 1, dirpath=folder("a"))) == {"step=4": True}
+    assert checkpoints(NewestCheckpoints(2, 2, dirpath=folder("a"))) == {"step=2": True, "step=4": True}
+    assert checkpoints(NewestCheckpoints(3, 2, dirpath=folder("a"))) == {"step=3": True, "step=4": True}
+    assert checkpoints(NewestCheckpoints(2, 1, True, dirpath=folder("a"))) == {"step=4": False}
+    assert checkpoints(NewestCheckpoints(2, 1, dirpath=folder("b"))) == {"step=4": True}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 @case(WritePredictions, "dirpath")

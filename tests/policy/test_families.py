@@ -141,7 +141,23 @@ def test_a_family_without_a_record_says_which_there_are(monkeypatch):
         freeze_vision(model)
 
 
-def test_remote_code_is_refused_by_the_name_of_its_native_form():
-    with pytest.raises(ValueError, match="'OpenGVLab/InternVL3-2B-hf'"):
-        refuse_remote_code("OpenGVLab/InternVL3-2B", "internvl_chat")
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        ("OpenGVLab/InternVL3-2B", "'OpenGVLab/InternVL3-2B-hf'"),
+        (
+            "OpenGVLab/InternVL3_5-4B",
+            "'OpenGVLab/InternVL3_5-4B-HF'",
+        ),  # the hub's own spelling: names are case-sensitive
+        ("/models/InternVL3-2B/", "'OpenGVLab/InternVL3-2B-hf'"),
+        ("OpenGVLab/InternVL2_5-4B-MPO", "'OpenGVLab/InternVL3-2B-hf' or 'OpenGVLab/InternVL3_5-4B-HF'"),
+        ("/models/ours", "'OpenGVLab/InternVL3-2B-hf' or 'OpenGVLab/InternVL3_5-4B-HF'"),
+    ],
+)
+def test_remote_code_is_refused_with_a_native_checkpoint_that_exists(name, native):
+    with pytest.raises(ValueError, match=re.escape(f"{native}, or convert it: docs/vision.md#native-checkpoints")):
+        refuse_remote_code(name, "internvl_chat")
+
+
+def test_a_native_checkpoint_is_not_refused():
     refuse_remote_code("OpenGVLab/InternVL3-2B-hf", "internvl")

@@ -307,6 +307,6 @@ def test_a_folder_is_loaded_with_its_processor(tmp_path, family):
 def test_a_remote_code_folder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "internvl_chat", "auto_map": {"AutoConfig": "x.Y"}}')
     with pytest.raises(
-        ValueError, match=r"code of its own \(model type internvl_chat\).* native form of type internvl"
+        ValueError, match=r"code of its own \(model type internvl_chat\).* native checkpoint of type internvl"
     ):
         PolicyLoader(str(tmp_path)).load()

@@ -1,0 +1,53 @@
+"""Checkpoints every so many optimizer steps, of which only the newest are kept: `save_steps` and `save_total_limit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class NewestCheckpoints(ModelCheckpoint):
+    """Saves every `save_steps` optimizer steps and when training ends, and keeps the newest `save_total_limit`.
+
+    The settings have TRL's and ms-swift's names and meaning. A resumed run also keeps the checkpoint that it was
+    resumed from.
+
+    Args:
+        save_steps: Optimizer steps between two checkpoints.
+        save_total_limit: How many to keep; null keeps all.
+        save_only_model: Save the weights without optimizer, schedule and pending rollout. No run can resume from them.
+        dirpath: The folder; null is `checkpoints` in the run's folder.
+    """
+
+    def __init__(
+        self,
+        save_steps: int = 500,
+        save_total_limit: int | None = None,
+        save_only_model: bool = False,  # noqa: FBT001, FBT002 - a YAML key
+        dirpath: str | None = None,
+    ) -> None:
+        for name, value in {"save_steps": save_steps, "save_total_limit": save_total_limit}.items():
+            if value is not None and value < 1:
+                all_of_them = ", or null to keep all" * (name == "save_total_limit")
+                raise ValueError(f"NewestCheckpoints.{name} must be at least 1{all_of_them}, got {value}.")
+        super().__init__(
+            dirpath,
+            filename="{step}",
+            # Lightning refuses a count of checkpoints without a metric: the metric is the step itself.
+            monitor="step",
+            mode="max",
+            save_top_k=-1 if save_total_limit is None else save_total_limit,
+            save_weights_only=save_only_model,
+            every_n_train_steps=save_steps,
+            # Otherwise Lightning puts off a checkpoint at the end of an epoch until the next validation.
+            save_on_train_epoch_end=True,
+        )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last step, as Hugging Face's Trainer does."""
+        if trainer.global_step != self._last_global_step_saved and not self._should_skip_saving_checkpoint(trainer):
+            candidates: dict[str, Any] = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+        super().on_train_end(trainer, pl_module)
