@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
 
 # Advertisements for packages that nobody here needs; printed by Lightning on every run.
 TIPS = ("litlogger", "litmodels")
@@ -21,6 +26,37 @@ NO_VALIDATION_WARNINGS = (
     r"You defined a `validation_step` but have no `val_dataloader`",
     r"Total length of `list` across ranks is zero",
 )
+
+
+LINE_SECONDS = 60.0
+"""Between two lines of progress where there is no terminal."""
+
+
+def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
+    """A tqdm bar on stderr; where that is no terminal, a line at the start, one a minute and one at the end.
+
+    A bar redraws itself ten times a second, and in a file every drawing stays.
+
+    Args:
+        items: What is gone through; null for a bar that is updated by hand.
+        options: tqdm's.
+    """
+    if sys.stderr.isatty():
+        return tqdm(items, **options)
+    return tqdm(items, file=Lines(), mininterval=LINE_SECONDS, maxinterval=LINE_SECONDS, **options)
+
+
+class Lines:
+    """Prints on stderr what a bar draws, every drawing on a line of its own."""
+
+    def write(self, text: str) -> None:
+        """Print a drawing; tqdm begins it with a carriage return, and ends the last one with a line of nothing."""
+        if line := text.strip("\r\n "):
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        """Show what was printed."""
+        sys.stderr.flush()
 
 
 class NoTips(logging.Filter):

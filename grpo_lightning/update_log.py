@@ -1,4 +1,4 @@
-"""What is logged of an optimizer step as a whole: its seconds, and the norm of its gradient under any strategy."""
+"""What is logged of an optimizer step as a whole: seconds, learning rate, and gradient norm under any strategy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from grpo_lightning import ranks
 
 
 class UpdateLog(L.Callback):
-    """Logs `time/update` and `policy/grad_norm`, once per optimizer step.
+    """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
-    The seconds are those of forward, backward and optimizer, summed over the micro-batches, on the slowest rank. The
-    gradient is that of the whole step over all ranks, before it is clipped.
+    The learning rate is the one that the step uses, of the first parameter group. The seconds are those of forward,
+    backward and optimizer, summed over the micro-batches, on the slowest rank. The gradient is that of the whole step
+    over all ranks, before it is clipped.
     """
 
     def __init__(self) -> None:
         self.started = self.seconds = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The learning rate, before the schedule moves it on at the end of the step."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            pl_module.log("policy/lr", float(trainer.optimizers[0].param_groups[0]["lr"]), batch_size=1)
 
     def on_phase(self, trainer: L.Trainer, name: str) -> None:
         """The update of a micro-batch begins."""

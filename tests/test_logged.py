@@ -12,7 +12,7 @@ from grpo_lightning.types import Prompt
 from tests.module_runs import fit, make_module
 
 ROLLOUT = ("reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
-UPDATE = ("policy/loss", "policy/entropy", "policy/grad_norm", "time/update")
+UPDATE = ("policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "time/update")
 
 
 def place(completions):

@@ -1,11 +1,15 @@
 """What is said, and what is not."""
 
+import itertools
 import logging
+import sys
 import warnings
 
 import pytest
+import tqdm.std
 from transformers.utils import logging as transformers_logging
 
+from grpo_lightning import messages
 from grpo_lightning.messages import NoTips, quiet_libraries, show_messages
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
@@ -76,3 +80,23 @@ def test_messages_are_shown_only_where_nobody_set_up_logging(monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
     show_messages()
     assert logger.handlers == []
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch, capsys, is_terminal):
+    """Half a second a step: 300 steps are two and a half minutes."""
+    clock = itertools.count()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock) / 2)
+    monkeypatch.setattr(messages, "LINE_SECONDS", 60.0)
+    for _ in messages.progress_bar(range(300), desc="Reading", unit=" rows", dynamic_ncols=False, ncols=80):
+        pass
+    drawn = capsys.readouterr().err
+    if is_terminal:
+        assert drawn.count("\r") > 100
+        return
+    lines = drawn.splitlines()
+    assert "\r" not in drawn
+    assert lines[0].startswith("Reading:   0%")
+    assert lines[-1].startswith("Reading: 100%")
+    assert len(lines) <= 5

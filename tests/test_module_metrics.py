@@ -1,5 +1,6 @@
 """What is logged: every name, and every value worked out by hand."""
 
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards.base import WeightedReward
+from grpo_lightning.schedules import Linear
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 
@@ -62,6 +64,7 @@ def test_every_metric_of_the_first_step():
     std = math.sqrt(8 / 3)
     advantage = 2 / (std + 1e-4)
     assert metrics.pop("policy/grad_norm") > 0
+    assert metrics.pop("policy/lr") == 0
     assert metrics.pop("policy/rollout_kl") > 0  # the script says that it was sure of every token
     assert metrics == {
         "rollout/length": pytest.approx(13 / 4),
@@ -243,3 +246,8 @@ def test_update_time_runs_from_forward_to_optimizer_step_over_all_micro_batches(
     module = make_module(engine=ScriptedEngine(COMPLETIONS))
     trainer = fit(module, PROMPTS, batch_size=2, max_steps=2, max_epochs=-1, accumulate_grad_batches=2)
     assert trainer.logged_metrics["time/update"] == 20.0
+
+
+def test_the_learning_rate_is_the_one_that_the_step_uses():
+    steps = run(accumulate=2, lr=0.4, steps=3, scheduler=functools.partial(Linear, warmup_steps=2))
+    assert [step["policy/lr"] for step in steps] == pytest.approx([0.0, 0.2, 0.4])

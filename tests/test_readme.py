@@ -15,6 +15,7 @@ from grpo_lightning.cli import instantiate, main, parse
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rewards import Plugin
 from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from grpo_lightning.types import Completion, Group, Prompt
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -61,7 +62,8 @@ def folder(tmp_path, monkeypatch):
     for name, content in files().items():
         Path(name).write_text(content)
     save_policy("Qwen/Qwen2.5-0.5B-Instruct")
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("my_rewards", None)  # other files' tests write one of their own
 
 
 def test_the_files_and_commands_are_found():
@@ -84,7 +86,7 @@ def test_the_commands_run_one_after_the_other(folder, capsys):
             main([verb, *arguments])
     said = capsys.readouterr().out
     assert "completions per rollout" in said  # plan
-    assert "val/reward" in said  # validate
+    assert re.search(r"│ reward +│", said)  # validate
     assert Path("my-model/config.json").is_file()
     run = Path("runs/my_run/version_0")
     for name in ("metrics.csv", "completions.jsonl", "config.yaml", "checkpoints"):
@@ -110,6 +112,36 @@ def test_every_strategy_named_trains(folder):
 def names_of_strategies() -> set[str]:
     """What `trainer.strategy` can be by name: ours, and DDP."""
     return {"ddp", *(name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in OURS)}
+
+
+def test_the_extras_are_those_of_the_package():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+    (sentence,) = re.findall(r"The\nextras are (.*?); `all` is all but `(\w+)`", README, re.DOTALL)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"`([\w-]+)`", sentence[0]))
+    assert named == set(extras) - {"all", "bench", "test", "dev"}
+    (everything,) = extras["all"]
+    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == named - {sentence[1]}
+
+
+def test_a_package_announces_its_reward_as_it_is_written(tmp_path, monkeypatch):
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+    (block,) = blocks("toml")
+    ((group, points),) = tomllib.loads(block)["project"]["entry-points"].items()
+    ((name, value),) = points.items()
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rewards.py").write_text(
+        "class Brevity:\n    def __call__(self, completions):\n        return [1 / len(text) for text in completions]\n"
+    )
+    info = tmp_path / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert f"init_args: {{name: {name}}}" in README
+    assert Plugin(name)(completions=["abcd"]) == [0.25]
 
 
 def test_yaml_examples_are_settings(folder):

@@ -195,12 +195,12 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
 
 
 def cell(numbers: dict[str, float], name: str) -> str:
-    """A number with its interval, where there is one; "-" where there is no value."""
+    """A number with four digits and its interval, where there is one; "-" where there is no value."""
     if name not in numbers:
         return "-"
     bounds = [numbers.get(f"{name}/{end}") for end in ("low", "high")]
     interval = "" if None in bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
-    return f"{numbers[name]:.3f}{interval}"
+    return f"{numbers[name]:#.4g}".rstrip(".") + interval
 
 
 def is_bound(name: str) -> bool:

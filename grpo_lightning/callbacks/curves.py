@@ -26,6 +26,7 @@ HEADINGS = {
     "policy/kl": ("KL from the reference", "nats per token"),
     "policy/loss": ("Loss", ""),
     "policy/grad_norm": ("Gradient norm", ""),
+    "policy/lr": ("Learning rate", ""),
     "policy/clip_fraction": ("Clipped tokens", "share"),
 }
 """Title and unit of a panel, by metric."""
@@ -41,7 +42,8 @@ class LearningCurves(L.Callback):
     Args:
         metrics: One panel each; those never logged are left out. Null: the reward, every reward by name, the length,
             and entropy and KL.
-        smoothing: Values of the running mean drawn through the points.
+        smoothing: The line through the points is the mean of up to so many values, as many before as after each step
+            (an even number counts as the odd one below).
         every_n_steps: Optimizer steps between two drawings.
         dirpath: Folder; null is the run's.
     """
@@ -49,7 +51,7 @@ class LearningCurves(L.Callback):
     def __init__(
         self,
         metrics: list[str] | None = None,
-        smoothing: int = 10,
+        smoothing: int = 11,
         every_n_steps: int = 50,
         dirpath: str | None = None,
     ) -> None:
@@ -162,8 +164,8 @@ class LearningCurves(L.Callback):
         if name != held_out(name):
             steps, values = zip(*self.history[name], strict=True)
             axes.plot(steps, values, ".", color="tab:blue", markersize=4, alpha=0.35, label="logged value")
-            mean = running_mean(list(values), self.smoothing)
-            axes.plot(steps, mean, color="tab:blue", label=f"mean of {self.smoothing} values")
+            mean = centred_mean(list(values), self.smoothing)
+            axes.plot(steps, mean, color="tab:blue", label=f"mean of {self.smoothing} values around")
         if points := self.history.get(held_out(name)):
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, "D", color="tab:orange", markersize=5, label="held-out prompts")
@@ -205,6 +207,11 @@ def held_out(name: str) -> str:
     return "val/reward" if name == "reward/mean" else f"val/{rest}" if kind in ("reward", "rollout") else ""
 
 
-def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and the `width` - 1 before it, fewer at the start."""
-    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+def centred_mean(values: list[float], width: int) -> list[float]:
+    """The mean of each value and as many before as after it, `width` in all, fewer near both ends.
+
+    With the same number on both sides a straight line stays what it is: the mean is never late, on short runs neither.
+    """
+    half, last = (width - 1) // 2, len(values) - 1
+    sides = [min(half, i, last - i) for i in range(len(values))]
+    return [sum(values[i - n : i + n + 1]) / (2 * n + 1) for i, n in enumerate(sides)]

@@ -22,6 +22,7 @@ from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.cli.interrupt import GracefulStop
 from grpo_lightning.cli.loggers import without_anonymous
 from grpo_lightning.cli.parser import Parser
+from grpo_lightning.cli.results import print_results
 from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.messages import quiet_libraries, show_messages
@@ -301,6 +302,21 @@ class GRPOCLI(LightningCLI):
                 self.leave_nothing()
             launched.end_with(self.trainer, seconds=5)
             raise
+
+    def validate(self, *, verbose: bool = True, **kwargs: Any) -> None:
+        """What LightningCLI runs for `validate`: Lightning's own table breaks long names and shows 16 digits."""
+        self.trainer.validate(**kwargs, verbose=False)
+        self.show_results(is_shown=verbose)
+
+    def test(self, *, verbose: bool = True, **kwargs: Any) -> None:
+        """What LightningCLI runs for `test`."""
+        self.trainer.test(**kwargs, verbose=False)
+        self.show_results(is_shown=verbose)
+
+    def show_results(self, *, is_shown: bool) -> None:
+        """Print the numbers of an evaluation, on the first rank."""
+        if is_shown and self.trainer.is_global_zero:
+            print_results({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The Trainer, with a line for a model summary."""

@@ -14,6 +14,7 @@ from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.workers import in_threads
 from grpo_lightning.images import ImageError, ImageRef
 from grpo_lightning.listing import listed
+from grpo_lightning.messages import progress_bar
 from grpo_lightning.ranks import gather_objects, is_any, rank, world_size
 from grpo_lightning.types import Prompt
 
@@ -163,10 +164,8 @@ def _look_at(task: tuple[ImageRef, bool]) -> Found:
 
 def _shown(results: Iterator[Found], count: int, *, is_shown: bool) -> Iterable[Found]:
     """The results, with a progress bar if they are many."""
-    from tqdm import tqdm
-
     is_off = count <= MANY or not is_shown
-    bar: Iterable[Found] = tqdm(results, "Checking images", count, unit=" images", disable=is_off)
+    bar: Iterable[Found] = progress_bar(results, desc="Checking images", total=count, unit=" images", disable=is_off)
     return bar
 
 

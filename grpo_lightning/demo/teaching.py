@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+
+from grpo_lightning.messages import progress_bar
 
 
 class Teacher:
@@ -39,4 +40,4 @@ class Teacher:
 
 def progress(what: str, num_steps: int | None, *, show: bool) -> Any:
     """A bar for some steps of the warm-up; None for the number where it is not known."""
-    return tqdm(total=num_steps, desc=f"Warm-up, {what}", unit="step", disable=not show)
+    return progress_bar(total=num_steps, desc=f"Warm-up, {what}", unit="step", disable=not show)

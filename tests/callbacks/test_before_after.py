@@ -127,9 +127,9 @@ def test_the_summary_and_the_table(entries, tmp_path, capsys, monkeypatch):
     output = capsys.readouterr().out
     rows = {line.split()[1]: line.replace("│", " ").split()[1:] for line in output.splitlines() if line.startswith("│")}
     # Columns: sampled before, sampled after, greedy before, greedy after.
-    assert rows["accuracy"] == rows["reward"] == ["0.250", "0.750", "0.000", "1.000"]
+    assert rows["accuracy"] == rows["reward"] == ["0.2500", "0.7500", "0.000", "1.000"]
     assert rows["length"] == ["2.750", "2.250", "3.000", "2.000"]
-    assert rows["avg@1"][:3] == ["0.250", "[0.05,", "0.70]"]
+    assert rows["avg@1"][:3] == ["0.2500", "[0.05,", "0.70]"]
     assert not any(name.endswith(("/low", "/high")) for name in rows)
     assert [line.strip() for line in output.splitlines() if "->" in line] == [
         "before  question 0  ->  no",
@@ -163,8 +163,8 @@ def test_a_run_without_bars_has_none_here(entries, tmp_path, capsys):
 
 
 def test_a_number_and_its_interval():
-    assert cell({"a": 0.5}, "a") == "0.500"
-    assert cell({"a": 0.5, "a/low": 0.25, "a/high": 0.751}, "a") == "0.500 [0.25, 0.75]"
+    assert cell({"a": 0.5}, "a") == "0.5000"
+    assert cell({"a": 0.5, "a/low": 0.25, "a/high": 0.751}, "a") == "0.5000 [0.25, 0.75]"
     assert cell({}, "a") == "-"
 
 

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from grpo_lightning.callbacks import LearningCurves
-from grpo_lightning.callbacks.curves import heading, held_out, running_mean
+from grpo_lightning.callbacks.curves import centred_mean, heading, held_out
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.module_runs import PROMPTS, History, fit, make_module, make_source, make_trainer, vowel_share
@@ -192,11 +192,18 @@ def test_held_out_values_by_name():
     assert held_out("policy/kl") == ""
 
 
-def test_running_mean_by_hand():
-    assert running_mean([4.0, 2.0, 6.0, 0.0], 2) == [4.0, 3.0, 4.0, 3.0]
-    assert running_mean([4.0, 2.0, 6.0], 10) == [4.0, 3.0, 4.0]
-    assert running_mean([4.0, 2.0], 1) == [4.0, 2.0]
-    assert running_mean([], 3) == []
+def test_centred_mean_by_hand():
+    assert centred_mean([4.0, 2.0, 6.0, 1.0, 0.0], 3) == [4.0, 4.0, 3.0, 7 / 3, 0.0]
+    assert centred_mean([4.0, 2.0, 6.0, 1.0, 0.0], 11) == [4.0, 4.0, 13 / 5, 7 / 3, 0.0]
+    assert centred_mean([4.0, 2.0, 6.0], 2) == centred_mean([4.0, 2.0, 6.0], 1) == [4.0, 2.0, 6.0]
+    assert centred_mean([], 3) == []
+
+
+@pytest.mark.parametrize("num_values", [2, 5, 40])
+def test_the_smoothed_line_is_not_late(num_values):
+    """A reward that rises step by step: a mean of the values before it would lie below the points all the way."""
+    rising = [0.5 * step for step in range(num_values)]
+    assert centred_mean(rising, 11) == pytest.approx(rising)
 
 
 @pytest.mark.parametrize("name", ["smoothing", "every_n_steps"])

@@ -200,7 +200,17 @@ def test_validate_on_a_base_model(recipe, capsys):
     names = ("reward", "exact_match", "length", "truncated")
     assert metrics.keys() >= {f"{prefix}/{name}" for prefix in ("val", "val/greedy") for name in names}
     assert 1 <= metrics["val/length"] <= 4
-    assert "val/greedy/reward" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = {cells[1].strip(): cells[2:4] for line in lines if len(cells := line.split("│")) == 5}
+    length = shown["length"]
+    assert [cell.strip() for cell in length] == [f"{metrics[f'val/{kind}length']:#.4g}" for kind in ("", "greedy/")]
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_quiet_evaluation_prints_no_table(recipe, capsys, command):
+    main([command, "--config", recipe(), "--trainer.logger=false", "--verbose=false"])
+    assert "│" not in capsys.readouterr().out
 
 
 def test_test_logs_what_validate_does_under_its_own_name(recipe):
