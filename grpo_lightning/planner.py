@@ -50,8 +50,10 @@ class Row:
 
     @property
     def entropy(self) -> float:
-        """Nats, summed over the trained tokens. If the engine tells none, minus the log-probs: their mean is it."""
-        entropies = self.completion.entropies or [-logprob for logprob in self.completion.logprobs]
+        """Nats, summed over the trained tokens. Without the engine's: minus the log-probs, whose mean it is."""
+        entropies = self.completion.entropies or []
+        if len(entropies) != self.length:  # the engine gives none, or the completion was edited since
+            entropies = [-logprob for logprob in self.completion.logprobs]
         return sum(entropy for entropy, is_trained in zip(entropies, self.mask, strict=True) if is_trained)
 
 

@@ -46,6 +46,7 @@ def isolation() -> Iterator[None]:
     environment, arguments = dict(os.environ), sys.argv
     messages = logging.getLogger("grpo_lightning")
     said = messages.level, messages.handlers[:], messages.propagate
+    root_level = logging.getLogger().level
     sys.argv = arguments[:1]  # LightningCLI warns about pytest's own arguments
     random.seed(0)
     np.random.seed(0)
@@ -58,6 +59,7 @@ def isolation() -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     messages.level, messages.handlers, messages.propagate = said
+    logging.getLogger().setLevel(root_level)
     logging.getLogger().manager._clear_cache()  # of which levels are enabled
     sys.argv = arguments
     os.environ.clear()  # Lightning leaves PL_GLOBAL_SEED, MASTER_PORT and others

@@ -59,6 +59,7 @@ def finish_wandb() -> None:
     """End the run that a recipe's logger has begun: the next one would go on in it."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.finish()
+        wandb.teardown()  # its settings too: the next test may want it offline
 
 
 @pytest.fixture

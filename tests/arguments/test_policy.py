@@ -168,7 +168,7 @@ def test_quantization(monkeypatch):
     asked: list[str] = []
     for kind in ("none", "4bit", "8bit"):
         loader = PolicyLoader("somebody/model", lora=LoRA(), quantization=kind)
-        monkeypatch.setattr(loading, "quantization_options", lambda kind: asked.append(kind) or {})
+        monkeypatch.setattr(loading, "quantization_options", lambda kind, device: asked.append(kind) or {})
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_model(**SMALL))
         loader.load_model()
     assert asked == ["4bit", "8bit"]
