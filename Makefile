@@ -59,13 +59,13 @@ bench: $(READY) ## Time a training step against TRL's
 prove-dapo: $(READY) ## Show that dynamic sampling saves a third of the trained tokens where 70 % of the prompts teach nothing
 	$(BIN)/python benchmarks/prove_dapo.py --record
 
-prove-learning: $(READY) ## Show that the quickstart learns: three seeds and their controls
+prove-learning: $(READY) ## Show that the quickstart learns: eight seeds and the controls
 	$(BIN)/python benchmarks/prove_learning.py
 
-prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the images: three seeds and two controls
+prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the images: eight seeds and two controls
 	$(BIN)/python benchmarks/prove_grounding.py
 
-prove-reasoning-gym: $(READY) ## Show that three tasks of reasoning-gym are learned: three seeds and three controls
+prove-reasoning-gym: $(READY) ## Show that three tasks of reasoning-gym are learned: eight seeds and three controls
 	$(BIN)/python benchmarks/prove_reasoning_gym.py
 
 prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bit for bit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,9 @@ from rich.table import Table
 Summary = dict[str, float]
 Runs = dict[str, list[Summary]]
 """Summaries of each control, by its name."""
+
+NUM_SEEDS = 8
+"""Of the quickstart itself, unless others are named; controls run with the first."""
 
 TRAINED = "trained"
 """The control that is none."""
@@ -50,7 +54,7 @@ class ControlledRuns:
         """Run everything, print the table, check the bars. Returns: the exit code, 1 if a bar does not hold."""
         formatter = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
-        parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        parser.add_argument("--seeds", type=int, nargs="+", default=[*range(NUM_SEEDS)])
         parser.add_argument("--control-seeds", type=int, nargs="+", default=[0])
         parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
         parser.add_argument("--child", choices=self.controls, help=argparse.SUPPRESS)
@@ -68,13 +72,22 @@ class ControlledRuns:
                 summary = self.run(control, seed)
                 runs[control].append({name: summary[name] for name in [*self.also_recorded, *self.numbers]})
                 table.add_row(control, str(seed), *(f"{summary[name]:.3f}" for name in self.numbers))
+        spread = self.spread(runs[TRAINED])
+        for kind, numbers in spread.items():
+            table.add_row(f"{TRAINED}, {kind}", "", *(f"{numbers[name]:.3f}" for name in self.numbers))
         bars = self.verdicts(runs)
         console.print(table)
         for bar, holds in bars.items():
             console.print(f"{'holds' if holds else 'FAILS'}: {bar}")
         if options.record:
-            record(self.name, {"runs": runs, "bars": bars})
+            record(self.name, {"runs": runs, "spread": spread, "bars": bars})
         return 0 if all(bars.values()) else 1
+
+    def spread(self, trained: Sequence[Summary]) -> dict[str, Summary]:
+        """Mean, least and greatest value of every number over the seeds: a quickstart must hold for whoever runs it."""
+        values = {name: [summary[name] for summary in trained] for name in self.numbers}
+        kinds = {"mean": statistics.fmean, "least": min, "greatest": max}
+        return {kind: {name: reduce(some) for name, some in values.items()} for kind, reduce in kinds.items()}
 
     def run(self, control: str, seed: int) -> Summary:
         """One quickstart in its own process and folder, with an empty cache: its summary."""

@@ -1,11 +1,12 @@
 """Proves that the quickstart learns, and that it is GRPO that does it.
 
-    python benchmarks/prove_learning.py            # seeds 0 1 2 and the three controls
+    python benchmarks/prove_learning.py            # seeds 0 to 7 and the three controls
     python benchmarks/prove_learning.py --record   # and writes the outcome into benchmarks/proofs.json
 
 The bars: mean over the seeds, sampled accuracy at most 0.40 before and at least 0.90 after, greedy at most 0.50 and at
-least 0.90, every run at most 8 minutes (the model's warm-up included). With rewards shuffled inside each group, with
-the advantage's sign flipped, or with learning rate 0, accuracy gains less than 0.05. Exit code 1 if one does not hold.
+least 0.90; with every seed sampled accuracy at least 0.80 after, in at most 8 minutes (the model's warm-up included).
+With rewards shuffled inside each group, with the advantage's sign flipped, or with learning rate 0, accuracy gains less
+than 0.05. Exit code 1 if one does not hold.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def verdicts(runs: Runs) -> dict[str, bool]:
     bars = {
         "sampled before <= 0.40": mean("accuracy_before") <= 0.40,
         "sampled after >= 0.90": mean("accuracy_after") >= 0.90,
+        "sampled after >= 0.80 with every seed": min(run["accuracy_after"] for run in runs[TRAINED]) >= 0.80,
         "greedy before <= 0.50": mean("greedy_before") <= 0.50,
         "greedy after >= 0.90": mean("greedy_after") >= 0.90,
         "seconds <= 480": all(summary["seconds"] <= 480 for summary in runs[TRAINED]),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import versus_trl
 
 BENCHMARKS = Path(versus_trl.__file__).parent
@@ -52,6 +54,8 @@ def test_every_seed_and_control_runs_in_a_folder_of_its_own(tmp_path: Path):
     assert not (tmp_path / "summary.json").exists()
     recorded = json.loads((tmp_path / "proofs.json").read_text())["tiny"]
     assert recorded["command"] == "python benchmarks/prove_tiny.py --seeds 0 1 --control-seeds 1 --record"
+    spread = {kind: numbers["after"] for kind, numbers in recorded["spread"].items()}
+    assert spread == {"mean": pytest.approx(0.85), "least": 0.8, "greatest": 0.9}
     assert recorded["runs"] == {
         "trained": [{"seed": 0, "after": 0.9}, {"seed": 1, "after": 0.8}],
         "a control": [{"seed": 1, "after": 0.8}],

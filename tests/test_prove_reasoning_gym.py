@@ -28,12 +28,12 @@ def test_the_bars_by_hand(prove: Any):
         of_tasks = {f"{task}_before": 0.1 for task in TASKS} | {f"{task}_after": 0.1 + 0.4 for task in TASKS}
         return found | of_tasks | {"chain_sum_after": 0.1 + gain}
 
-    good = {"trained": [summary(0.2, 0.8), summary(0.35, 0.75)], "random values": [summary(0.2, 0.29)]}
+    good = {"trained": [summary(0.2, 0.9), summary(0.35, 0.8)], "random values": [summary(0.2, 0.29)]}
     assert all(prove.verdicts(good).values())
     for changed, bars in (
         ({"trained": [summary(0.2, 0.8), summary(0.36, 0.8)]}, ["sampled before <= 0.35"]),
-        ({"trained": [summary(0.2, 0.74)]}, ["greedy after >= 0.75"]),
-        ({"trained": [summary(0.2, 0.69)]}, ["sampled after >= 0.70", "greedy after >= 0.75"]),
+        ({"trained": [summary(0.2, 0.9) | {"greedy_after": 0.79}]}, ["greedy after >= 0.80"]),
+        ({"trained": [summary(0.2, 0.79)]}, ["sampled after >= 0.80", "greedy after >= 0.80"]),
         ({"trained": [summary(0.2, 0.8), summary(0.2, 0.8, gain=0.29)]}, ["chain_sum: gain >= 0.30"]),
         ({"trained": [summary(0.2, 0.8, seconds=241.0)]}, ["seconds <= 240"]),
         ({"random values": [summary(0.2, 0.31)]}, ["random values: gain < 0.10"]),
