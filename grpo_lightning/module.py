@@ -301,6 +301,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
         checks.check_data(self, self.trainer, is_training=stage == "fit")
         if stage == "fit":
+            self.rollout = None  # an earlier run may have left one pending; a checkpoint brings its own
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:
