@@ -28,7 +28,7 @@ from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.overlong import OverlongFilter
 from grpo_lightning.policy.precision import check_masters, compute_dtype
-from grpo_lightning.strategies import check_strategy, has_masters, reads
+from grpo_lightning.strategies import check_strategy, has_masters, reads, sharding_of
 
 if TYPE_CHECKING:
     import lightning as L
@@ -210,6 +210,7 @@ def check_before_loading(trainer: L.Trainer) -> None:
 def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: bool) -> None:
     """Everything that can be said of data and precision before weights are loaded. Raises: ValueError, as they do."""
     if is_training:
+        check_not_loaded(module, trainer)
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
         limits.check_validation_interval(trainer)
@@ -219,6 +220,21 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
     data_checks.check_rows(module, trainer)
     data_checks.check_prompts(module, trainer)
     box_checks.check_readers(module, trainer)
+
+
+def check_not_loaded(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+    """Refuse a policy that was loaded unsharded, where the strategy shards it: each rank would train its own weights.
+
+    Raises:
+        ValueError: If it was loaded before the run.
+    """
+    sharding = getattr(module, "sharding", None)  # known once the policy is loaded
+    if sharding is not None and not sharding.is_sharded and sharding_of(trainer.strategy).is_sharded:
+        raise ValueError(
+            f"The policy was loaded before trainer.fit (by load_from_checkpoint, load_state_dict, configure_model or a "
+            f"run with another strategy), and is unsharded: {type(trainer.strategy).__name__} shards it while it "
+            "loads. Make a new module for this run; to continue from a checkpoint, give trainer.fit its ckpt_path."
+        )
 
 
 def run_facts(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]:

@@ -301,6 +301,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
         checks.check_data(self, self.trainer, is_training=stage == "fit")
         if stage == "fit":
+            self.rollout = None  # an earlier run may have left one pending; a checkpoint brings its own
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:
@@ -308,23 +309,21 @@ class GRPOLightningModule(L.LightningModule):
         self.load_policy()
         if self.is_connected:
             return
-        self.is_connected = True
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
         if self.scorer is not None:
-            self.check_sampling()
+            self.check_sampling(self.scorer)
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
         self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
+        self.is_connected = True
 
     def load_policy(self) -> None:
         """Load the policy and copy the reference, once."""
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
-        loaded = self.loader.load(
-            self.sharding, data_checks.longest_row(self, self._trainer) if self._trainer else None
-        )
+        facts = checks.run_facts(self, self._trainer) if self._trainer else {}
+        loaded = self.loader.load(self.sharding, **facts)
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
-        self.tokenizer = loaded.tokenizer
         needs_reference = self.objective.needs_reference
         self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
         self.reference_fingerprint = fingerprint(self.reference, self.policy) if self.reference else {}
@@ -332,6 +331,7 @@ class GRPOLightningModule(L.LightningModule):
         self.sharding.shard(self.policy)
         if isinstance(self.reference, FrozenCopy):
             self.sharding.shard(self.reference.model)
+        self.tokenizer = loaded.tokenizer  # last: a load that failed is repeated
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's; a process that launched the run (`ddp_notebook`, `ddp_fork`) gets its results into a policy.
@@ -354,13 +354,14 @@ class GRPOLightningModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """How sharded weights are scored can be tried only now that they run."""
         if self.scorer is None:
-            self.scorer = self.loader.choose_scorer(self.policy, self.encoder)
-            self.check_sampling()
+            scorer = self.loader.choose_scorer(self.policy, self.encoder)
+            self.check_sampling(scorer)
+            self.scorer = scorer
 
-    def check_sampling(self) -> None:
+    def check_sampling(self, scorer: Scorer) -> None:
         """Compare the policy's own sampling with its scoring; other engines have weights of their own."""
         if isinstance(self.engine, LocalEngine):
-            self.engine.check(self.scorer)
+            self.engine.check(scorer)
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""

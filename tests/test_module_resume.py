@@ -374,6 +374,16 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
     }
 
 
+def test_a_second_fit_does_not_save_the_rollout_that_the_first_left_pending(tmp_path):
+    module = two_updates()
+    with pytest.raises(KilledError):
+        train(tmp_path / "first", KillAt(5), module=module)
+    with pytest.raises(KilledError):
+        train(tmp_path / "second", SaveAt(tmp_path / "a.ckpt", 1, "on_after_backward"), KillAt(1), module=module)
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["grpo"]
+    assert (state["is_pending"], state["rollout"]) == (False, None)
+
+
 def test_a_lost_rollout_is_explained(killed_mid_cycle):
     path = newest(killed_mid_cycle)
     checkpoint = torch.load(path, weights_only=True)

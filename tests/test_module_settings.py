@@ -19,6 +19,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
+from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.types import SamplingParams
 from tests import tiny_vlms
@@ -217,3 +218,30 @@ def test_a_sequence_ratio_under_the_default_aggregation_is_said(ratio, aggregate
     """`sequence` is GSPO and `constant` LUSPO; with `token`, the default, it is neither."""
     make_module(objective=Objective(beta=0.0, ratio=ratio, aggregate=aggregate))
     assert caplog.text.count("objective.aggregate 'token'") == (ratio != "token" and aggregate == "token")
+
+
+class WrongEngine(LocalEngine):
+    """Samples from another distribution than the one that is scored."""
+
+    def check(self, scorer):
+        raise ValueError("cannot be trained with the local engine")
+
+
+def test_a_policy_that_failed_its_check_is_not_trained_by_a_second_fit():
+    module = make_module(engine=WrongEngine(), length=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be trained with the local engine"):
+            fit(module, max_steps=1)
+
+
+def test_a_second_fit_loads_what_failed_to_load_in_the_first(monkeypatch):
+    module = make_module(objective=Objective(beta=0.04), length=2)
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_lightning.module.make_reference", fail)
+        with pytest.raises(MemoryError):
+            fit(module, max_steps=1)
+    assert fit(module, max_steps=1).global_step == 1

@@ -143,6 +143,19 @@ def test_bf16_mixed_trains_fp32_weights():
     assert history.of("policy/kl")[0] == 0
 
 
+@pytest.mark.parametrize(("precision", "want"), [("bf16-mixed", "bfloat16"), ("32-true", "float32")])
+def test_the_attention_kernel_is_chosen_by_what_the_run_computes_in(monkeypatch, precision, want):
+    """FlashAttention runs in 16 bits: float32 weights under bf16-mixed are no reason against it."""
+    asked = []
+
+    def choose(requested, compute_dtype, device_type):
+        asked.append((requested, compute_dtype, device_type))
+
+    monkeypatch.setattr("grpo_lightning.policy.loading.choose_attention", choose)
+    fit(make_module(length=2), max_steps=1, precision=precision)
+    assert asked == [("auto", want, "cpu")]
+
+
 def test_early_stopping_on_the_reward():
     stopping = EarlyStopping(monitor="reward/mean", mode="max", patience=2, check_on_train_epoch_end=True)
     trainer = fit(make_module(rewards=[constant]), max_epochs=10, callbacks=[stopping])

@@ -187,6 +187,19 @@ def test_how_weights_lie():
     assert type(sharding_of(GRPODeepSpeedStrategy(stage=3))) is Partitioned
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_policy_that_was_loaded_before_the_run_is_not_trained_by_a_strategy_that_shards_it(stage):
+    """Its weights would stay unsharded, and every rank would train its own."""
+    module = make_module()
+    module.load_state_dict({}, strict=False)
+    module.trainer = make_trainer(strategy=GRPODeepSpeedStrategy(stage=stage))
+    if stage == 2:  # the weights are full on every rank
+        module.setup("fit")
+        return
+    with pytest.raises(ValueError, match=r"loaded before trainer\.fit.*new module.*ckpt_path"):
+        module.setup("fit")
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("strategy", "lora"), [("ddp_fork", None), ("ddp_notebook", LoRA(rank=2))])
 def test_the_process_that_forked_a_run_gets_its_trained_policy(strategy, lora):
