@@ -59,6 +59,15 @@ class Lines:
         sys.stderr.flush()
 
 
+class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic only from Python 3.11 on
+    """Prints records on stderr, each on a line of its own above the progress bars of the process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Clear the bars, print the record, and draw the bars again."""
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 class NoTips(logging.Filter):
     """Drops records that only advertise a package."""
 
@@ -72,7 +81,7 @@ def show_messages() -> None:
     """Print the package's messages to stderr, unless the application has set up logging itself."""
     logger = logging.getLogger("grpo_lightning")
     if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
+        handler = AboveBars()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
