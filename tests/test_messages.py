@@ -118,3 +118,12 @@ def test_a_message_does_not_continue_the_line_of_a_bar(monkeypatch):
     assert after  # the bar is drawn again below it
     assert before.endswith("\r")
     assert before.rstrip("\r").endswith(" " * 20)  # and is wiped where it was
+
+
+def test_a_bar_redraws_itself_in_terminals_and_notebooks_only():
+    class OutStream(io.StringIO):
+        pass
+
+    assert not messages.redraws(OutStream())
+    OutStream.__module__ = "ipykernel.iostream"  # its isatty() is False
+    assert messages.redraws(OutStream())
