@@ -32,8 +32,13 @@ LINE_SECONDS = 60.0
 """Between two lines of progress where there is no terminal."""
 
 
+def redraws(stream: Any) -> bool:
+    """True where a bar can be drawn over itself: in a terminal or a notebook, not in a file."""
+    return stream.isatty() or type(stream).__module__.startswith("ipykernel.")
+
+
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """A tqdm bar on stderr; where that is no terminal, a line at the start, one a minute and one at the end.
+    """A tqdm bar on stderr; in a file, a line at the start, one a minute and one at the end.
 
     A bar redraws itself ten times a second, and in a file every drawing stays.
 
@@ -41,22 +46,38 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
         items: What is gone through; null for a bar that is updated by hand.
         options: tqdm's.
     """
-    if sys.stderr.isatty():
+    if redraws(sys.stderr):
         return tqdm(items, **options)
-    return tqdm(items, file=Lines(), mininterval=LINE_SECONDS, maxinterval=LINE_SECONDS, **options)
+    return tqdm(items, file=Lines("stderr"), mininterval=LINE_SECONDS, maxinterval=LINE_SECONDS, **options)
 
 
 class Lines:
-    """Prints on stderr what a bar draws, every drawing on a line of its own."""
+    """Prints what a bar draws, every drawing on a line of its own.
+
+    Args:
+        stream: Where to: "stdout" or "stderr".
+    """
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
 
     def write(self, text: str) -> None:
         """Print a drawing; tqdm begins it with a carriage return, and ends the last one with a line of nothing."""
         if line := text.strip("\r\n "):
-            sys.stderr.write(f"{line}\n")
+            getattr(sys, self.stream).write(f"{line}\n")
 
     def flush(self) -> None:
         """Show what was printed."""
-        sys.stderr.flush()
+        getattr(sys, self.stream).flush()
+
+
+class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic only from Python 3.11 on
+    """Prints records on stderr, each on a line of its own above the progress bars of the process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Clear the bars, print the record, and draw the bars again."""
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 class NoTips(logging.Filter):
@@ -72,7 +93,7 @@ def show_messages() -> None:
     """Print the package's messages to stderr, unless the application has set up logging itself."""
     logger = logging.getLogger("grpo_lightning")
     if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
+        handler = AboveBars()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:

@@ -1,5 +1,6 @@
 """What is said, and what is not."""
 
+import io
 import itertools
 import logging
 import sys
@@ -100,3 +101,29 @@ def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch, cap
     assert lines[0].startswith("Reading:   0%")
     assert lines[-1].startswith("Reading: 100%")
     assert len(lines) <= 5
+
+
+def test_a_message_does_not_continue_the_line_of_a_bar(monkeypatch):
+    screen = io.StringIO()  # a terminal shows both
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    logger = logging.getLogger("grpo_lightning")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    show_messages()
+    with tqdm.std.tqdm(total=2, file=sys.stdout, ncols=80) as bar:
+        bar.update()
+        logger.warning("No completion has an advantage.")
+    before, _, after = screen.getvalue().partition("WARNING: No completion has an advantage.\n")
+    assert after  # the bar is drawn again below it
+    assert before.endswith("\r")
+    assert before.rstrip("\r").endswith(" " * 20)  # and is wiped where it was
+
+
+def test_a_bar_redraws_itself_in_terminals_and_notebooks_only():
+    class OutStream(io.StringIO):
+        pass
+
+    assert not messages.redraws(OutStream())
+    OutStream.__module__ = "ipykernel.iostream"  # its isatty() is False
+    assert messages.redraws(OutStream())

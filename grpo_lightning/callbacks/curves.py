@@ -165,7 +165,7 @@ class LearningCurves(L.Callback):
             steps, values = zip(*self.history[name], strict=True)
             axes.plot(steps, values, ".", color="tab:blue", markersize=4, alpha=0.35, label="logged value")
             mean = centred_mean(list(values), self.smoothing)
-            axes.plot(steps, mean, color="tab:blue", label=f"mean of {self.smoothing} values around")
+            axes.plot(steps, mean, color="tab:blue", label=f"centred mean of up to {self.smoothing} values")
         if points := self.history.get(held_out(name)):
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, "D", color="tab:orange", markersize=5, label="held-out prompts")

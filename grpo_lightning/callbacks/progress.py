@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from grpo_lightning.logged import logged_this_step
+from grpo_lightning.messages import LINE_SECONDS, Lines, redraws
 
 SHOWN = {
     "reward": "reward/mean",
@@ -26,7 +27,8 @@ class ProgressBar(TQDMProgressBar):
     """One bar for the whole run, in optimizer steps: what the step is doing in front, GRPO's numbers behind.
 
     What the module logs with `prog_bar=True` is shown too. Validation, test and prediction have bars of their own, with
-    the tokens drawn so far.
+    the tokens drawn so far. In a file (a SLURM job), the bar of the run is a line at the start, one a minute
+    and one at the end.
 
     Args:
         refresh_rate: Optimizer steps (or batches of an evaluation) between refreshes; 0 shows nothing.
@@ -58,6 +60,9 @@ class ProgressBar(TQDMProgressBar):
         """Make the bar if there is none yet."""
         if self._train_progress_bar is None:
             steps = trainer.estimated_stepping_batches
+            where: dict[str, Any] = {"file": sys.stdout}
+            if not redraws(sys.stdout):
+                where = {"file": Lines("stdout"), "mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS}
             self.train_progress_bar = Tqdm(
                 desc=self.train_description,
                 total=int(steps) if 0 <= steps < math.inf else None,
@@ -66,9 +71,9 @@ class ProgressBar(TQDMProgressBar):
                 disable=self.is_disabled,
                 leave=self._leave,
                 dynamic_ncols=True,
-                file=sys.stdout,
                 smoothing=0,
                 bar_format=self.RUN_FORMAT,
+                **where,
             )
 
     def on_train_batch_end(
@@ -83,8 +88,12 @@ class ProgressBar(TQDMProgressBar):
         self.values |= values
         bar = self.train_progress_bar
         if self._should_update(trainer.global_step, bar.total or 0):
-            bar.n = trainer.global_step
-            bar.set_postfix(self.get_metrics(trainer, pl_module))
+            bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
+            if redraws(sys.stdout):
+                bar.n = trainer.global_step
+                bar.refresh()
+            else:
+                bar.update(trainer.global_step - bar.n)  # draws once a minute
         if trainer.global_step == bar.total:
             bar.close()  # what others print when the run ends begins on a line of its own
 
@@ -118,7 +127,7 @@ class ProgressBar(TQDMProgressBar):
             return
         kind, bar = self.evaluation_bar(trainer)
         if bar is not None:
-            bar.set_description(f"{kind} {done}/{total} tokens")
+            bar.set_description(f"{kind} {done}/{total} tokens", refresh=redraws(sys.stdout))
         elif self.phase == "rollout":  # others draw too, outside of a step
             self.describe(trainer, f"rollout {done}/{total}")
 
@@ -137,7 +146,9 @@ class ProgressBar(TQDMProgressBar):
     def describe(self, trainer: L.Trainer, text: str) -> None:
         """Put a text in front of the bar."""
         if self.is_enabled and self._train_progress_bar is not None and trainer.training:
-            self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch} {text:14}")
+            self.train_progress_bar.set_description(
+                f"Epoch {trainer.current_epoch} {text:14}", refresh=redraws(sys.stdout)
+            )
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule

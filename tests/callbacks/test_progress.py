@@ -199,3 +199,17 @@ def test_an_error_begins_on_a_line_of_its_own():
     bar._test_progress_bar = None
     bar.on_exception(None, None, ValueError("wrong"))
     assert closed == ["train", "val", "predict"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_file_gets_few_lines_whole_ones(monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    fit(make_module(length=9), batch_size=4, max_steps=6, enable_progress_bar=True, callbacks=[ProgressBar()])
+    drawn = capsys.readouterr().out
+    if is_terminal:
+        assert drawn.count("\r") > 20
+        return
+    assert "\r" not in drawn
+    lines = [line for line in drawn.splitlines() if "step" in line]
+    assert len(lines) <= 3  # the start and the end: the run takes no minute
+    assert re.search(r" 6/6 \[.*reward=\S+, length=", lines[-1])
