@@ -68,7 +68,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     if is_given and not has_validation_data(trainer):
         log.warning(
             "trainer.val_check_interval is %s, and there are no validation data: nothing is validated. Give some "
-            "(data.validation of the command line, val_dataloaders of trainer.fit), or leave the interval out.",
+            "(data.val_datasets or data.val_split, or val_dataloaders of trainer.fit), or leave the interval out.",
             every,
         )
         return

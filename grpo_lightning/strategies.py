@@ -377,6 +377,13 @@ INSTEAD = {
 """What to say of strategies by name."""
 
 
+def is_supported(kind: type[Strategy]) -> bool:
+    """True for a strategy that trains what one device would, whatever its arguments are."""
+    if issubclass(kind, (GRPODeepSpeedStrategy, FSDP2Strategy, SingleDeviceStrategy)):
+        return True
+    return issubclass(kind, DDPStrategy) and not issubclass(kind, DeepSpeedStrategy)  # which is one of them
+
+
 def check_strategy(trainer: L.Trainer) -> None:
     """Check that the strategy trains what one device would.
 
@@ -385,9 +392,7 @@ def check_strategy(trainer: L.Trainer) -> None:
     """
     strategy = trainer.strategy
     kind = type(strategy)
-    if isinstance(strategy, (GRPODeepSpeedStrategy, FSDP2Strategy, SingleDeviceStrategy)):
-        return
-    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):  # which is one of them
+    if is_supported(kind):
         return
     if isinstance(strategy, ModelParallelStrategy):
         if strategy._tensor_parallel_size != 1:

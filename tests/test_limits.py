@@ -163,6 +163,7 @@ def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
 
     assert said(None, val_check_interval=2)
     assert "trainer.val_check_interval is 2, and there are no validation data" in caplog.text
+    assert "data.val_datasets or data.val_split" in caplog.text
     assert said(None, val_check_interval=5, check_val_every_n_epoch=None)
     assert not said(entries, val_check_interval=2)
     assert not said(None)

@@ -489,6 +489,17 @@ def test_luspo_is_the_constant_aggregation_times_the_longest_completion(batch):
     assert_close(ours * LONGEST, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_only_our_k3_is_clipped(batch):
+    """At 10 nats per token; TRL's grows as exp."""
+    logprobs, micro_batch, entropies = batch
+    reference = logprobs.clone()
+    reference[0, 0] += 4.0
+    far = (logprobs, dataclasses.replace(micro_batch, ref_logprobs=reference), entropies)
+    excess = (math.exp(4.0) - 4.0 - 1.0) - 10.0
+    theirs = loss_of_trl(far, {"beta": 0.1, "use_bias_correction_kl": False})
+    assert_close(theirs - our_loss(far, {"beta": 0.1}), torch.tensor(0.1 * excess / sum(LENGTHS)), rtol=1e-4, atol=1e-5)
+
+
 def test_a_delta_below_the_clip_range_is_refused():
     with pytest.raises(ValueError, match=r"dual_clip must be above 1 \+ epsilon_high"):
         Objective(beta=0.0, dual_clip=1.1)

@@ -213,17 +213,21 @@ def taken_as_text(parser: ArgumentParser, config: Any) -> str | None:
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """A strategy or accelerator that nobody has registered, and those that are."""
-    registered = {
-        "strategy": [*StrategyRegistry.available_strategies(), "auto"],
-        "accelerator": [*AcceleratorRegistry.available_accelerators(), "gpu", "auto"],
+    """A strategy or accelerator that nobody has registered, and those that can be used."""
+    from grpo_lightning.strategies import is_supported
+
+    strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}
+    accelerators = [*AcceleratorRegistry.available_accelerators(), "gpu", "auto"]
+    usable = {
+        "strategy": [*(name for name, kind in strategies.items() if is_supported(kind)), "auto"],
+        "accelerator": accelerators,
     }
-    for key, names in registered.items():
+    for key, registered in {"strategy": [*strategies, "auto"], "accelerator": accelerators}.items():
         value = trainer.get(key)
-        if isinstance(value, str) and value not in names:
-            near = difflib.get_close_matches(value, names)
+        if isinstance(value, str) and value not in registered:
+            near = difflib.get_close_matches(value, usable[key])
             hint = f"Did you mean {' or '.join(near)}? " if near else ""
-            return f"trainer.{key} {value!r} is not known. {hint}Known: {', '.join(sorted(names))}."
+            return f"trainer.{key} {value!r} is not known. {hint}Known: {', '.join(sorted(usable[key]))}."
     return None
 
 

@@ -6,10 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from grpo_lightning.cli import main, parse
 from grpo_lightning.cli.diagnosis import OTHER_NAMES
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.rewards import Reward
+from grpo_lightning.schedules import Schedule
+from tests.doc_keys import class_named
+from tests.pages import read, tables
 
 RECIPE = "{model: {policy: p, rewards: [grpo_lightning.rewards.ExactMatch]}, data: {datasets: x}}"
 
@@ -51,6 +56,21 @@ def test_the_help_of_one_object_is_announced(keys):
     assert "model.objective.help" in keys
 
 
+def test_the_keys_of_migrating_are_explained_where_the_page_says(keys):
+    """In `fit --help`, or, as arguments of a class, by the three flags that the page names."""
+    page = read("migrating.md")
+    by_class = {Reward: "model.rewards", Callback: "trainer.callbacks", Schedule: "model.scheduler"}
+    for row in tables(page):
+        for key in row.names(1) if row.heading in ("VLM-R1", "ms-swift", "TRL", "Loss names") else ():
+            if key in keys or key in ("none", "not yet") or key.endswith((".yaml", "Strategy.config")):
+                continue
+            owner = key.rpartition(".")[0]
+            kind = Schedule if owner == "model.scheduler" else class_named(owner or key)
+            (flag,) = [flag for base, flag in by_class.items() if issubclass(kind, base)]
+            assert f"{flag}.help" in keys
+            assert f"`--{flag}.help=" in page, key
+
+
 def test_ckpt_path_is_explained_as_it_is_here(keys):
     said = " ".join(keys["ckpt_path"].split())
     assert "auto" in said
@@ -86,6 +106,14 @@ def test_a_setting_by_another_name_or_value(flag, said):
     with pytest.raises(ConfigurationError, match=f"(?s){said}") as error:
         parse(["--config", RECIPE, flag])
     assert str(error.value).startswith("on the command line: ")
+
+
+def test_an_unknown_strategy_names_only_those_that_train():
+    with pytest.raises(ConfigurationError, match="is not known") as error:
+        parse(["--config", RECIPE, "--trainer.strategy=mine"])
+    named = set(re.findall(r"[\w]+", str(error.value).partition("Known: ")[2]))
+    assert {"auto", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload"} <= named
+    assert not {"deepspeed", "deepspeed_stage_2", "fsdp", "fsdp_cpu_offload"} & named
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3_offload", "fsdp2", "ddp", "ddp_find_unused_parameters_true", "auto"])
