@@ -320,9 +320,7 @@ class GRPOLightningModule(L.LightningModule):
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
-        loaded = self.loader.load(
-            self.sharding, data_checks.longest_row(self, self._trainer) if self._trainer else None
-        )
+        loaded = self.loader.load(self.sharding, **(checks.run_facts(self, self._trainer) if self._trainer else {}))
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
         self.tokenizer = loaded.tokenizer
         needs_reference = self.objective.needs_reference
