@@ -157,7 +157,7 @@ def test_partitioned_weights_are_loaded_again(monkeypatch):
         weight.ds_id = 0
     second, asked = tiny_model("qwen2"), []
     sharding = Sharding()
-    monkeypatch.setattr(loader, "load_model", lambda how: asked.append(how) or second)
+    monkeypatch.setattr(loader, "load_model", lambda how, attention: asked.append(how) or second)
     reference = make_reference(policy, loader, sharding)
     assert asked == [sharding]
     assert reference.model is second
