@@ -173,7 +173,8 @@ def judging(model: nn.Module) -> Iterator[None]:
 
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
-    return "flash_attention" in (getattr(text_config(model), "_attn_implementation", None) or "")
+    # Its own package is "flash_attention_2", a build of the hub "kernels-community/flash-attn2".
+    return "flash" in (getattr(text_config(model), "_attn_implementation", None) or "")
 
 
 @contextlib.contextmanager
@@ -276,7 +277,8 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
     if scorer.head_chunk_size is None:
         return whole, "whole logits: asked for"
     reason = whole_reason(model)
-    scale = logit_scale(model) if reason is None else None
+    with judging(model):
+        scale = logit_scale(model) if reason is None else None
     if reason is None and scale is None:
         reason = "the model does more than scale what its head gives"
     if reason is not None or scale is None:

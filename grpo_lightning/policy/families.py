@@ -45,6 +45,9 @@ class Family:
     pixel_count: int = 1
     """How often the processor counts every pixel of an image against its limits of pixels."""
 
+    attends_both_ways: bool = False
+    """True if the tokens of an image attend to those behind them too, which takes a mask."""
+
     unused: tuple[str, ...] = ()
     """Modules in the vision tower whose results nothing reads, by their own names: no loss gives them a gradient."""
 
@@ -71,6 +74,7 @@ FAMILIES: Mapping[str, Family] = {
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         "norm1000",
         "fixed",
+        attends_both_ways=True,
         unused=("head",),  # SigLIP's pooling, where `vision_use_head` is not off
     ),
 }

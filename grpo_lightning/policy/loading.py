@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_lightning.policy import tokenizers
 from grpo_lightning.policy.choice import check_scorer, choose_head, choose_path
-from grpo_lightning.policy.families import refuse_remote_code, sees_images, unknown_reason
+from grpo_lightning.policy.families import family_of, refuse_remote_code, sees_images, unknown_reason
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.naming import naming
@@ -213,8 +214,8 @@ class PolicyLoader:
         sharding = sharding or Sharding()
         check_loading(self, sharding)
         device_type = device_type or default_device_type()
-        attention = choose_attention(self.attention, compute_dtype or dtype_name(self), device_type)
         encoder = self.load_encoder()
+        attention = self.choose_attention(compute_dtype or dtype_name(self), device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
         refuse_non_causal(model)
         disable_dropout(model)
@@ -268,6 +269,17 @@ class PolicyLoader:
                 self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
             )
 
+    def choose_attention(self, compute_dtype: str, device_type: str, config: PretrainedConfig) -> str | None:
+        """The kernel to ask transformers for; see the function of this name. A model in memory keeps its own."""
+        if isinstance(self.model, nn.Module):
+            return None
+        return choose_attention(
+            self.attention,
+            compute_dtype,
+            device_type,
+            lambda: no_flash_reason(config, trust_remote_code=self.trust_remote_code),
+        )
+
     def load_model(
         self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
     ) -> PreTrainedModel:
@@ -278,13 +290,13 @@ class PolicyLoader:
             attention: Kernel to ask transformers for; None takes `self.attention`, or the model's default for "auto".
             device_type: Where quantised weights are stored; None: on CUDA if there is a device.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+        from transformers import PreTrainedModel
 
         sharding = sharding or Sharding()
         if isinstance(self.model, PreTrainedModel):
             return self.model.eval()
         config = self.load_config()
-        auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+        auto_class = auto_class_of(config)
         options: dict[str, Any] = {
             "dtype": getattr(torch, self.dtype),
             "attn_implementation": attention or (None if self.attention == "auto" else self.attention),
@@ -344,17 +356,64 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_attention(requested: Attention, compute_dtype: str, device_type: str) -> str | None:
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """What builds models of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+MOST_FLASH_HEAD = 256
+"""The largest head that FlashAttention's kernels have."""
+
+
+def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
+    """Why a model of this config cannot run with flash_attention_2, or would give other numbers; None if it can.
+
+    Its kernels know no mask but the lengths of rows: what transformers would have put into one is left out silently.
+
+    Args:
+        config: Of the policy.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+    """
+    text, family = config.get_text_config(decoder=True), family_of(config)
+    if family is not None and family.attends_both_ways:
+        return "the tokens of an image attend to each other both ways, which its kernels have no mask for"
+    if getattr(text, "attention_chunk_size", None):
+        return "its layers attend in chunks, which its kernels have no mask for"
+    if max(getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim")) > MOST_FLASH_HEAD:
+        return f"its kernels have heads of at most {MOST_FLASH_HEAD}"
+    try:
+        with torch.device("meta"):  # without weights
+            model = auto_class_of(config).from_config(
+                copy.deepcopy(config),
+                attn_implementation="flash_attention_2",
+                dtype=torch.bfloat16,
+                trust_remote_code=trust_remote_code,
+            )
+    except (ImportError, ValueError) as error:
+        return f"transformers refuses it ({error})"
+    found = text_config(model)._attn_implementation
+    return None if found == "flash_attention_2" else f"transformers would take {found} for it"
+
+
+def choose_attention(
+    requested: Attention,
+    compute_dtype: str,
+    device_type: str,
+    no_flash_reason: Callable[[], str | None] = lambda: None,
+) -> str | None:
     """The attention kernel to ask transformers for; None leaves models without sdpa to their own default.
 
     Args:
         requested: `policy.attention`.
         compute_dtype: What the run computes in.
         device_type: Where it runs.
+        no_flash_reason: Says why the model cannot run with FlashAttention; asked only if everything else allows it.
 
     Raises:
         ModuleNotFoundError: If FlashAttention is asked for and not installed.
-        ValueError: If it is asked for and cannot run: on another device than CUDA, or in float32.
+        ValueError: If it is asked for and cannot run: on another device than CUDA, in float32, or of this model.
     """
     if requested not in ("auto", "flash_attention_2"):
         return requested
@@ -366,6 +425,8 @@ def choose_attention(requested: Attention, compute_dtype: str, device_type: str)
         reason = f"it runs on CUDA, and this run on {device_type}"
     elif compute_dtype == "float32":
         reason = "it computes in 16 bits, and this run in float32: set trainer.precision to bf16-mixed"
+    elif (own := no_flash_reason()) is not None:
+        reason = f"it cannot run this model: {own}"
     if reason is None:
         log.info("Attention: flash_attention_2 (flash-attn is installed, and the run computes in %s).", compute_dtype)
         return "flash_attention_2"

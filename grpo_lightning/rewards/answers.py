@@ -25,13 +25,15 @@ _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` 
 
 
 _ANNOUNCED = re.compile(
-    r"\banswers?\b(?:[^.:=\n]|\.(?=[0-9])){0,60}?(?:[:=]|\b(?:is|are|be|equals?)\b|\n)"
+    r"\banswers?\b(?:[^.:=\n]|\.(?=[0-9])){0,60}?(?:[:=]|\b(?:(?:is|are|be)(?:\s{1,8}equal\s{1,8}to)?|equals?)\b|\n)"
     r"|(?:答案|结果)(?:应该|应)?[是为:]",  # "the answer", "the result" is
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\n|[.!](?=[\s*\"')]|\Z)|,?\s(?:because|since|which)\b", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
-_LINK = re.compile(r"=|\b(?:is|are|equals?|makes?|gives?)\b", re.IGNORECASE)
+_LINK = re.compile(r"=|\b(?:is|are|equals?(?:\s{1,8}to)?|makes?|gives?)\b", re.IGNORECASE)
+_SO = re.compile(r"[,;]\s{1,8}(?:and\s{1,8})?(?:so|thus|hence|therefore)\b", re.IGNORECASE)
+_FENCE = re.compile(r"\\[\[\]]|\$\$|```\w{0,20}")
 _LISTED = re.compile(r"[,;&|]|\b(?:and|or)\b", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n['\u2019]t\b|不", re.IGNORECASE)
 _DISPLAY = {"\\[": "\\]", "$$": "$$"}
@@ -142,8 +144,14 @@ def _in_bold(said: str) -> str | None:
 
 
 def _last_line(said: str) -> str | None:
-    """The last line that is not empty, behind its last "=" or "is" if it does not list several answers."""
-    line = said.rstrip().rpartition("\n")[2].strip()
+    """The last line that is not empty, behind its last "=" or "is" if it does not list several answers.
+
+    Marks around a formula or code that stand on lines of their own are no lines; what "so" begins says it anew.
+    """
+    lines = (line.strip() for line in reversed(said.rstrip().split("\n")))
+    line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")
+    *_, so = None, *_SO.finditer(line)
+    line = line[so.end() :] if so else line
     links = list(_LINK.finditer(line))
     if links:
         head = line[links[0].end() : links[-1].start()]

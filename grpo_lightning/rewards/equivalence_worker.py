@@ -39,7 +39,11 @@ _PROSE = re.compile(
     rf"(?![A-Za-z])|[{_UNSPACED}]+"
 )
 _NEGATED = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n['\u2019]t\b|不", re.IGNORECASE)
-_MINUS = re.compile(r"\b(?:minus|negative)\s{1,8}(?=[0-9])", re.IGNORECASE)
+_MINUS = re.compile(r"(?:\b(?:minus|negative)\s{1,8}|负\s{0,8})(?=[0-9])", re.IGNORECASE)
+_LENGTH = "(?:mm|cm|dm|km|m|ft|in|yd|mi)"
+_UNIT = re.compile(  # cm^2, km/h, m/s^2: with fewer parts, units are words
+    rf"(?<=[0-9])\s{{1,8}}(?:{_LENGTH}\^\{{?[23]\}}?|(?:{_LENGTH}|g|kg|L)/(?:s|sec|min|h|hr)(?:\^\{{?2\}}?)?)\.?\Z"
+)
 _CURRENCY = re.compile(
     r"\\{1,2}\$|[\u20a0-\u20bf\u00a3\u00a5\u0e3f]"
 )  # \$, and the signs of euro, pound, yen and others
@@ -59,6 +63,7 @@ _SYMBOLS = str.maketrans(
             "\u00bd": r"\frac{1}{2}",
             "\u00bc": r"\frac{1}{4}",
             "\u00be": r"\frac{3}{4}",
+            "\u221e": r"\infty ",
         },
     }
 )
@@ -160,7 +165,7 @@ def parsed(text: str) -> list[Any]:
 
 def prepared(text: str) -> str:
     r"""The text as LaTeX that `math_verify` reads: no currency, bold or spaces in numbers; `2*sqrt(3)` as LaTeX."""
-    text = _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS)))
+    text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
     if text.count("$") == 1:  # of money: delimiters come in pairs
         text = text.replace("$", "")
     text = _GROUPED.sub(lambda found: _SEPARATOR.sub("", found[0]), _BOLD.sub(r"\1", text)).strip()

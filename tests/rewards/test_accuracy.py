@@ -124,6 +124,7 @@ def test_accuracy_by_hand(completion: str, solution: Any, value: float | None):
     assert accuracy(completion, solution) == value
 
 
+FENCES = [("\\[", "\\]"), ("$$", "$$"), ("```", "```"), ("```text", "```")]
 RIGHT = [
     # money
     *((completion, "72") for completion in [r"\boxed{\$72}", r"\boxed{$72}", r"\boxed{72\$}", r"$\boxed{\$72}$"]),
@@ -166,6 +167,19 @@ RIGHT = [
     (r"The final answer is \frac{1}{2}.", "0.5"),
     ("The final answer is: $54$. I hope it is correct.", "54"),
     ("minus 54", "-54"),
+    *(
+        (f"6 * 9\n\n{opening}\n{formula}\n{closing}", "54")
+        for formula in ["54", "x = 54"]
+        for opening, closing in FENCES
+    ),
+    *((f"So x is {equal} 54.", "54") for equal in ["equal to", "therefore equal to", "thus equal to"]),
+    *((f"Then 2x = 108, {so} x = 54.", "54") for so in ["so", "and so", "hence", "therefore", "thus"]),
+    # units of several parts, signs
+    *((f"The answer is 54 {unit}.", "54") for unit in ["km/h", "m/s^2", "m/s²", "cm^2", "m²", "m³", "miles per hour"]),
+    ("<answer>54 km/h</answer>", "54 km/h"),
+    ("<answer>∞</answer>", r"\infty"),
+    ("<answer>负5</answer>", "-5"),
+    ("答案是负5。", "-5"),
 ]
 
 WRONG = [
@@ -189,6 +203,14 @@ WRONG = [
     (r"<answer>so we get 3 \sqrt{2}</answer>", r"\sqrt{2}"),
     (r"<answer>\text{五}</answer>", r"\text{六}"),
     ("<answer>2*sqrt(3)</answer>", "sqrt(3)"),
+    *((f"6 * 9\n\n{opening}\n53\n{closing}", "54") for opening, closing in FENCES),
+    ("```\n54\n53\n```", "54"),
+    ("x is equal to 53 or 54", "54"),
+    ("2x = 54, so x = 27", "54"),
+    ("x = 53, so x is not 54", "54"),
+    ("<answer>负5</answer>", "5"),
+    ("<answer>3 x^2</answer>", "3"),
+    ("<answer>3 x/y</answer>", "3"),
 ]
 
 

@@ -102,6 +102,14 @@ FIRES = [
         "**Step 1**\n3 + 4 = 7",
         "The result is **7**.\n\nAnything else?",
     ),
+    *(
+        "The answer is equal to 7.",
+        "The sum is equal to 7.",
+        "3 + 4:\n$$\n7\n$$",
+        "3 + 4:\n\\[\nx = 7\n\\]",
+        "```\n7\n```",
+    ),
+    *("2x = 14, so x = 7", "2x = 14, and therefore x = 7."),
     *("The answer is 6. No: the answer is 7.", "<think>6?</think>7", "<answer>6</answer> <answer>7</answer>"),
     *(
         r"<answer>\boxed{7}</answer>",
@@ -124,6 +132,7 @@ DOES_NOT_FIRE = [
     ),
     *("<think>7</think>", "<think>7", "<think>The answer is 7</think> 6", "<answer>7", r"\boxed{7", "7</answer>"),
     *("The answer is 7.\nWait: the answer is 6.", "<answer>6</answer> The answer is 7", r"\boxed{6} The answer is 7"),
+    *("x = 7, so 2x = 14", "x is equal to 6 or 7", "```\n7\n6\n```"),
     *("Is it 7?", "7 is wrong", "不是7", "**Step 7:** the answer is below"),
 ]
 
