@@ -3,6 +3,7 @@
 On one process; `tests/distributed/` runs strategies on several.
 """
 
+import contextlib
 import copy
 import csv
 import json
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from grpo_lightning.cli import main
+from grpo_lightning.cli import main, plan
 from grpo_lightning.cli.main import parse
 from grpo_lightning.cli.plan_strategy import strategy_division
 from grpo_lightning.demo.solutions import TASKS
@@ -439,3 +440,26 @@ def test_every_number_of_a_header_is_what_plan_says(recipe, tiny, capsys):
         assert numbers(r"The run,.*? at least ([\d.]+) days", told) == [pytest.approx(days, rel=0.03)]
         checked.append(without)
     assert not re.search(r"\d", re.sub("|".join(checked), "", written)), "a number that nothing checks"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            path, id=path.stem, marks=[] if path.stem in ("dapo_qwen2.5_1.5b", "rec_lora") else pytest.mark.slow
+        )
+        for path in WHOLE
+        # Quickstarts build their policy; what a reward model's head is like is known from its files alone.
+        if path not in QUICKSTARTS and path.stem != "reward_model_qwen2.5_1.5b"
+    ],
+)
+def test_recipe_is_planned_without_hub_and_data(recipe, tmp_path, monkeypatch, capsys):
+    """Neither the published model nor the data set can be had here."""
+    monkeypatch.chdir(tmp_path)
+    takes_too_long = pytest.raises(SystemExit) if recipe.stem == "zero3_70b" else contextlib.nullcontext()
+    with takes_too_long:
+        plan.run(["--config", str(recipe), "--prompt_tokens=300", "--devices=8"])
+    out = capsys.readouterr().out
+    assert "completions per rollout" in out
+    assert "cannot be read here: its sizes are those that this package knows" in out
+    assert re.search(r"The policy has [\d,]{9,} weights", out)
