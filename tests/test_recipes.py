@@ -51,7 +51,11 @@ SHORTER = {
 }
 
 # What a CPU cannot do, in the text of a recipe.
-WITHOUT_CUDA = {"quantization: 4bit": "quantization: none", "PagedAdamW8bit": "AdamW"}
+WITHOUT_CUDA = {
+    "quantization: 4bit": "quantization: none",
+    "PagedAdamW8bit": "AdamW",
+    "attention: flash_attention_2": "attention: auto",
+}
 
 ONE_PROCESS = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
 

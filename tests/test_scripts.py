@@ -121,6 +121,7 @@ VALUES: dict[str, Callable[[str], Mapping[str, Any]]] = {
     "offload_optimizer": lambda v: {"model.offload": ["optimizer"]},
     "adam_beta2": lambda v: {"model.optimizer.betas": (0.9, float(v))},
     "report_to": lambda v: {"trainer.logger": [name for name in ("Wandb",) if "wandb" in v]},
+    "attn_implementation": lambda v: {"model.policy.attention": v},
     "gradient_checkpointing": lambda v: {},
 }
 """What a flag's value is here. Flags of `model.rewards`, batches, devices and files are compared by their own tests."""
@@ -346,6 +347,7 @@ def test_the_batches_are_the_nearest_that_plan_finds(script):
 ON_A_CPU = {
     "cache_length: 819": "cache_length: 2",
     "max_prompt_length: 256": "max_prompt_length: 600",
+    "attention: flash_attention_2": "attention: auto",
 }
 """What does not fit a tiny model, in the text of a recipe."""
 
