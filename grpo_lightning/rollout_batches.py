@@ -71,7 +71,7 @@ def report_empty_updates(module: GRPOLightningModule, groups: Sequence[Group], m
     apart = " and ".join(name for name, is_trained in others.items() if is_trained)
     log.warning(
         "No completion of an optimizer step has an advantage: %s. The step learns nothing%s; rollout/empty_updates "
-        "counts such steps.",
+        "is the share of such steps.",
         reason,
         f" apart from {apart}" if apart else "",
     )
