@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.data.source import PromptSource, as_prompt
 from grpo_lightning.objective import Objective
+from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
 from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 class Seen(L.Callback):
@@ -144,15 +146,17 @@ def test_bf16_mixed_trains_fp32_weights():
 
 
 @pytest.mark.parametrize(("precision", "want"), [("bf16-mixed", "bfloat16"), ("32-true", "float32")])
-def test_the_attention_kernel_is_chosen_by_what_the_run_computes_in(monkeypatch, precision, want):
+def test_the_attention_kernel_is_chosen_by_what_the_run_computes_in(monkeypatch, tmp_path, precision, want):
     """FlashAttention runs in 16 bits: float32 weights under bf16-mixed are no reason against it."""
     asked = []
 
-    def choose(requested, compute_dtype, device_type):
+    def choose(requested, compute_dtype, device_type, no_flash):
         asked.append((requested, compute_dtype, device_type))
 
     monkeypatch.setattr("grpo_lightning.policy.loading.choose_attention", choose)
-    fit(make_module(length=2), max_steps=1, precision=precision)
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    fit(make_module(length=2, policy=PolicyLoader(str(tmp_path))), max_steps=1, precision=precision)
     assert asked == [("auto", want, "cpu")]
 
 

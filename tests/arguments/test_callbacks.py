@@ -139,7 +139,7 @@ def test_tables_of_the_loggers():
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> tuple[list[int], list[str], list[float]]:
-    """Of three steps with rewards 0, 1, 2: (steps at which it was drawn, panels, the running mean of the reward)."""
+    """Of three steps with rewards 0, 1, 4: (steps at which it was drawn, panels, the smoothed reward)."""
     steps: list[int] = []
     draw, plot = LearningCurves.draw, Axes.plot
     means: list[list[float]] = []
@@ -150,12 +150,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> t
             draw(self, trainer)
 
     def note_plot(self: Axes, x: Any, y: Any, *args: Any, **options: Any) -> Any:
-        if options.get("label", "").startswith("mean of"):
+        if options.get("label", "").startswith("centred mean of"):
             means.append(list(y))
         return plot(self, x, y, *args, **options)
 
     def growing(completions, trainer_state):
-        return [float(trainer_state.global_step) for _ in completions]
+        return [float(trainer_state.global_step) ** 2 for _ in completions]
 
     curves = LearningCurves(dirpath=str(tmp_path), **settings)
     with monkeypatch.context() as patch:
@@ -168,9 +168,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> t
 @case(LearningCurves, "metrics", "smoothing", "every_n_steps")
 def test_curves(tmp_path, monkeypatch):
     found = functools.partial(drawn, monkeypatch, tmp_path)
-    assert found(metrics=["reward/mean"]) == ([3], ["reward/mean"], [0, 0.5, 1])
+    assert found(metrics=["reward/mean"]) == ([3], ["reward/mean"], [0, pytest.approx(5 / 3), 4])
     assert found(metrics=["reward/mean", "rollout/length"])[1] == ["reward/mean", "rollout/length"]
-    assert found(metrics=["reward/mean"], smoothing=1)[2] == [0, 1, 2]
+    assert found(metrics=["reward/mean"], smoothing=1)[2] == [0, 1, 4]
     assert found(metrics=["reward/mean"], every_n_steps=1)[0] == [1, 2, 3, 3]
 
 

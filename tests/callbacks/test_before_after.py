@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from grpo_lightning.callbacks import BeforeAfter, ProgressBar
+from grpo_lightning.callbacks import BeforeAfter, ProgressBar, progress
 from grpo_lightning.callbacks.before_after import cell, samples
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
@@ -147,7 +147,8 @@ def test_without_greedy_completions_there_are_none(entries, tmp_path):
     assert list(summary["after"]) == ["sampled"]
 
 
-def test_the_evaluation_has_a_bar_of_its_own(entries, tmp_path, capsys):
+def test_the_evaluation_has_a_bar_of_its_own(entries, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "redraws", lambda stream: True)  # as on a terminal
     train(BeforeAfter(dirpath=str(tmp_path)), entries, enable_progress_bar=True, extra=[ProgressBar()])
     output = capsys.readouterr().out
     before, training = output.index("Evaluating before training: 4/4 batches"), output.index("Epoch 0 rollout")
