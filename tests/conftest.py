@@ -40,12 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def quiet_package() -> None:
+    """Undo what a command line of this process did to the package's logger."""
+    logger = logging.getLogger("grpo_lightning")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+
+
 @pytest.fixture(autouse=True)
 def isolation() -> Iterator[None]:
     """Seed every generator; afterwards undo what a Trainer or a test left behind in this process."""
     environment, arguments = dict(os.environ), sys.argv
-    messages = logging.getLogger("grpo_lightning")
-    said = messages.level, messages.handlers[:], messages.propagate
+    quiet_package()  # a fixture of the whole module may have run a command
     root_level = logging.getLogger().level
     sys.argv = arguments[:1]  # LightningCLI warns about pytest's own arguments
     random.seed(0)
@@ -58,9 +64,8 @@ def isolation() -> Iterator[None]:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
-    messages.level, messages.handlers, messages.propagate = said
+    quiet_package()
     logging.getLogger().setLevel(root_level)
-    logging.getLogger().manager._clear_cache()  # of which levels are enabled
     sys.argv = arguments
     os.environ.clear()  # Lightning leaves PL_GLOBAL_SEED, MASTER_PORT and others
     os.environ.update(environment)

@@ -142,6 +142,7 @@ class PromptDataModule(L.LightningDataModule):
             self.val_prompts = self.load(self.val_datasets)
         if self.test_datasets is not None and self.test_prompts is None and stage in (None, "test", "predict"):
             self.test_prompts = self.load(self.test_datasets)
+        self._say_unused()
         has_prompts = self.val_prompts is not None or (stage != "validate" and self.test_prompts is not None)
         if stage in ("validate", "test", "predict") and not has_prompts:
             settings = ["data.test_datasets"] * (stage != "validate") + ["data.val_datasets", "data.val_split"]
@@ -153,8 +154,7 @@ class PromptDataModule(L.LightningDataModule):
         """The prompts of a mixture, or a stream of them."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
-            self._say_unused({"shuffle_buffer": 1000}, "is read as a whole, and is no stream")
-            prompts = load_mixture(
+            return load_mixture(
                 datasets,
                 seed=seed,
                 template=self.template,
@@ -163,10 +163,6 @@ class PromptDataModule(L.LightningDataModule):
                 preflight=self.preflight,
                 image_root=self.image_root,
             )
-            if not any(prompt.images for prompt in prompts):
-                self._say_unused({"num_workers": 0}, "has no images, and is no stream")
-            return prompts
-        self._say_unused({"num_proc": 1}, "is streaming: its threads are num_workers")
         stream = stream_mixture(
             datasets,
             seed=seed,
@@ -246,12 +242,26 @@ class PromptDataModule(L.LightningDataModule):
             )
         return self.trainer
 
-    def _say_unused(self, defaults: dict[str, int], why: str) -> None:
-        """Say once of every setting that is not at its default that a mixture makes no use of it."""
-        for name, default in defaults.items():
-            if getattr(self, name) != default and name not in self._unused:
+    def _say_unused(self) -> None:
+        """Say once of every setting that is not at its default that no mixture of this run makes use of it."""
+        mixtures = [prompts for prompts in (self.train_prompts, self.val_prompts, self.test_prompts) if prompts]
+        lists = [prompts for prompts in mixtures if not isinstance(prompts, PromptStream)]
+        has_streams, has_images = len(lists) < len(mixtures), any(prompt.images for some in lists for prompt in some)
+        unused = {
+            "shuffle_buffer": (self.shuffle_buffer != 1000 and not has_streams, "no mixture of this run is streaming"),
+            "num_workers": (
+                self.num_workers > 0 and not (has_streams or has_images),
+                "no mixture of this run has images or is streaming",
+            ),
+            "num_proc": (
+                self.num_proc > 1 and not lists,
+                "every mixture of this run is streaming, and reads with num_workers threads",
+            ),
+        }
+        for name, (is_unused, why) in unused.items():
+            if is_unused and name not in self._unused:
                 self._unused.add(name)
-                log.info("data.%s %s has no effect on a mixture that %s.", name, getattr(self, name), why)
+                log.info("data.%s %s has no effect: %s.", name, getattr(self, name), why)
 
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
