@@ -118,7 +118,8 @@ def check_settings(module: GRPOLightningModule) -> None:
     offload.check(module.offload, has_copy=module.objective.needs_reference and module.loader.lora is None)
     is_kl_in_reward = module.objective.kl_in == "reward"
     dynamic_sampling.check(module.dynamic_sampling, module.reward_set.names, is_kl_in_reward=is_kl_in_reward)
-    module.reward_set.check(module.sampling.max_completion_length)
+    with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
+        module.reward_set.check(module.sampling.max_completion_length)
     module.validation.check_names(module.reward_set.names)
     success = module.validation.success
     if success is not None and success not in module.reward_set.names:
@@ -214,6 +215,7 @@ def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: 
         check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
         check_loader(module, trainer)
         limits.check_validation_interval(trainer)
+    module.reward_set.check(module.sampling.max_completion_length)
     box_checks.check_turned_once(module, trainer)
     data_checks.check_columns(module, trainer)  # which costs nothing, before all images are read
     data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told

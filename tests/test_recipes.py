@@ -39,6 +39,7 @@ QUICKSTARTS = [RECIPES / f"quickstart{name}.yaml" for name in ("", "_grounding",
 VISION = [QUICKSTARTS[1], *sorted((RECIPES / "vlm").glob("*.yaml"))]
 GYM = [path for path in sorted(RECIPES.glob("*.yaml")) if "rewards.ReasoningGym" in path.read_text()]
 WHOLE = sorted({*RECIPES.glob("*.yaml"), *VISION})
+FAST_PLANS = ("dapo_qwen2.5_1.5b", "rec_lora", "reward_model_qwen2.5_1.5b")
 OBJECTIVES = sorted((RECIPES / "objectives").glob("*.yaml"))
 STRATEGIES = sorted((RECIPES / "strategies").glob("*.yaml"))
 
@@ -449,12 +450,9 @@ def test_every_number_of_a_header_is_what_plan_says(recipe, tiny, capsys):
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(
-            path, id=path.stem, marks=[] if path.stem in ("dapo_qwen2.5_1.5b", "rec_lora") else pytest.mark.slow
-        )
+        pytest.param(path, id=path.stem, marks=[] if path.stem in FAST_PLANS else pytest.mark.slow)
         for path in WHOLE
-        # Quickstarts build their policy; what a reward model's head is like is known from its files alone.
-        if path not in QUICKSTARTS and path.stem != "reward_model_qwen2.5_1.5b"
+        if path not in QUICKSTARTS  # which build their policy
     ],
 )
 def test_recipe_is_planned_without_hub_and_data(recipe, tmp_path, monkeypatch, capsys):
@@ -465,5 +463,8 @@ def test_recipe_is_planned_without_hub_and_data(recipe, tmp_path, monkeypatch, c
         plan.run(["--config", str(recipe), "--prompt_tokens=300", "--devices=8"])
     out = capsys.readouterr().out
     assert "completions per rollout" in out
-    assert "cannot be read here: its sizes are those that this package knows" in out
+    names = re.findall(r"(?:name|init_args: \{model): ([A-Za-z][\w-]+/[\w.-]+)", recipe.read_text())
+    for name in names:
+        assert f"{name} cannot be read here: its sizes are those that this package knows" in " ".join(out.split())
+    assert names
     assert re.search(r"The policy has [\d,]{9,} weights", out)

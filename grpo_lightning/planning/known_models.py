@@ -101,6 +101,8 @@ INTERNVL3_2B: Shape = {
     "tie_word_embeddings": False,
 }
 
+REWARD_MODEL: Shape = {"num_labels": 1, "dtype": "bfloat16", "architectures": ["Qwen3ForSequenceClassification"]}
+
 KNOWN: dict[str, tuple[str, Shape]] = {
     **{f"Qwen/Qwen2.5-{size}": ("qwen2", shape) for size, shape in QWEN2_5.items()},
     **{f"Qwen/Qwen2.5-{size}-Instruct": ("qwen2", shape) for size, shape in QWEN2_5.items()},
@@ -111,6 +113,10 @@ KNOWN: dict[str, tuple[str, Shape]] = {
     **{f"meta-llama/Llama-{size}": ("llama", shape) for size, shape in LLAMA.items() if size != "3.3-70B"},
     **{f"Qwen/Qwen2.5-VL-{size}-Instruct": ("qwen2_5_vl", shape) for size, shape in QWEN2_5_VL.items()},
     "OpenGVLab/InternVL3-2B-hf": ("internvl", INTERNVL3_2B),
+    **{
+        f"Skywork/Skywork-Reward-V2-Qwen3-{size}": ("qwen3", QWEN3[size] | REWARD_MODEL)
+        for size in ("0.6B", "1.7B", "4B", "8B")
+    },
 }
 """By hub name: the model type and what of its config decides about sizes."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from grpo_lightning.planning.known_models import known_config
 from grpo_lightning.planning.parts import ALWAYS, Part, Place
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rewards.introspection import innermost
@@ -43,7 +44,7 @@ def reward_models_of(rewards: Iterable[WeightedReward]) -> tuple[tuple[RewardMod
     """(The reward models among rewards, remarks on what else is loaded and cannot be counted).
 
     Raises:
-        FileNotFoundError: If a reward model has no config.
+        FileNotFoundError: If a reward model has no config, and is none of those that this package knows.
     """
     found, remarks = [], []
     for reward in rewards:
@@ -52,7 +53,15 @@ def reward_models_of(rewards: Iterable[WeightedReward]) -> tuple[tuple[RewardMod
             if reward.loads:
                 remarks.append(f"what the reward {reward.name} loads is not counted")
             continue
-        num_weights, width = inner.source.size()
+        try:
+            config = inner.source.load_config()
+        except FileNotFoundError:  # no network
+            known = known_config(inner.source.model)
+            if known is None:
+                raise
+            config = known
+            remarks.append(f"{inner.source.model} cannot be read here: its sizes are those that this package knows")
+        num_weights, width = inner.source.size(config)
         is_on_device = not inner.offload and (inner.device is None or inner.device.type != "cpu")
         found.append(RewardModelSize(reward.name, num_weights, width, is_on_device, inner.offload))
     return tuple(found), remarks

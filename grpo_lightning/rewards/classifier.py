@@ -94,12 +94,11 @@ class Classifier:
         if self.is_named and (stored := stored_names(Path(self.model))) is not None:
             refuse_missing([name for name in head_names(config) if name not in stored], named)
 
-    def size(self) -> tuple[int, int]:
-        """(weights, bytes of each), by the config alone. Raises: FileNotFoundError if there is none."""
+    def size(self, config: PretrainedConfig) -> tuple[int, int]:
+        """(weights, bytes of each), by the config alone."""
         if not self.is_named:
             return sum(weight.numel() for weight in self.model.parameters()), self.model.dtype.itemsize
-        config: Any = self.load_config()
-        dtype = (config.dtype or torch.float32) if self.dtype == "auto" else self.dtype
+        dtype: Any = (config.dtype or torch.float32) if self.dtype == "auto" else self.dtype
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return sum(weight.numel() for weight in on_meta(config).parameters()), dtype.itemsize
 
