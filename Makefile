@@ -59,7 +59,7 @@ bench: $(READY) ## Time a training step against TRL's
 prove-dapo: $(READY) ## Show that dynamic sampling saves a third of the trained tokens where 70 % of the prompts teach nothing
 	$(BIN)/python benchmarks/prove_dapo.py --record
 
-prove-learning: $(READY) ## Show that the quickstart learns: eight seeds and the controls
+prove-learning: $(READY) ## Show that the quickstart learns: eight seeds, and the controls on three
 	$(BIN)/python benchmarks/prove_learning.py
 
 prove-grounding: $(READY) ## Show that the grounding quickstart learns, from the images: eight seeds and two controls

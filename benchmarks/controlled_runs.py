@@ -22,7 +22,7 @@ Runs = dict[str, list[Summary]]
 """Summaries of each control, by its name."""
 
 NUM_SEEDS = 8
-"""Of the quickstart itself, unless others are named; controls run with the first."""
+"""Of the quickstart itself, unless others are named."""
 
 TRAINED = "trained"
 """The control that is none."""
@@ -47,6 +47,9 @@ class ControlledRuns:
     verdicts: Callable[[Runs], dict[str, bool]]
     """Every bar, and whether it holds."""
 
+    num_control_seeds: int = 1
+    """Of every control, unless others are named."""
+
     also_recorded: Sequence[str] = ("seed",)
     """More of the summary's numbers, for `proofs.json`."""
 
@@ -55,7 +58,7 @@ class ControlledRuns:
         formatter = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
         parser.add_argument("--seeds", type=int, nargs="+", default=[*range(NUM_SEEDS)])
-        parser.add_argument("--control-seeds", type=int, nargs="+", default=[0])
+        parser.add_argument("--control-seeds", type=int, nargs="+", default=[*range(self.num_control_seeds)])
         parser.add_argument("--record", action="store_true", help="write the outcome into benchmarks/proofs.json")
         parser.add_argument("--child", choices=self.controls, help=argparse.SUPPRESS)
         options = parser.parse_args()

@@ -122,6 +122,12 @@ def plain_refusal(raised: BaseException) -> BaseException | None:
     return None if error.__cause__ is not None or is_inside_a_loop(error.__traceback__) else error
 
 
+def is_quoted(cause: BaseException, error: BaseException) -> bool:
+    """True if an error says already what its cause says."""
+    said = str(cause).strip().partition("\n")[0]
+    return bool(said) and said in str(error)
+
+
 def lines(error: BaseException) -> list[str]:
     """What is printed: the error, what caused it and where, and how to see more."""
     said = [f"error: {error}"]
@@ -130,7 +136,7 @@ def lines(error: BaseException) -> list[str]:
     cause = error.__cause__
     if isinstance(cause, RaisedError):  # in another process: its own traceback is all there is
         said.append(cause.shown.rstrip())
-    elif cause is not None:
+    elif cause is not None and not is_quoted(cause, error):
         frames = traceback.extract_tb(cause.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         said.append(f"caused by {type(cause).__name__}: {cause}{where}")

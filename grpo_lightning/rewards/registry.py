@@ -161,5 +161,6 @@ def _unknown(name: str, names: list[str]) -> str:
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (
         f"There is no reward named {name!r}; there are: {', '.join(names)}.{hint} One of your own is named by its "
-        "import path, 'my_module.my_reward'."
+        f"import path, 'my_module.my_reward', or by the name of an entry point in the group {GROUP!r} of an installed "
+        "package."
     )

@@ -56,6 +56,14 @@ def test_the_cause_is_named_with_its_line(capsys):
     assert f"{__file__}:" in lines(error)[1]
 
 
+def test_a_cause_that_the_error_quotes_is_not_said_twice():
+    error = caught(Objective, beta=-1.0)
+    error.args = ("The name 'x' cannot be loaded: no network. Check the name.",)
+    for cause, is_said in ((OSError("no network.\nSee the docs."), False), (OSError(), True), (OSError("disk"), True)):
+        error.__cause__ = cause
+        assert any("caused by OSError" in line for line in lines(error)) == is_said
+
+
 def test_lightnings_refusals_count_as_configuration():
     assert exit_of(raise_, MisconfigurationException("no such accelerator")) == 2
 

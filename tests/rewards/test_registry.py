@@ -92,7 +92,11 @@ def test_names_are_the_classes_in_snake_case():
         ("accuracies", r"no reward named 'accuracies'; there are: accuracy, .*Did you mean 'accuracy'\?"),
         ("grpo_lightning.rewards.Accuracies", r"Did you mean 'accuracy'\?"),
         ("Format", r"Did you mean 'format'"),
-        ("zzzzz", r"there are: .*yes_no\. One of your own is named by its import path, 'my_module\.my_reward'"),
+        (
+            "zzzzz",
+            r"there are: .*yes_no\. One of your own is named by its import path, 'my_module\.my_reward', or by the name "
+            r"of an entry point in the group 'grpo_lightning\.rewards'",
+        ),
     ],
 )
 def test_an_unknown_name_is_an_error(name: str, message: str):
