@@ -6,7 +6,8 @@
 The bars: mean over the seeds, sampled accuracy at most 0.40 before and at least 0.90 after, greedy at most 0.50 and at
 least 0.90; with every seed sampled accuracy at least 0.80 after, in at most 8 minutes (the model's warm-up included).
 With rewards shuffled inside each group, with the advantage's sign flipped, or with learning rate 0, the mean over the
-seeds gains less than 0.05, sampled and greedy: one greedy number of 256 prompts is off by 0.03. Exit code 1 if one does not hold.
+seeds gains less than 0.05, sampled and greedy: one greedy number of 256 prompts is off by 0.03.
+Exit code 1 if one does not hold.
 """
 
 from __future__ import annotations

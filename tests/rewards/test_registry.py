@@ -94,8 +94,8 @@ def test_names_are_the_classes_in_snake_case():
         ("Format", r"Did you mean 'format'"),
         (
             "zzzzz",
-            r"there are: .*yes_no\. One of your own is named by its import path, 'my_module\.my_reward', or by the name "
-            r"of an entry point in the group 'grpo_lightning\.rewards'",
+            r"there are: .*yes_no\. One of your own is named by its import path, 'my_module\.my_reward', or by the "
+            r"name of an entry point in the group 'grpo_lightning\.rewards'",
         ),
     ],
 )
