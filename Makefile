@@ -5,6 +5,8 @@ PYTHON ?= python3
 # any other build can be named here: make setup TORCH="torch==2.11.0"
 TORCH ?= torch
 SEED ?= 0
+# The commit that prove-unchanged compares the working tree with
+BASE ?= HEAD
 # Handed to pytest: make test PYTEST_ARGS="-k losses"
 PYTEST_ARGS ?=
 
@@ -14,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow lint format bench prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow lint format bench prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +75,9 @@ prove-resume: $(READY) ## Show that a killed run resumes to the same weights, bi
 
 prove-ranks: $(READY) ## Show on two CPU ranks that training resumes, learns, and equals that of one device
 	$(BIN)/python benchmarks/prove_ranks.py
+
+prove-unchanged: $(READY) ## Show that the working tree trains to the metrics and weights of a commit (BASE=HEAD)
+	$(BIN)/python benchmarks/prove_unchanged.py --base $(BASE)
 
 prove-wheel: $(READY) ## Show that the built wheel works in a fresh environment and an empty folder
 	$(BIN)/python benchmarks/prove_wheel.py

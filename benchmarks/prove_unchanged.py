@@ -1,0 +1,191 @@
+"""Proves that a change of the code's shape changes no result: two commits train to the same metrics and weights.
+
+    python benchmarks/prove_unchanged.py --base main~3     # that commit against the working tree
+    python benchmarks/prove_unchanged.py --base v0.2.0 --rename reward/total=reward/mean
+
+Every run is started through the command line, in each of the two trees, with one thread: the quickstart with two seeds,
+twenty steps of the grounding quickstart, twenty steps on two ranks under ZeRO-3 with every weight sharded, and a run
+that is killed by SIGKILL and resumes with `--ckpt_path auto`. `metrics.csv` without its timings, and the weights that
+`export` writes, must be equal bit for bit. Exit code 1 if they are not. Nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from safetensors import safe_open
+
+ROOT = Path(__file__).resolve().parents[1]
+CLI = Path(sys.executable).with_name("grpo-lightning")  # which imports what PYTHONPATH names
+TIMINGS = ("time/", "rollout/tokens_per_second")
+"""Columns of metrics.csv that begin so differ from run to run."""
+
+CHECKPOINTS = (
+    "--trainer.enable_checkpointing=true",
+    "--trainer.callbacks+={class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
+    "init_args: {dirpath: kept, every_n_train_steps: 5, save_top_k: 1, save_last: true}}",
+)
+SHARDED = "--trainer.strategy.init_args.stage3_param_persistence_threshold=0"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, in words of the command line."""
+
+    recipe: str
+    flags: tuple[str, ...] = ()
+    is_killed: bool = False
+    is_sharded: bool = False
+
+
+CASES = {
+    "quickstart, seed 0": Case("quickstart", ("--seed_everything=0",)),
+    "quickstart, seed 1": Case("quickstart", ("--seed_everything=1",)),
+    "grounding, 20 steps": Case("quickstart_grounding", ("--trainer.max_steps=20",)),
+    "ZeRO-3 on two ranks, 20 steps": Case(
+        "quickstart", ("--trainer.max_steps=20", "--trainer.devices=2", "--data.batch_size=8"), is_sharded=True
+    ),
+    "killed and resumed, 40 steps": Case("quickstart", ("--trainer.max_steps=40",), is_killed=True),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind."""
+
+    metrics: list[dict[str, str]]
+    """The rows of metrics.csv without timings."""
+
+    weights: dict[str, str]
+    """The SHA-256 of every tensor."""
+
+
+def main() -> int:
+    """Run both trees, print what differs. Returns: the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True, help="the commit to compare the working tree with")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--rename", nargs="*", default=[], help="old=new names of metrics that the change renames")
+    options = parser.parse_args()
+    renamed = dict(pair.split("=") for pair in options.rename)
+    console = Console(width=max(100, Console().width))
+    holds = True
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
+        base = Path(name) / "base"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", base, options.base], cwd=ROOT, check=True)
+        try:
+            runs = {
+                (case, tree): pool.submit(run, tree, CASES[case], Path(name) / f"{number}-{tree is base}")
+                for number, case in enumerate(options.cases)
+                for tree in (base, ROOT)
+            }
+            for case in options.cases:
+                problems = differences(runs[case, base].result(), runs[case, ROOT].result(), renamed)
+                holds = holds and not problems
+                console.print(f"{'DIFFERS' if problems else 'equal'}: {case}", *problems, sep="\n  ", highlight=False)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", base], cwd=ROOT, check=True)
+    return 0 if holds else 1
+
+
+def run(tree: Path, case: Case, folder: Path) -> Outcome:
+    """One case in a tree. Raises: RuntimeError if a process fails."""
+    folder.mkdir()
+    recipe = tree / "recipes" / f"{case.recipe}.yaml"
+    command = ["fit", "--config", str(recipe), *case.flags, *CHECKPOINTS]
+    if case.is_sharded:
+        command += [f"--trainer.strategy={sharded_strategy(tree)}", SHARDED]
+    log = folder / "log.txt"
+    environment = os.environ | {
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "GRPO_LIGHTNING_CACHE": str(folder / "cache"),
+    }
+
+    def start(*args: str) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen([CLI, *args], cwd=folder, env=environment, stdout=file, stderr=file)
+
+    def finish(process: subprocess.Popen[bytes]) -> None:
+        if process.wait(timeout=3000):
+            raise RuntimeError(f"{case} in {tree} failed:\n{log.read_text(errors='replace')[-3000:]}")
+
+    if case.is_killed:
+        process = start(*command)
+        while process.poll() is None and not list(folder.glob("kept/*step=1*.ckpt")):
+            time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        command.append("--ckpt_path=auto")
+    finish(start(*command))
+    last = newest(folder.glob("kept/last*.ckpt"))
+    finish(start("export", str(last), "exported"))
+    return Outcome(metrics_of(folder), weights_of(folder / "exported"))
+
+
+def sharded_strategy(tree: Path) -> str:
+    """The import path of the DeepSpeed strategy in a tree."""
+    files = (tree / "grpo_lightning").rglob("*.py")
+    found = [path for path in files if "class GRPODeepSpeedStrategy" in path.read_text()]
+    return ".".join(found[0].relative_to(tree).with_suffix("").parts) + ".GRPODeepSpeedStrategy"
+
+
+def newest(paths: object) -> Path:
+    """The path that was written last."""
+    return max(paths, key=lambda path: path.stat().st_mtime)  # type: ignore[no-any-return, call-overload]
+
+
+def metrics_of(folder: Path) -> list[dict[str, str]]:
+    """The rows of every metrics.csv below a folder, in order, without timings and empty cells."""
+    rows = []
+    for path in sorted(folder.glob("runs/*/*/metrics.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                rows.append({k: v for k, v in row.items() if v and not k.startswith(TIMINGS)})
+    return [row for row in rows if row.keys() - {"step", "epoch"}]
+
+
+def weights_of(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every tensor in a folder's safetensors."""
+    hashes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                hashes[name] = hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest()
+    return hashes
+
+
+def differences(base: Outcome, now: Outcome, renamed: dict[str, str]) -> list[str]:
+    """What differs between two outcomes, in words."""
+    problems = []
+    if not base.weights or not base.metrics:
+        problems.append("the run left no weights or no metrics behind")
+    if changed := [name for name in base.weights.keys() | now.weights.keys()
+                   if base.weights.get(name) != now.weights.get(name)]:  # fmt: skip
+        problems.append(f"{len(changed)} of {len(base.weights)} weights differ, {sorted(changed)[0]} first")
+    if len(base.metrics) != len(now.metrics):
+        problems.append(f"{len(base.metrics)} rows of metrics.csv, now {len(now.metrics)}")
+    for number, (old, new) in enumerate(zip(base.metrics, now.metrics, strict=False), start=1):
+        was = {renamed.get(name, name): value for name, value in old.items()}
+        names = sorted(name for name in was.keys() | new.keys() if was.get(name) != new.get(name))
+        if names:
+            first = names[0]
+            problems.append(f"row {number}: {', '.join(names)} ({first}: {was.get(first)}, now {new.get(first)})")
+            break
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())
