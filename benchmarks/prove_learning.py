@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 from controlled_runs import TRAINED, ControlledRuns, Runs
-from torch import Tensor
 
 from grpo_lightning.cli import main as run_cli
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rollout.record import Rollout, per_completion
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
@@ -30,18 +30,23 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 class ShuffledRewards(GRPOLightningModule):
     """Rewards land on the wrong completions of their group."""
 
-    def compare(self, rewards: Tensor) -> Tensor:
+    def compare(self, rollout: Rollout) -> Rollout:
         """Shuffle each group, then compare."""
         generator = torch.Generator().manual_seed(self.rollout_index)
-        return super().compare(torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards]))
+        rewards = per_completion(rollout.rewards, rollout.groups, name="rewards", verb="score_rewards")
+        rollout.rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards])
+        return super().compare(rollout)
 
 
 class FlippedAdvantages(GRPOLightningModule):
     """The worst completions are reinforced."""
 
-    def compare(self, rewards: Tensor) -> Tensor:
+    def compare(self, rollout: Rollout) -> Rollout:
         """Compare, then turn the sign around."""
-        return -super().compare(rewards)
+        rollout = super().compare(rollout)
+        assert rollout.advantages is not None
+        rollout.advantages = -rollout.advantages
+        return rollout
 
 
 def verdicts(runs: Runs) -> dict[str, bool]:

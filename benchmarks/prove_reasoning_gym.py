@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from controlled_runs import TRAINED, ControlledRuns, Runs
-from torch import Tensor
 
 from grpo_lightning.cli import main as run_cli
 from grpo_lightning.demo.solutions import TASKS
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rollout.record import Rollout
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart_reasoning_gym.yaml"
 SUMMARY = "runs/quickstart_reasoning_gym/version_0/summary.json"
@@ -35,18 +35,23 @@ BY_TASK = [f"{task}_{when}" for task in TASKS for when in ("before", "after")]
 class RandomValues(GRPOLightningModule):
     """What a completion is worth is drawn by lot."""
 
-    def compare(self, rewards: Tensor) -> Tensor:
+    def compare(self, rollout: Rollout) -> Rollout:
         """Compare values that have nothing to do with the completions."""
+        assert rollout.rewards is not None
         generator = torch.Generator().manual_seed(self.rollout_index)
-        return super().compare(torch.rand(rewards.shape, generator=generator))
+        rollout.rewards = torch.rand(rollout.rewards.shape, generator=generator)
+        return super().compare(rollout)
 
 
 class FlippedAdvantages(GRPOLightningModule):
     """The worst completions are reinforced."""
 
-    def compare(self, rewards: Tensor) -> Tensor:
+    def compare(self, rollout: Rollout) -> Rollout:
         """Compare, then turn the sign around."""
-        return -super().compare(rewards)
+        rollout = super().compare(rollout)
+        assert rollout.advantages is not None
+        rollout.advantages = -rollout.advantages
+        return rollout
 
 
 def verdicts(runs: Runs) -> dict[str, bool]:

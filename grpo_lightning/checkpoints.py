@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from grpo_lightning import completeness, rank_files, ranks, sync_reference
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.limits import recount_batches
-from grpo_lightning.planner import Rollout, give_images
+from grpo_lightning.planner import Cycle, give_images
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rollout.groups import vision_of
 
@@ -43,17 +43,17 @@ class StepEnd:
     loops: dict[str, Any]
     """Lightning's counters, and the loaders' positions."""
 
-    rollout: Rollout | None
-    """The pending rollout; None between cycles."""
+    cycle: Cycle | None
+    """The pending cycle; None between cycles."""
 
     position: int
-    """Micro-steps of the cycle that were done; the rollout itself goes on counting."""
+    """Micro-steps of the cycle that were done; the cycle itself goes on counting."""
 
     rollout_index: int
 
-    def rollout_state(self) -> dict[str, Any] | None:
-        """The pending rollout as checkpoints hold it."""
-        return None if self.rollout is None else self.rollout.state_dict() | {"position": self.position}
+    def cycle_state(self) -> dict[str, Any] | None:
+        """The pending cycle as checkpoints hold it."""
+        return None if self.cycle is None else self.cycle.state_dict() | {"position": self.position}
 
 
 def step_end(module: GRPOLightningModule, trainer: L.Trainer) -> StepEnd:
@@ -69,13 +69,13 @@ def step_end(module: GRPOLightningModule, trainer: L.Trainer) -> StepEnd:
 
 def record_step_end(module: GRPOLightningModule, trainer: L.Trainer) -> StepEnd:
     """Keep the position of the run now, which is between two optimizer steps, for the checkpoints of this moment."""
-    rollout = module.rollout if is_pending(module) else None
+    cycle = module.cycle if is_pending(module) else None
     module.is_updating = False
     module.step_end = StepEnd(
         num_micro_steps=trainer.fit_loop.epoch_loop.batch_progress.total.ready,
         loops=trainer.fit_loop.state_dict(),
-        rollout=rollout,
-        position=rollout.position if rollout else 0,
+        cycle=cycle,
+        position=cycle.position if cycle else 0,
         rollout_index=module.rollout_index,
     )
     return module.step_end
@@ -161,8 +161,8 @@ def save_whole(
             )
         save(filepath, *args, **kwargs)
         return
-    if moment is not None and end.rollout is not None:
-        rank_files.write(path, moment, ranks.rank(), end.rollout_state())
+    if moment is not None and end.cycle is not None:
+        rank_files.write(path, moment, ranks.rank(), end.cycle_state())
     if moment is not None and has_moved(module):
         weights = sync_reference.moved_weights(module)  # every rank takes part
         if trainer.is_global_zero:
@@ -186,7 +186,7 @@ def local_path(filepath: Any) -> Path | None:
 
 def is_pending(module: Any) -> bool:
     """True inside a cycle."""
-    return module.rollout is not None and not module.rollout.is_finished
+    return module.cycle is not None and not module.cycle.is_finished
 
 
 def has_moved(module: Any) -> bool:
@@ -196,7 +196,7 @@ def has_moved(module: Any) -> bool:
 
 def moment_of(module: Any, end: StepEnd) -> str | None:
     """The name of this moment, if several ranks have something to keep next to a checkpoint of it; else None."""
-    if ranks.world_size() == 1 or not (end.rollout or has_moved(module)):
+    if ranks.world_size() == 1 or not (end.cycle or has_moved(module)):
         return None
     return f"step{module.trainer.global_step}-{end.rollout_index}-{end.position}"
 
@@ -293,9 +293,9 @@ def add_run_state(module: GRPOLightningModule, trainer: L.Trainer, checkpoint: d
     checkpoint["grpo"] = {
         "trained": trained_names(module),
         "rollout_index": end.rollout_index,
-        "rollout": end.rollout_state() if is_alone else None,
+        "rollout": end.cycle_state() if is_alone else None,
         "reference": sync_reference.moved_weights(module) if is_alone else None,
-        "is_pending": end.rollout is not None,
+        "is_pending": end.cycle is not None,
         "has_moved": has_moved(module),
         "reference_fingerprint": module.reference_fingerprint,
         "moment": moment_of(module, end),
@@ -318,7 +318,7 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
         check_keys(module, names)
     module.is_broken_off = state.get("is_broken_off", False)
     module.rollout_index = state["rollout_index"]
-    module.rollout = None
+    module.cycle = None
     trainer = module._trainer
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:  # nothing is trained: the weights are all there is
         return
@@ -337,15 +337,15 @@ def restore(module: GRPOLightningModule, checkpoint: Mapping[str, Any]) -> None:
 
 def restore_images(module: GRPOLightningModule, batch: PromptBatch) -> None:
     """Give a rollout that was restored its images again: its prompts come once more with every batch of the cycle."""
-    rollout = module.rollout
-    if rollout is None or not module.encoder.sees_images or rollout.micro_batches[0].vision is not None:
+    cycle = module.cycle
+    if cycle is None or not module.encoder.sees_images or cycle.micro_batches[0].vision is not None:
         return
     prompts = batch.prompts
     # Of a frozen tower, the features are those of the passes that sampling ran: run again, they are the same to the
     # last bit.
     one_token = dataclasses.replace(module.sampling, max_completion_length=1)
     groups = module.generate(prompts, module.num_generations, one_token, [0] * len(prompts))
-    give_images(rollout.micro_batches, vision_of(groups, module.encoder, module.policy, module.sharding))
+    give_images(cycle.micro_batches, vision_of(groups, module.encoder, module.policy, module.sharding))
 
 
 def restore_rollout(module: GRPOLightningModule, state: Mapping[str, Any], checkpoint: Path) -> None:
@@ -357,7 +357,7 @@ def restore_rollout(module: GRPOLightningModule, state: Mapping[str, Any], check
             "checkpoint saved at the end of a cycle."
         )
     own = state["rollout"] or rank_files.read(checkpoint, state["moment"], ranks.rank())
-    module.rollout = Rollout.from_state_dict(own)
+    module.cycle = Cycle.from_state_dict(own)
 
 
 def set_position(loops: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from torch import Tensor
 from grpo_lightning import overlong, ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import equal_groups
-from grpo_lightning.rewards.scores import Scores, joined_scores
-from grpo_lightning.types import Group
+from grpo_lightning.messages import WarnOnce
+from grpo_lightning.metrics import StepMetrics
+from grpo_lightning.rollout.record import Rollout, joined
+from grpo_lightning.types import Prompt
 
 if TYPE_CHECKING:
     import lightning as L
-
-    from grpo_lightning.module import GRPOLightningModule
 
 log = logging.getLogger(__name__)
 
@@ -50,37 +50,76 @@ class DynamicSampling:
                 "dynamic_sampling out to draw no further prompts."
             )
 
-    def teaches_nothing(self, groups: Sequence[Group], rewards: Tensor, scores: Scores) -> Tensor:
-        """[N] bool, True for groups without a gradient. Args: groups: N; rewards: [N, G]."""
-        is_idle = equal_groups(rewards) | overlong.is_emptied(groups)
+    def is_idle(self, rollout: Rollout) -> Tensor:
+        """[N] bool, True for groups of a scored rollout without a gradient."""
+        assert rollout.rewards is not None
+        assert rollout.scores is not None
+        is_idle = equal_groups(rollout.rewards) | overlong.is_emptied(rollout.groups)
         if self.reward is None:
             return is_idle
-        named = scores.by_reward[self.reward]
+        named = rollout.scores.by_reward.get(self.reward)
+        if named is None:
+            raise ValueError(
+                f"model.dynamic_sampling.reward is {self.reward!r}, and `score_rewards` gave no values of that name in "
+                "`scores.by_reward`: return them, or leave dynamic_sampling.reward out."
+            )
         applies = ~named.isnan().all(dim=1)  # where it does not, the others decide
-        return is_idle | (applies & equal_groups(named.masked_fill(rewards.isnan(), torch.nan)))
+        return is_idle | (applies & equal_groups(named.masked_fill(rollout.rewards.isnan(), torch.nan)))
 
 
-def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) -> tuple[list[Group], Tensor]:
-    """Replace groups that teach nothing by others, as long as there are rounds and prompts.
+class MorePrompts(Protocol):
+    """Where further prompts come from: a `PromptSource`."""
+
+    def more(self, count: int, own: list[int]) -> tuple[int, list[Prompt]]:
+        """Take up to `count` further prompts for all ranks; returns how many there are, and those of this rank."""
+        ...
+
+    def settle(self, numbers: list[list[int]], prompts: list[Prompt]) -> None:
+        """Told which prompts the cycle ends up with: the numbers of all ranks, the prompts of this one."""
+        ...
+
+
+class Resampling(NamedTuple):
+    """What dynamic sampling did to a rollout, on this rank."""
+
+    rounds: int
+    """Rounds of further prompts."""
+
+    num_skipped: int
+    """Groups that were sampled and are not trained on."""
+
+    num_filled: int
+    """Groups without a gradient that stay, for want of others."""
+
+    is_exhausted: bool
+    """True if all rounds were needed."""
+
+
+def resample(
+    rollout: Rollout,
+    settings: DynamicSampling,
+    sample_and_score: Callable[[Sequence[Prompt], Sequence[int]], Rollout],
+    source: MorePrompts,
+) -> tuple[Rollout, Resampling]:
+    """Replace groups without a gradient by others, as long as there are rounds and prompts.
 
     Every rank takes part in every round, also one that needs nothing: sharded weights are gathered by all. Prompts and
-    seeds go by the numbers of the groups among all ranks, so that what is drawn does not depend on how many there are.
+    seeds go by the numbers of the groups among all ranks, so that what is sampled does not depend on how many there
+    are.
 
     Args:
-        module: Draws and scores; its `dynamic_sampling` says when and how often.
-        groups: N of this rank.
-        rewards: [N, G] what they are compared by.
+        rollout: N groups of this rank, with their rewards.
+        settings: When and how often.
+        sample_and_score: Gives a rollout of further prompts, by prompts and their numbers in the cycle.
+        source: Where these come from.
 
     Returns:
-        N groups, in the places of those replaced, and their rewards [N, G].
+        N groups, in the places of those replaced, with their scores and rewards; and what was done.
     """
-    settings = module.dynamic_sampling
-    assert settings is not None
-    source, scores = source_of(module.trainer), [_scores(module)]
-    is_idle = settings.teaches_nothing(groups, rewards, scores[0]).tolist()
-    places = ranks.own_numbers(len(groups))
-    numbers, rows = list(places), list(range(len(groups)))  # of the group in each place: in the cycle, in `drawn`
-    used, drawn, compared = sum(ranks.gather_objects(len(groups))), list(groups), [rewards]
+    is_idle = settings.is_idle(rollout).tolist()
+    places = ranks.own_numbers(len(rollout.groups))
+    numbers, rows = list(places), list(range(len(rollout.groups)))  # of the group in each place: in the cycle, in `all`
+    used, parts, num_sampled = sum(ranks.gather_objects(len(rollout.groups))), [rollout], len(rollout.groups)
     rounds = 0
     for _ in range(settings.max_resample_times):
         own = [i for i, idle in enumerate(is_idle) if idle]
@@ -93,23 +132,18 @@ def resample(module: GRPOLightningModule, groups: list[Group], rewards: Tensor) 
         rounds += 1
         taken = [i for i in own if missing.index(places[i]) < num_prompts]
         their_numbers = [used + missing.index(places[i]) for i in taken]
-        further = module.sample(prompts, their_numbers)
-        compared.append(module.score_rewards(further))
-        scores.append(_scores(module))
-        still_idle = settings.teaches_nothing(further, compared[-1], scores[-1]).tolist()
-        for row, (i, number, idle) in enumerate(zip(taken, their_numbers, still_idle, strict=True), len(drawn)):
+        parts.append(sample_and_score(prompts, their_numbers))
+        still_idle = settings.is_idle(parts[-1]).tolist()
+        for row, (i, number, idle) in enumerate(zip(taken, their_numbers, still_idle, strict=True), num_sampled):
             if not idle:
                 is_idle[i], numbers[i], rows[i] = False, number, row
-        drawn += further
+        num_sampled += len(parts[-1].groups)
         used += num_prompts
-    is_over = rounds < settings.max_resample_times  # for want of prompts, or of groups to replace
-    _report(module, rounds=rounds, num_skipped=len(drawn) - len(groups), num_idle=sum(is_idle), is_over=is_over)
-    chosen = [drawn[row] for row in rows]
+    chosen = joined(parts).select(rows)
     if rounds:
-        source.settle(ranks.gather_objects(numbers), [group.prompt for group in chosen])
-    joined = joined_scores(scores).select(rows)
-    module.samples = (chosen, joined, torch.full_like(joined.total, torch.nan))
-    return chosen, torch.cat(compared)[rows]
+        source.settle(ranks.gather_objects(numbers), [group.prompt for group in chosen.groups])
+    is_exhausted = rounds == settings.max_resample_times  # and not for want of prompts, or of groups to replace
+    return chosen, Resampling(rounds, num_sampled - len(rows), sum(is_idle), is_exhausted)
 
 
 def source_of(trainer: L.Trainer) -> PromptSource:
@@ -147,25 +181,20 @@ def check(settings: DynamicSampling | None, reward_names: list[str], *, is_kl_in
         )
 
 
-def _scores(module: GRPOLightningModule) -> Scores:
-    """Of the groups that were scored last."""
-    assert module.samples is not None
-    return module.samples[1]
-
-
-def _report(module: GRPOLightningModule, *, rounds: int, num_skipped: int, num_idle: int, is_over: bool) -> None:
-    """Log what was drawn for nothing, and say once when all rounds left a rollout with groups that teach nothing."""
-    module.metrics.add("rollout/resample_rounds", rounds)
-    module.metrics.add_sum("rollout/skipped_prompts", num_skipped)
-    module.metrics.add_sum("rollout/filled_groups", num_idle)
-    of_all = sum(ranks.gather_objects(num_idle))
-    if of_all and not is_over and not module.has_said_filled:
-        module.has_said_filled = True
-        log.warning(
+def log_resampling(done: Resampling, metrics: StepMetrics, warn_once: WarnOnce) -> None:
+    """Log what was sampled for nothing, and warn once when all rounds left a rollout with groups without a gradient."""
+    metrics.add("rollout/resample_rounds", done.rounds)
+    metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
+    metrics.add_sum("rollout/filled_groups", done.num_filled)
+    num_filled = sum(ranks.gather_objects(done.num_filled))
+    if num_filled and done.is_exhausted:
+        warn_once(
+            log,
+            "filled groups",
             "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards, "
             "or completions that the overlong filter all leaves out. They keep their places and teach nothing; "
             "rollout/filled_groups counts them in every rollout. Raise dynamic_sampling.max_resample_times, or leave "
             "out prompts that are always or never solved.",
-            rounds,
-            of_all,
+            done.rounds,
+            num_filled,
         )

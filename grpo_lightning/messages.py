@@ -89,6 +89,19 @@ class NoTips(logging.Filter):
         return not ("Tip" in message and any(name in message for name in TIPS))
 
 
+class WarnOnce:
+    """Logs each warning the first time, by its key."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def __call__(self, logger: logging.Logger, key: str, message: str, *values: object) -> None:
+        """Log it, if none was logged with this key."""
+        if key not in self.keys:
+            self.keys.add(key)
+            logger.warning(message, *values, stacklevel=2)
+
+
 def show_messages() -> None:
     """Print the package's messages to stderr, unless the application has set up logging itself."""
     logger = logging.getLogger("grpo_lightning")

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import checkpoints, checks, data_checks, fixed_logprobs, optimization, overlong, ranks
+from grpo_lightning import checkpoints, checks, data_checks, offload, overlong, ranks
+from grpo_lightning.actor import Actor
 from grpo_lightning.data.source import as_prompt_batch
-from grpo_lightning.dynamic_sampling import DynamicSampling, resample
-from grpo_lightning.evaluate import evaluate
+from grpo_lightning.dynamic_sampling import DynamicSampling, log_resampling, resample, source_of
+from grpo_lightning.empty_updates import empty_reason, num_empty_updates
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.hooks import notify
 from grpo_lightning.limits import keep_overfit_batches, round_up_limits
-from grpo_lightning.messages import show_messages
+from grpo_lightning.messages import WarnOnce, show_messages
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
 from grpo_lightning.objective import Objective
 from grpo_lightning.offload import Offloadable, offloaded
-from grpo_lightning.optimizers import AdamW, OptimizerFactory
+from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
 from grpo_lightning.own_callbacks import own_callbacks
-from grpo_lightning.planner import Rollout, Turn
+from grpo_lightning.planner import Cycle, CycleShape, Turn
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
@@ -40,14 +43,16 @@ from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rewards.trainer_state import TrainerState
 from grpo_lightning.rollout.base import RolloutEngine
-from grpo_lightning.rollout.groups import GroupSource
+from grpo_lightning.rollout.groups import GroupSource, kl_to_reference
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout_batches import micro_batches_of, report_empty_updates
-from grpo_lightning.schedules import SchedulerFactory
+from grpo_lightning.rollout.record import Rollout, per_completion
+from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.strategies import run_uncompiled, sharding_of
 from grpo_lightning.sync_reference import SyncReference
 from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class GRPOLightningModule(L.LightningModule):
@@ -129,11 +134,12 @@ class GRPOLightningModule(L.LightningModule):
         self.save_hyperparameters(checkpoints.plain_settings(arguments, self.loader))
 
         self.rollout: Rollout | None = None
+        """The last one of this process, for those who look on; training goes by the cycle."""
+        self.cycle: Cycle | None = None
         self.rollout_index = 0
         self.step_end: checkpoints.StepEnd | None = None
-        self.is_connected = self.is_updating = self.is_broken_off = self.has_said_filled = False
-        self.said_empty: set[str] = set()
-        self.samples: tuple[list[Group], Scores, Tensor] | None = None
+        self.is_connected = self.is_updating = self.is_broken_off = False
+        self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
         self.sources: list[str] = []
         # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
@@ -146,89 +152,170 @@ class GRPOLightningModule(L.LightningModule):
         if self.is_rollout_due(batch, batch_idx):
             # Lightning zeroes gradients after the training step: the last ones would sit in memory while sampling.
             self.policy.zero_grad()
-            groups = self.sample(as_prompt_batch(batch).prompts)
-            rewards = self.score_rewards(groups)
-            groups, rewards = self.resample(groups, rewards)
-            advantages = self.compare(rewards)
-            self.rollout = self.plan_updates(groups, advantages)
-        assert self.rollout is not None
-        return self.update(self.rollout.next())
+            rollout = self.sample_and_score(as_prompt_batch(batch).prompts)
+            rollout = self.resample(rollout)
+            rollout = self.compare(rollout)
+            self.start_cycle(rollout)
+        assert self.cycle is not None
+        return self.train_on(self.cycle.next())
 
-    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> list[Group]:
-        """Draw G completions for each of N prompts from the current weights.
+    # The verbs. Each can be overridden without calling it: what is logged, checkpoints and dynamic sampling do not
+    # depend on their bodies.
 
-        `numbers` are those of the prompts among all that the ranks draw in the cycle, by default the first, in turn.
-        What is drawn for a prompt depends on its number, not on how many ranks there are.
+    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Rollout:
+        """Sample G completions for each of N prompts from the current weights.
+
+        Args:
+            prompts: N, of this rank.
+            numbers: N, of the prompts among all that the ranks sample in the cycle; by default the first, in turn. What
+                is sampled for a prompt depends on its number, not on how many ranks there are.
         """
-        with self.phase("rollout"), offloaded(self.offload, self):
-            self.engine.sync_weights(self.policy)
-            numbers = ranks.own_numbers(len(prompts)) if numbers is None else numbers
-            seeds = [derived_seed(run_seed(self.seed), "rollout", self.rollout_index, number) for number in numbers]
-            groups = self.generate(prompts, self.num_generations, self.sampling, seeds)
-        add_rollout(self.metrics, groups)
-        overlong.mask_truncated(groups, self.overlong_filter)
-        return groups
+        self.engine.sync_weights(self.policy)
+        numbers = ranks.own_numbers(len(prompts)) if numbers is None else numbers
+        seeds = [derived_seed(run_seed(self.seed), "rollout", self.rollout_index, number) for number in numbers]
+        return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
-    def score_rewards(self, groups: list[Group]) -> Tensor:
-        """[N, G] what completions are compared by; nan where one is not scorable, or left out of its group."""
+    def score_rewards(self, rollout: Rollout) -> Rollout:
+        """Run the rewards: `scores`, and the rewards [N, G] that completions are compared by."""
         with self.phase("reward"):
-            scoring = self.begin_rewards(groups, self.num_generations)
+            scoring = self.begin_rewards(rollout.groups, self.num_generations)
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":  # no group is scored in vain
-            fixed_logprobs.add_ref_logprobs(self, groups)  # while rewards run in processes of their own
+            self.add_ref_logprobs(rollout)  # while rewards run in processes of their own
         with self.phase("reward"):
             scores = scoring.finish()
-        add_scores(self.metrics, scores)
-        if len(self.sources) > 1:
-            add_sources(self.metrics, groups, scores)
-        self.samples = (groups, scores, torch.full_like(scores.total, torch.nan))
         rewards = self.objective.comparable(scores.total, scores.by_reward, self.reward_set.weights)
-        rewards = fixed_logprobs.without_kl(self, groups, rewards)
-        return overlong.without_truncated(rewards, groups, self.overlong_filter)
+        return replace(rollout, scores=scores, rewards=rewards)
 
-    def resample(self, groups: list[Group], rewards: Tensor) -> tuple[list[Group], Tensor]:
-        """The groups and their rewards [N, G]; with `dynamic_sampling`, others in place of those that teach nothing."""
-        return resample(self, groups, rewards) if self.dynamic_sampling else (groups, rewards)
+    def resample(self, rollout: Rollout) -> Rollout:
+        """With `dynamic_sampling`, replace groups without a gradient by groups of further prompts."""
+        if self.dynamic_sampling is None:
+            return rollout
+        source = source_of(self.trainer)
+        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source)
+        log_resampling(done, self.metrics, self.warn_once)
+        return rollout
 
-    def compare(self, rewards: Tensor) -> Tensor:
-        """[N, G] the advantage of every completion over its group; the scale may be that of all ranks' rewards."""
-        everyone = ranks.gather_objects(rewards)
-        return self.objective.compare(torch.cat(everyone)).split([len(part) for part in everyone])[ranks.rank()]
+    def compare(self, rollout: Rollout) -> Rollout:
+        """The advantage [N, G] of every completion over its group; the scale may be that of all ranks' rewards."""
+        everyone = ranks.gather_objects(rollout.rewards)
+        advantages = self.objective.compare(torch.cat(everyone)).split([len(part) for part in everyone])
+        return replace(rollout, advantages=advantages[ranks.rank()])
 
-    def plan_updates(self, groups: list[Group], advantages: Tensor) -> Rollout:
-        """Cut the rollout into micro-batches and score them with the weights they were drawn with."""
-        self.rollout_index += 1
-        if self.samples is not None:
-            self.samples = (*self.samples[:2], advantages)
-        fixed_logprobs.add_ref_logprobs(self, groups)
-        micro_batches, counts = micro_batches_of(self, groups, advantages)
-        add_padding(self.metrics, micro_batches)
-        report_empty_updates(self, groups, micro_batches)
-        fixed_logprobs.add_old_logprobs(self, micro_batches)
-        return Rollout(micro_batches, counts, self.num_iterations)
+    def plan_updates(self, rollout: Rollout) -> Cycle:
+        """Cut the rollout into the micro-batches of its optimizer steps."""
+        # With a reference they stay, for `policy/kl`: a KL in the rewards leaves hardly an advantage at 0.
+        skips = not self.objective.trains_on_zero_advantages and not self.objective.needs_reference
+        micro_batches, counts = self.actor.micro_batches(
+            rollout.groups, rollout.advantages, self.cycle_shape, skip_zero_advantages=skips
+        )
+        return Cycle(micro_batches, counts, self.num_iterations)
 
     def update(self, turn: Turn) -> Tensor:
         """The loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
         batch = turn.batch
-        notify(self.trainer, "on_phase", "update")
-        self.policy.train()
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
-            scores = self.scorer(
-                self.policy,
-                batch,
-                temperature=self.sampling.temperature,
-                trains_entropy=self.objective.trains_entropy,
-            )
+            scores = self.actor.score(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
             batch.old_logprobs = scores.logprobs.detach()
         longest = self.sampling.max_completion_length
         terms = self.objective(scores.logprobs, batch, turn.counts, longest, entropy=scores.entropy)
         add_update(self.metrics, batch, scores, terms)
-        if turn.closes_update:
-            self.log_dict(self.metrics.pop(), batch_size=1)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
-    # ---------------------------------------------------------------------------------------------------- cycle
+    # ------------------------------------------------------------------------------------------------------ the cycle
+
+    @property
+    def actor(self) -> Actor:
+        """The policy, and what runs a rollout through it."""
+        return Actor(
+            self.policy,
+            self.reference,
+            self.scorer,
+            self.encoder,
+            self.sharding,
+            self.sampling.temperature,
+            self.tokenizer.pad_token_id,
+            self.device,
+            self.phase,
+        )
+
+    @property
+    def cycle_shape(self) -> CycleShape:
+        """How often a rollout of this run is trained on."""
+        return CycleShape(self.trainer.accumulate_grad_batches, self.updates_per_rollout, self.num_iterations)
+
+    def sample_and_score(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Rollout:
+        """`sample`, then `score_rewards`, and what is logged of them. Dynamic sampling comes back for more.
+
+        Raises:
+            ValueError: If `score_rewards` did not give one reward per completion.
+        """
+        with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
+            rollout = self.sample(prompts) if numbers is None else self.sample(prompts, numbers)
+        add_rollout(self.metrics, rollout.groups)
+        overlong.mask_truncated(rollout.groups, self.overlong_filter)
+        rollout = self.score_rewards(rollout)
+        groups = rollout.groups
+        rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
+        scores = Scores.of_totals(rewards) if rollout.scores is None else rollout.scores
+        add_scores(self.metrics, scores)
+        if len(self.sources) > 1:
+            add_sources(self.metrics, groups, scores)
+        if self.reference is not None and self.objective.kl_in == "reward":
+            self.add_ref_logprobs(rollout)
+            rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
+        return Rollout(groups, scores, overlong.without_truncated(rewards, groups, self.overlong_filter))
+
+    def start_cycle(self, rollout: Rollout) -> None:
+        """Begin to train on a rollout.
+
+        Raises:
+            ValueError: If `compare` did not give one advantage per completion.
+        """
+        per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compare")
+        self.rollout, self.rollout_index = rollout, self.rollout_index + 1
+        notify(self.trainer, "on_rollout", self, rollout)
+        self.add_ref_logprobs(rollout)
+        self.cycle = self.plan_updates(rollout)
+        micro_batches = self.cycle.micro_batches
+        add_padding(self.metrics, micro_batches)
+        self.report_empty_updates(rollout, micro_batches)
+        if self.old_logprobs == "rollout":
+            for batch in micro_batches:
+                batch.old_logprobs = batch.rollout_logprobs
+        else:
+            self.actor.add_old_logprobs(micro_batches, self.cycle_shape)
+
+    def train_on(self, turn: Turn) -> Tensor:
+        """`update`, and what is logged of the optimizer step if this is its last micro-batch."""
+        notify(self.trainer, "on_phase", "update")
+        self.policy.train()
+        loss = self.update(turn)
+        if turn.closes_update:
+            self.log_dict(self.metrics.pop(), batch_size=1)
+        return loss
+
+    def add_ref_logprobs(self, rollout: Rollout) -> None:
+        """Score a rollout's completions with the reference, if there is one and they have no such log-probs yet."""
+        self.actor.add_ref_logprobs(rollout.groups, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
+
+    def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:
+        """Count the optimizer steps in which no completion has an advantage, and log each reason once."""
+        num_empty = num_empty_updates(micro_batches, self.updates_per_rollout)
+        self.metrics.add("rollout/empty_updates", num_empty, self.updates_per_rollout)
+        if num_empty:
+            reason = empty_reason(rollout, self.overlong_filter, self.sampling.max_completion_length)
+            others = {"the KL": self.objective.has_kl_loss, "the entropy": self.objective.trains_entropy}
+            apart = " and ".join(name for name, is_trained in others.items() if is_trained)
+            self.warn_once(
+                log,
+                reason,
+                "No completion of an optimizer step has an advantage: %s. The step learns nothing%s; "
+                "rollout/empty_updates is the share of such steps.",
+                reason,
+                f" apart from {apart}" if apart else "",
+            )
 
     def cycle_length(self, accumulate_grad_batches: int) -> int:
         """Micro-steps trained on one rollout."""
@@ -261,15 +348,20 @@ class GRPOLightningModule(L.LightningModule):
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
 
-    def logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """[B, T] log-probs under a model, at the sampling temperature."""
-        return self.scorer(model, batch, temperature=self.sampling.temperature).logprobs
-
     # ------------------------------------------------------------------------------------------------------ evaluation
 
+    @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
-        """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed."""
-        return evaluate(self, prompts, is_greedy=is_greedy)
+        """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed.
+
+        What is sampled for a prompt depends on its place in the data alone.
+        """
+        num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
+        self.engine.sync_weights(self.policy)
+        names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
+        seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
+        groups = self.generate(prompts, num_generations, sampling, seeds)
+        return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
 
     def on_validation_epoch_start(self) -> None:
         """Begin a table of every kind of completions, for each loader."""
@@ -301,7 +393,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
         checks.check_data(self, self.trainer, is_training=stage == "fit")
         if stage == "fit":
-            self.rollout = None  # an earlier run may have left one pending; a checkpoint brings its own
+            self.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:
@@ -343,7 +435,15 @@ class GRPOLightningModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
-        return optimization.configure(self)
+        with checks.naming_key("model.optimizer"):
+            optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        offload.check_optimizer(self.offload, optimizer)
+        self.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        if self.scheduler_factory is None:
+            return optimizer
+        with checks.naming_key("model.scheduler"):
+            schedule = {"scheduler": self.scheduler_factory(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
         """What every run needs."""
@@ -366,12 +466,16 @@ class GRPOLightningModule(L.LightningModule):
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
         checkpoints.restore_data_position(self, self.trainer)
-        if self.rollout is not None:
-            self.rollout.to(self.device)  # a checkpoint is loaded before the module is moved
+        if self.cycle is not None:
+            self.cycle.to(self.device)  # a checkpoint is loaded before the module is moved
         checkpoints.record_step_end(self, self.trainer)
         keep_overfit_batches(self.trainer)
         self.sources = data_checks.training_sources(self.trainer)
-        optimization.begin(self, self.trainer)
+        schedule = self.lr_schedulers()
+        # A subclass may configure its own optimizer.
+        restore_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
+        if isinstance(schedule, Schedule):
+            schedule.set_length(self.trainer.estimated_stepping_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""

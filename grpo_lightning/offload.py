@@ -35,19 +35,32 @@ def check(offload: Sequence[str], *, has_copy: bool) -> None:
         )
 
 
+def check_optimizer(offload: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to move the states of an optimizer that moves them itself. Raises: ValueError."""
+    if "optimizer" in offload and getattr(optimizer, "is_paged", False):
+        raise ValueError(
+            f"model.offload names the optimizer, and {type(optimizer).__name__} pages its states to the CPU itself: "
+            "leave 'optimizer' out of model.offload, or take AdamW8bit."
+        )
+
+
 @contextlib.contextmanager
-def offloaded(names: Sequence[str], module: Any) -> Iterator[None]:
+def offloaded(
+    names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[None]:
     """Inside, the named things are on the CPU.
 
     Args:
         names: "reference", "optimizer".
-        module: The one that has them; it may have no trainer and no optimizer yet.
+        policy: Stays where it is, with the weights that the reference shares with it.
+        reference: A `FrozenCopy`, if it is named.
+        optimizers: The first one's states are moved; there may be none yet.
     """
     with contextlib.ExitStack() as stack:
         if "reference" in names:
-            stack.enter_context(reference_offloaded(module.reference, module.policy))
-        if "optimizer" in names and module.trainer.optimizers:
-            stack.enter_context(moved(states(module.trainer.optimizers[0])))
+            stack.enter_context(reference_offloaded(reference, policy))
+        if "optimizer" in names and optimizers:
+            stack.enter_context(moved(states(optimizers[0])))
         if names and torch.cuda.is_available():
             torch.cuda.empty_cache()  # or the room stays with the allocator, in pieces of the wrong sizes
         yield

@@ -7,12 +7,17 @@ Any other optimizer class works as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from grpo_lightning.schedules import Schedule
+
+if TYPE_CHECKING:
+    import lightning as L
 
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 """Parameters to an optimizer."""
@@ -82,3 +87,20 @@ def become_bitsandbytes(optimizer: Optimizer, name: str, params: Iterable[Parame
         ) from error
     optimizer.__class__ = getattr(bitsandbytes.optim, name)
     optimizer.__init__(params, **settings)  # type: ignore[misc]
+
+
+def restore_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
+    """Let the settings of this run's optimizer beat those that came with the optimizer's state from a checkpoint.
+
+    A schedule other than ours has its rate in the checkpoint alone: there the rate stays.
+
+    Args:
+        trainer: Of a run that may be resumed.
+        settings: This run's, of every parameter group.
+        schedule: This run's, or None.
+    """
+    if trainer.ckpt_path is None:
+        return
+    kept = {"lr"} if schedule and not isinstance(schedule, Schedule) else set()
+    for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
+        group.update({name: value for name, value in own.items() if name not in kept})

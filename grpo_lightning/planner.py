@@ -69,8 +69,27 @@ class Turn:
     """True for the last micro-batch before the optimizer steps."""
 
 
-class Rollout:
-    """The micro-batches of one rollout and how far the cycle has come.
+@dataclass(frozen=True)
+class CycleShape:
+    """How often a rollout is trained on."""
+
+    accumulate_grad_batches: int
+    """Micro-batches per update."""
+
+    updates_per_rollout: int
+    """Optimizer steps a rollout is divided over."""
+
+    num_iterations: int
+    """Epochs over a rollout."""
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of a cycle."""
+        return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+
+
+class Cycle:
+    """The micro-batches of one rollout, and how far training on them has come.
 
     A cycle is `num_iterations` passes over `updates x accumulate` micro-batches.
 
@@ -109,7 +128,7 @@ class Rollout:
             closes_update=self.position % self.accumulate == 0,
         )
 
-    def to(self, device: torch.device | str) -> Rollout:
+    def to(self, device: torch.device | str) -> Cycle:
         """Itself, its micro-batches on `device`."""
         self.micro_batches = [batch.to(device) for batch in self.micro_batches]
         return self
@@ -127,8 +146,8 @@ class Rollout:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Rollout:
-        """The rollout `state_dict` was taken of, on the CPU."""
+    def from_state_dict(cls, state: dict[str, Any]) -> Cycle:
+        """The cycle `state_dict` was taken of, on the CPU."""
         return cls(
             [MicroBatch(**batch) for batch in state["micro_batches"]],
             [StepCounts(*counts) for counts in state["counts"]],

@@ -43,7 +43,7 @@ class Seen(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
         if self.known < pl_module.rollout_index:
             self.known = pl_module.rollout_index
-            self.rollouts.append([group.prompt.content for group in pl_module.samples[0]])
+            self.rollouts.append([group.prompt.content for group in pl_module.rollout.groups])
             self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     def of(self, name):
@@ -104,7 +104,7 @@ def test_groups_that_the_overlong_filter_emptied_are_replaced(overlong_filter):
     is_filtered = overlong_filter != "none"
     assert seen.rollouts == [["p2", "p3"] if is_filtered else ["p0", "p1"]]
     assert seen.of("skipped_prompts") == [2 if is_filtered else 0]
-    assert module.rollout.counts[0].num_sequences == 8
+    assert module.cycle.counts[0].num_sequences == 8
 
 
 def test_groups_that_stay_empty_are_counted(caplog):
@@ -207,7 +207,7 @@ def test_extras_and_rewards_of_what_is_trained_on_stay_together():
         return only_open(prompts)
 
     module, _ = run(reward=asking)
-    groups, scores, advantages = module.samples
+    groups, scores, advantages = module.rollout.groups, module.rollout.scores, module.rollout.advantages
     assert [group.prompt.content for group in groups] == ["p5", "p3"]
     assert scores.extras["asked"] == ["p5"] * 4 + ["p3"] * 4
     assert scores.total.tolist() == [[0, 1, 0, 1], [0, 1, 0, 1]]
@@ -218,7 +218,7 @@ def test_what_is_drawn_for_a_prompt_depends_on_its_number_alone():
     """A prompt drawn in a later round has completions of its own, not those of the place it is put in."""
     module, _ = run(prompts=["p0", "p1", "p3", "p0"], batch_size=1, reward=only_open)
     first, _ = run(prompts=["p3"], batch_size=1, dynamic_sampling=None)
-    ids = [[completion.token_ids for completion in each.samples[0][0].completions] for each in (module, first)]
+    ids = [[completion.token_ids for completion in each.rollout.groups[0].completions] for each in (module, first)]
     assert ids[0] != ids[1]
 
 

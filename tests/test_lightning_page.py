@@ -112,11 +112,11 @@ def trained(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Hi
 def test_skips_repeated_trains_once_on_each_text():
     tokens = [[40] * 4, [41] * 4, [40] * 4, [42] * 4]
     module, before, _ = trained("SkipsRepeated", engine=ScriptedEngine(tokens), rewards=[distinct])
-    masks = torch.cat([batch.completion_mask.any(1) for batch in module.rollout.micro_batches])
-    groups, _, advantages = module.samples
+    masks = torch.cat([batch.completion_mask.any(1) for batch in module.cycle.micro_batches])
+    groups, advantages = module.rollout.groups, module.rollout.advantages
     assert [c.mask for c in groups[0].completions] == [None, None, [False] * 4, None]
     assert advantages[0, 2] == advantages[0, 0] != 0, "it still counts"
-    assert module.rollout.counts[-1].num_sequences == 3 * len(groups) == masks.sum()
+    assert module.cycle.counts[-1].num_sequences == 3 * len(groups) == masks.sum()
     assert not are_equal(weights_of(module), before)
 
 
@@ -126,19 +126,19 @@ def distinct(completions):
 
 def test_bounded_reward_compares_what_is_bounded():
     class Seen(shown_class("BoundedReward")):
-        def compare(self, rewards):
-            self.compared = rewards
-            return super().compare(rewards)
+        def compare(self, rollout):
+            self.compared = rollout.rewards
+            return super().compare(rollout)
 
     module = make_module(Seen, rewards=[WeightedReward(vowel_share, weight=50.0)])
     fit(module, max_steps=1)
     assert module.compared.max() == 1
-    assert module.samples[1].total.max() > 1
+    assert module.rollout.scores.total.max() > 1
 
 
 def test_learns_from_the_best_has_no_negative_advantage():
     module, _, _ = trained("LearnsFromTheBest")
-    advantages = torch.cat([batch.advantages for batch in module.rollout.micro_batches])
+    advantages = torch.cat([batch.advantages for batch in module.cycle.micro_batches])
     assert (advantages > 0).all()  # what is 0 is left out of the passes
 
 

@@ -15,16 +15,19 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 class ShuffledRewards(GRPOLightningModule):
     """Rewards land on the wrong completions of their group."""
 
-    def compare(self, rewards):
+    def compare(self, rollout):
         generator = torch.Generator().manual_seed(self.rollout_index)
-        return super().compare(torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards]))
+        rollout.rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rollout.rewards])
+        return super().compare(rollout)
 
 
 class FlippedAdvantages(GRPOLightningModule):
     """The worst completions are reinforced."""
 
-    def compare(self, rewards):
-        return -super().compare(rewards)
+    def compare(self, rollout):
+        rollout = super().compare(rollout)
+        rollout.advantages = -rollout.advantages
+        return rollout
 
 
 @functools.cache
@@ -63,25 +66,19 @@ class OwnSample(GRPOLightningModule):
     """Every completion's last token is cut off."""
 
     def sample(self, prompts):
-        groups = super().sample(prompts)
-        for group in groups:
+        rollout = super().sample(prompts)
+        for group in rollout.groups:
             for completion in group.completions:
                 completion.token_ids, completion.logprobs = completion.token_ids[:3], completion.logprobs[:3]
-        return groups
-
-
-class OwnRewards(GRPOLightningModule):
-    """Later completions of a group are better, whatever the reward functions say."""
-
-    def score_rewards(self, groups):
-        return torch.arange(self.num_generations).float().expand(len(groups), -1)
+        return rollout
 
 
 class OwnCompare(GRPOLightningModule):
     """Nothing is better than anything else."""
 
-    def compare(self, rewards):
-        return torch.zeros_like(rewards)
+    def compare(self, rollout):
+        rollout.advantages = torch.zeros_like(rollout.rewards)
+        return rollout
 
 
 class OwnUpdate(GRPOLightningModule):
@@ -102,14 +99,7 @@ def one_sgd_step(module_class):
 
 def test_sample_can_be_replaced():
     _, module = one_sgd_step(OwnSample)
-    assert module.rollout.micro_batches[0].completion_ids.shape[1] == 3
-
-
-def test_score_rewards_can_be_replaced():
-    _, module = one_sgd_step(OwnRewards)
-    want = torch.tensor([-1.5, -0.5, 0.5, 1.5]) / (torch.arange(4.0).std() + 1e-4)
-    torch.testing.assert_close(module.rollout.micro_batches[0].advantages, want.repeat(4))
-    assert "reward/mean" not in module.trainer.callback_metrics
+    assert module.cycle.micro_batches[0].completion_ids.shape[1] == 3
 
 
 def test_compare_can_be_replaced():

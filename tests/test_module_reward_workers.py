@@ -50,7 +50,7 @@ def test_a_run_stops_at_the_first_failure_by_default(reward, said):
 
 def test_a_reward_is_told_how_far_the_run_is():
     module, _ = run([misbehaving.tells_the_step])
-    _, scores, _ = module.samples
+    scores = module.rollout.scores
     assert set(scores.extras["step"]) == {1}
     assert os.getpid() not in scores.extras["pid"]
 
@@ -66,12 +66,13 @@ def test_the_reference_scores_while_rewards_run(tmp_path):
     """The reward waits for what the reference pass makes."""
 
     class Marks(GRPOLightningModule):
-        def logprobs(self, model, batch):
-            (tmp_path / "scored").touch()
-            return super().logprobs(model, batch)
+        def phase(self, name):
+            if name == "ref_logprobs":
+                (tmp_path / "scored").touch()
+            return super().phase(name)
 
     rows = [{"prompt": "p", "path": str(tmp_path / "scored")} for _ in range(4)]
     limits = RewardWorkers(num_workers=2, timeout_seconds=60)
     module = make_module(Marks, rewards=[misbehaving.waits_for], reward_workers=limits, objective=Objective(beta=0.04))
     fit(module, rows, max_steps=1)
-    assert module.samples[1].total.tolist() == [[1.0] * 4] * 4
+    assert module.rollout.scores.total.tolist() == [[1.0] * 4] * 4

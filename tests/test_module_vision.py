@@ -156,7 +156,7 @@ def test_the_first_ratio_is_one(family, image_files):
         class Ratios(GRPOLightningModule):
             def update(self, turn, ratios=ratios):
                 with torch.no_grad():
-                    logprobs = self.logprobs(self.policy, turn.batch)
+                    logprobs = self.actor.score(turn.batch).logprobs
                 loss = super().update(turn)
                 difference = (logprobs - turn.batch.old_logprobs)[turn.batch.completion_mask]
                 ratios.append(difference.abs().max().item())
@@ -202,9 +202,9 @@ def test_no_token_of_an_image_is_drawn(image_files):
     drawn = []
 
     class Seen(GRPOLightningModule):
-        def score_rewards(self, groups):
-            drawn.extend(token for group in groups for c in group.completions for token in c.token_ids)
-            return super().score_rewards(groups)
+        def score_rewards(self, rollout):
+            drawn.extend(token for group in rollout.groups for c in group.completions for token in c.token_ids)
+            return super().score_rewards(rollout)
 
     module = vision_module(vlm, Seen, length=16)
     make_trainer(max_steps=2).fit(module, make_source(module, vision_prompts(image_files, "none"), batch_size=5))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_lightning.functional import step_counts
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.planner import (
-    Rollout,
+    Cycle,
     Row,
     Share,
     balanced_split,
@@ -300,7 +300,7 @@ def make_rollout(accumulate=2, updates=2, num_iterations=3):
     groups = [group_of([5, index], [1 + index, 3]) for index in range(4)]
     batches, counts = plan(groups, updates=updates, accumulate=accumulate)
     batches[0].old_logprobs = batches[0].rollout_logprobs - 1
-    return Rollout(batches, counts, num_iterations)
+    return Cycle(batches, counts, num_iterations)
 
 
 def test_turns_come_in_order():
@@ -333,7 +333,7 @@ def test_state_survives_a_file(done):
     file = io.BytesIO()
     torch.save(rollout.state_dict(), file)
     file.seek(0)
-    restored = Rollout.from_state_dict(torch.load(file, weights_only=True))
+    restored = Cycle.from_state_dict(torch.load(file, weights_only=True))
     assert (restored.position, restored.num_iterations, restored.accumulate) == (done, 3, 2)
     assert restored.counts == rollout.counts
     assert all(isinstance(counts, StepCounts) for counts in restored.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("reasoning_gym")
 
 from benchmarks import versus_trl
 from grpo_lightning.demo.solutions import TASKS
+from grpo_lightning.rollout.record import Rollout
 
 
 @pytest.fixture
@@ -62,6 +64,7 @@ def test_random_values_have_nothing_to_do_with_the_rewards(prove: Any):
     for module, rewards in ((one, torch.zeros(2, 4)), (other, torch.ones(2, 4))):
         module.rollout_index = 3
         module.objective = importlib.import_module("grpo_lightning.objective").Objective()
-        compared.append(module.compare(rewards))
+        groups = [SimpleNamespace(completions=[None] * 4)] * 2
+        compared.append(module.compare(Rollout(groups, rewards=rewards)).advantages)
     assert torch.equal(*compared)
     assert compared[0].std() > 0

@@ -328,7 +328,7 @@ def test_a_run_is_rewarded_by_it_and_trains_only_the_policy(folder, tmp_path, of
     assert not ids & {id(weight) for weight in module.parameters()}
     assert not [name for name in kept["state_dict"] if "score" in name]
     assert not are_equal(weights_of(module), dict(tiny_model("qwen2", **SMALL).named_parameters()))
-    groups, scores, _ = module.samples
+    groups, scores = module.rollout.groups, module.rollout.scores
     pairs = [(group.prompt.content, completion.text) for group in groups for completion in group.completions]
     assert scores.by_reward["reward_model"].flatten().tolist() == pytest.approx(plain(folder, pairs), abs=1e-5)
 

@@ -21,6 +21,7 @@ from grpo_lightning.callbacks.run_files import (
 from grpo_lightning.evaluation import Evaluation, records
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.ranks import gather_objects
+from grpo_lightning.rollout.record import Rollout
 from grpo_lightning.types import Prompt
 
 
@@ -52,14 +53,11 @@ class CompletionLog(L.Callback):
         self.tables = CompletionTables(max_rows, num_samples)
         self.dirpath = dirpath
         self.path: Path | None = None
-        self.written = 0
-        self.when: dict[str, int] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the file; a run from the start replaces an old one, a resumed run goes on where its checkpoint was."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path = run_file(trainer, self.dirpath, "completions.jsonl")
-        self.written = pl_module.rollout_index
         if not trainer.is_global_zero:
             return
         if trainer.global_step == 0:
@@ -68,56 +66,46 @@ class CompletionLog(L.Callback):
             keep_rollouts_before(self.path, pl_module.rollout_index)
         self.tables.check(trainer.loggers, self.path)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note when a rollout begins: once it is trained on, the count of steps may have moved."""
-        self.when = {"step": trainer.global_step, "epoch": trainer.current_epoch}
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Write the rollout drawn in this micro-step, if there was one."""
-        assert isinstance(pl_module, GRPOLightningModule)
-        # The same on every rank: all gather at the same steps.
-        rollout = pl_module.rollout_index
-        if rollout == self.written:
-            return
-        self.written = rollout
-        if (rollout - 1) % self.every_n_rollouts == 0:
-            when = {**self.when, "rollout": rollout - 1, "rank": trainer.global_rank}
-            gathered = gather_objects(groups_of_lines(pl_module, when))
+    def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
+        """Write the rollout that a cycle begins with. The same on every rank: all gather at the same steps."""
+        number = module.rollout_index - 1
+        if number % self.every_n_rollouts == 0:
+            when = {
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch,
+                "rollout": number,
+                "rank": trainer.global_rank,
+            }
+            gathered = gather_objects(groups_of_lines(rollout, when))
             if trainer.is_global_zero:
-                self.write(trainer, pl_module, gathered)
+                self.write(trainer, rollout, gathered)
 
-    def write(self, trainer: L.Trainer, pl_module: GRPOLightningModule, ranks: list[list[list[str]]]) -> None:
+    def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
         """Write the lines of a rollout, by rank and group, and show them."""
         assert self.path is not None
         written = [line for group in in_order_of_prompts(ranks) for line in group]
         append_lines(self.path, written)
         if written:
-            own = [] if pl_module.samples is None else pl_module.samples[0]
             of_ranks: list[list[list[Prompt | None]]] = [[[None] * len(group) for group in groups] for groups in ranks]
-            of_ranks[0] = [[group.prompt for _ in group.completions] for group in own]
+            of_ranks[0] = [[group.prompt for _ in group.completions] for group in rollout.groups]
             prompts = [prompt for group in in_order_of_prompts(of_ranks) for prompt in group]
             self.tables.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
 
-def groups_of_lines(module: GRPOLightningModule, when: Mapping[str, int]) -> list[list[str]]:
-    """This rank's lines of the last rollout, group by group."""
-    if module.samples is None:
-        return []
-    each = (json_line({**when, **line}) for line in lines(module))
-    return [list(itertools.islice(each, len(group.completions))) for group in module.samples[0]]
+def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]]:
+    """The lines of a rollout, group by group."""
+    each = (json_line({**when, **line}) for line in lines(rollout))
+    return [list(itertools.islice(each, len(group.completions))) for group in rollout.groups]
 
 
-def lines(module: GRPOLightningModule) -> Iterator[dict[str, Any]]:
-    """This rank's part of the last rollout, completion by completion.
+def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    """The completions of a scored and compared rollout, in order.
 
     A column from `log_extra` with the name of a field of ours, or of one of the tables, is written as `extra/<name>`.
     """
-    assert module.samples is not None
-    groups, scores, advantages = module.samples
+    groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
+    assert scores is not None
+    assert advantages is not None
     completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
     for row, (record, advantage) in enumerate(completions):
         del record["columns"]  # of the data, which prompt_index finds

@@ -31,6 +31,11 @@ class Scores:
     failures: dict[str, int]
     """Completions per `reward/failure` (see `FAILURES`); every key is always there."""
 
+    @classmethod
+    def of_totals(cls, total: Tensor) -> Scores:
+        """The scores [N, G] of something that knows the totals alone."""
+        return cls(total, {}, {}, {}, {})
+
     def select(self, rows: Sequence[int]) -> Scores:
         """Those of some of the groups, in the order given; metrics and failures stay those of all."""
         rows, size = list(rows), self.total.shape[1]

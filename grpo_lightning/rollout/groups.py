@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from grpo_lightning.policy.processing import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rollout.base import Progress, RolloutEngine
-from grpo_lightning.types import Group, Prompt, SamplingParams, VisionInputs
+from grpo_lightning.types import Completion, Group, Prompt, SamplingParams, VisionInputs
 
 
 class GroupSource(NamedTuple):
@@ -61,6 +62,22 @@ class GroupSource(NamedTuple):
             Group(prompt, found.token_ids, completions, self.weight_version, found.image_views, found.vision)
             for prompt, found, completions in zip(prompts, encoded, drawn, strict=True)
         ]
+
+
+def kl_to_reference(groups: Sequence[Group]) -> Tensor:
+    """[N, G] the KL of every completion to the reference: k1, summed over the tokens that the policy sampled, in nats.
+
+    sum over t of (rollout_logprob[t] - ref_logprob[t]). A completion of which no token is trained on counts whole.
+    """
+    return torch.tensor([[_kl(c) for c in group.completions] for group in groups], dtype=torch.float32)
+
+
+def _kl(completion: Completion) -> float:
+    """Of one completion."""
+    assert completion.ref_logprobs is not None
+    mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(completion.logprobs)
+    sampled = zip(completion.logprobs, completion.ref_logprobs, mask, strict=True)
+    return sum(own - ref for own, ref, is_sampled in sampled if is_sampled)
 
 
 def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, sharding: Sharding) -> VisionInputs | None:

@@ -43,8 +43,8 @@ def trained(steps: int = 1, **settings: Any) -> tuple[GRPOLightningModule, dict[
 
 def drawn(module: GRPOLightningModule) -> list[list[list[int]]]:
     """The completions of the last rollout: [N][G] lists of token ids."""
-    assert module.samples is not None
-    return [[completion.token_ids for completion in group.completions] for group in module.samples[0]]
+    assert module.rollout is not None
+    return [[completion.token_ids for completion in group.completions] for group in module.rollout.groups]
 
 
 def sum_of_ids(completion_ids):
@@ -67,7 +67,7 @@ def test_what_is_drawn():
 
     worded = tiny_tokenizer()
     worded.add_tokens(["prompt"])
-    lengths = [[len(g.prompt_ids) for g in m.samples[0]] for m in (module, trained(tokenizer=worded)[0])]
+    lengths = [[len(g.prompt_ids) for g in m.rollout.groups] for m in (module, trained(tokenizer=worded)[0])]
     assert [one - other for one, other in zip(*lengths, strict=True)] == [5] * 4
 
     scripted, _ = trained(engine=ScriptedEngine([[40 + g] for g in range(4)]))
@@ -83,7 +83,7 @@ def test_what_is_trained_towards():
     _, plain = trained()
     assert plain["reward/vowel_share"] == plain["reward/mean"] > 0
     module, logged = trained(rewards=[digits])
-    by_hand = [sum(c.isdigit() for c in completion.text) for g in module.samples[0] for completion in g.completions]
+    by_hand = [sum(c.isdigit() for c in completion.text) for g in module.rollout.groups for completion in g.completions]
     assert logged["reward/mean"] == pytest.approx(sum(by_hand) / 16)
     _, doubled = trained(reward_weights=[2.0])
     assert doubled["reward/mean"] == pytest.approx(2 * plain["reward/mean"])
@@ -115,7 +115,7 @@ def test_how_far_a_step_goes():
 def test_how_often_a_rollout_is_used():
     def shape(**settings: Any) -> tuple[int, list[int]]:
         module, _ = trained(steps=2, rewards=[sum_of_ids], **settings)
-        return module.rollout_index, [len(batch.completion_ids) for batch in module.rollout.micro_batches]
+        return module.rollout_index, [len(batch.completion_ids) for batch in module.cycle.micro_batches]
 
     assert shape() == (2, [16])  # two rollouts, each trained on at once
     assert shape(num_iterations=2) == (1, [16])
@@ -128,7 +128,7 @@ def test_old_logprobs():
     engine = ScriptedEngine([[40 + g] for g in range(4)])  # says -1 nat for every token
     own, logged = trained(old_logprobs="recompute", engine=engine, rewards=[sum_of_ids])
     assert logged["policy/ratio"] == 1
-    (batch,) = own.rollout.micro_batches
+    (batch,) = own.cycle.micro_batches
     _, logged = trained(old_logprobs="rollout", engine=engine, rewards=[sum_of_ids])
     assert logged["policy/ratio"] == pytest.approx((batch.old_logprobs + 1).exp().mean().item(), rel=1e-4)
     assert logged["policy/ratio"] < 0.5
@@ -140,7 +140,7 @@ def test_overlong_filter():
     counts = {}
     for name in ("none", "loss", "group"):
         module, _ = trained(overlong_filter=name, engine=engine, rewards=[sum_of_ids])
-        counts[name] = module.rollout.counts[0].num_sequences, bool(module.samples[2].any())
+        counts[name] = module.cycle.counts[0].num_sequences, bool(module.rollout.advantages.any())
     each = counts["none"][0]
     assert counts == {"none": (each, True), "loss": (each // 4, True), "group": (each // 4, False)}
 

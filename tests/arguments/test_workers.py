@@ -61,8 +61,8 @@ def test_where_the_rewards_of_a_run_run():
     def places(workers: RewardWorkers | None) -> set[int]:
         module = make_module(rewards=[misbehaving.process], reward_workers=workers)
         fit(module, max_steps=1)
-        assert module.samples is not None
-        return set(module.samples[1].extras["pid"])
+        assert module.rollout is not None
+        return set(module.rollout.scores.extras["pid"])
 
     assert os.getpid() not in places(None)
     assert places(RewardWorkers(num_workers=0)) == {os.getpid()}

@@ -59,7 +59,7 @@ class Found(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         if not self.metrics:
-            groups, _, advantages = pl_module.samples
+            groups, advantages = pl_module.rollout.groups, pl_module.rollout.advantages
             ids = [[completion.token_ids for completion in group.completions] for group in groups]
             self.groups = list(zip((g.prompt.content for g in groups), ids, advantages.tolist(), strict=True))
             names = ("resample_rounds", "skipped_prompts", "filled_groups")

@@ -213,7 +213,7 @@ class Watch(L.Callback):
 
         for reward in pl_module.reward_set.rewards:
             if isinstance(reward.reward, RewardModel):
-                groups, scores, _ = pl_module.samples
+                groups, scores = pl_module.rollout.groups, pl_module.rollout.scores
                 self.scored += [
                     (group.prompt.content, completion.text, score)
                     for group, row in zip(groups, scores.total.tolist(), strict=True)

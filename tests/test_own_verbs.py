@@ -1,0 +1,171 @@
+"""Every verb of a step overridden without `super()`: what is logged, dynamic sampling, validation and resume stay."""
+
+import json
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from grpo_lightning.callbacks import CompletionLog
+from grpo_lightning.dynamic_sampling import DynamicSampling
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.planner import Cycle, collate
+from grpo_lightning.planner import Row as CompletionRow
+from grpo_lightning.rollout.record import Rollout
+from grpo_lightning.seeding import derived_seed
+from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
+
+
+class OwnSample(GRPOLightningModule):
+    """Seeds of its own."""
+
+    def sample(self, prompts, numbers=None):
+        seeds = [derived_seed(0, "mine", self.rollout_index, prompt.index) for prompt in prompts]
+        return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
+
+
+class OwnRewards(GRPOLightningModule):
+    """A rule instead of reward functions; groups of prompts with an odd index are all alike."""
+
+    def score_rewards(self, rollout):
+        of_tokens = [[float(sum(c.token_ids) % 7) for c in group.completions] for group in rollout.groups]
+        is_odd = torch.tensor([[group.prompt.index % 2 == 1] for group in rollout.groups])
+        rollout.rewards = torch.tensor(of_tokens).masked_fill(is_odd, 1.0)
+        return rollout
+
+
+class OwnResample(GRPOLightningModule):
+    """Leaves out the last group."""
+
+    def resample(self, rollout):
+        return rollout.select(range(len(rollout.groups) - 1))
+
+
+class OwnCompare(GRPOLightningModule):
+    """No division by the standard deviation."""
+
+    def compare(self, rollout):
+        rollout.advantages = rollout.rewards - rollout.rewards.mean(dim=1, keepdim=True)
+        return rollout
+
+
+class OwnPlan(GRPOLightningModule):
+    """One group in every micro-batch."""
+
+    def plan_updates(self, rollout):
+        micro_batches, counts = [], []
+        for number, (group, advantages) in enumerate(zip(rollout.groups, rollout.advantages.tolist(), strict=True)):
+            rows = [
+                CompletionRow(number, group.prompt_ids, c, a)
+                for c, a in zip(group.completions, advantages, strict=True)
+            ]
+            micro_batches.append(collate(rows, self.tokenizer.pad_token_id))
+            counts.append(StepCounts(sum(len(row.completion.token_ids) for row in rows), len(rows)))
+        return Cycle(micro_batches, counts, self.num_iterations)
+
+
+class OwnUpdate(GRPOLightningModule):
+    """REINFORCE: no ratio, no clipping."""
+
+    def update(self, turn):
+        batch = turn.batch
+        logprobs = self.actor.score(batch).logprobs
+        return -(logprobs * batch.completion_mask * batch.advantages[:, None]).sum() / turn.counts.num_tokens
+
+
+OWN = [OwnSample, OwnRewards, OwnResample, OwnCompare, OwnPlan, OwnUpdate]
+
+
+def settings_for(own):
+    """`OwnPlan` cuts four micro-batches, of four updates."""
+    return {"updates_per_rollout": 4 if own is OwnPlan else 2}
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_what_is_logged_stays(own, tmp_path):
+    history = History()
+    module = make_module(own, objective=Objective(beta=0.04), **settings_for(own))
+    fit(module, max_epochs=1, callbacks=[history, CompletionLog(dirpath=str(tmp_path))], shuffle=False)
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    groups = 3 if own is OwnResample else 4
+    assert [line["rollout"] for line in lines] == [0] * 4 * groups + [1] * 4 * groups
+    assert all(line["reward"] is not None and line["advantage"] is not None for line in lines)
+    assert torch.tensor([line["advantage"] for line in lines]).std() > 0
+    first = history.steps[0]
+    known = {"reward/mean", "reward/std", "rollout/length", "rollout/padding", "rollout/empty_updates"}
+    assert known | {"rollout/tokens_per_second", "time/rollout"} <= first.keys()
+    assert "time/update" in module.trainer.callback_metrics
+    if own is not OwnResample:  # which takes groups out after they were counted
+        assert first["reward/mean"] == pytest.approx(sum(line["reward"] for line in lines[:16]) / 16)
+    if own is not OwnUpdate:
+        assert {"policy/kl", "policy/entropy", "policy/ratio"} <= first.keys()
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_a_killed_run_resumes_to_the_same_weights(own, tmp_path):
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = trainer.global_step == 3
+
+    def run(folder, *callbacks, ckpt_path=None):
+        module = make_module(own, objective=Objective(beta=0.04), **settings_for(own))
+        saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        trainer = make_trainer(max_epochs=2, callbacks=[*callbacks, saving], enable_checkpointing=True)
+        trainer.fit(module, make_source(module), ckpt_path=ckpt_path)
+        return weights_of(module)
+
+    unbroken = run(tmp_path / "unbroken")
+    run(tmp_path / "stopped", Stop())
+    resumed = run(tmp_path / "stopped", ckpt_path=str(tmp_path / "stopped" / "step=3.ckpt"))
+    assert are_equal(resumed, unbroken)
+
+
+@pytest.mark.parametrize("own", [own for own in OWN if own is not OwnResample])
+def test_dynamic_sampling_replaces_groups(own):
+    history = History()
+
+    def if_even(completions, prompts):
+        return [float(len(set(text))) * ("x" not in p) for text, p in zip(completions, prompts, strict=True)]
+
+    module = make_module(own, rewards=[if_even], dynamic_sampling=DynamicSampling(), **settings_for(own))
+    prompts = [f"{'x' * (i % 2)}prompt {i}" for i in range(12)]
+    fit(module, prompts, max_steps=1, max_epochs=-1, callbacks=[history], shuffle=False)
+    assert history.of("rollout/skipped_prompts")[0] > 0
+    assert history.of("rollout/filled_groups")[0] == 0
+    assert all(group.prompt.index % 2 == 0 for group in module.rollout.groups)
+
+
+def test_dynamic_sampling_by_a_reward_needs_its_values():
+    module = make_module(OwnRewards, dynamic_sampling=DynamicSampling(reward="vowel_share"))
+    with pytest.raises(ValueError, match=r"'vowel_share', and `score_rewards` gave no values of that name"):
+        fit(module, max_steps=1, max_epochs=-1)
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_validation_does_not_ask_the_verbs(own):
+    metrics = []
+    for kind in (GRPOLightningModule, own):
+        module = make_module(kind)
+        (found,) = make_trainer().validate(module, make_source(module, PROMPTS), verbose=False)
+        metrics.append(found)
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize("given", [None, torch.zeros(4), torch.zeros(3, 4), torch.zeros(4, 5)])
+def test_a_verb_that_gives_the_wrong_shape_is_named(given):
+    class Rewards(GRPOLightningModule):
+        def score_rewards(self, rollout):
+            rollout.rewards = given
+            return rollout
+
+    class Advantages(GRPOLightningModule):
+        def compare(self, rollout):
+            rollout.advantages = given
+            return rollout
+
+    got = "none" if given is None else rf"the shape \[{', '.join(map(str, given.shape))}\]"
+    for kind, verb, name in ((Rewards, "score_rewards", "rewards"), (Advantages, "compare", "advantages")):
+        with pytest.raises(ValueError, match=rf"`{verb}` must return the Rollout with `{name}` \[4, 4\].* got {got}"):
+            fit(make_module(kind), max_steps=1)
