@@ -69,7 +69,7 @@ class Curve(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Add a rollout's tokens: every one is trained on for one step."""
-        self.tokens += sum(counts.num_tokens for counts in pl_module.cycle.counts)
+        self.tokens += sum(counts.num_tokens for counts in pl_module.run.cycle.counts)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the accuracy; enough is enough."""

@@ -32,7 +32,7 @@ class ShuffledRewards(GRPOLightningModule):
 
     def compare(self, rollout: Rollout) -> Rollout:
         """Shuffle each group, then compare."""
-        generator = torch.Generator().manual_seed(self.rollout_index)
+        generator = torch.Generator().manual_seed(self.run.rollout_index)
         rewards = per_completion(rollout.rewards, rollout.groups, name="rewards", verb="score_rewards")
         rollout.rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards])
         return super().compare(rollout)

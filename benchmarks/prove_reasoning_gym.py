@@ -38,7 +38,7 @@ class RandomValues(GRPOLightningModule):
     def compare(self, rollout: Rollout) -> Rollout:
         """Compare values that have nothing to do with the completions."""
         assert rollout.rewards is not None
-        generator = torch.Generator().manual_seed(self.rollout_index)
+        generator = torch.Generator().manual_seed(self.run.rollout_index)
         rollout.rewards = torch.rand(rollout.rewards.shape, generator=generator)
         return super().compare(rollout)
 

@@ -312,7 +312,7 @@ def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) 
             "saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or start a new "
             "run from its weights."
         )
-    if position and (module.cycle is None or module.cycle.position != position):
+    if position and (module.run.cycle is None or module.run.cycle.position != position):
         raise RuntimeError(
             f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
             "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a "

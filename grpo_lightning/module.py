@@ -12,10 +12,12 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from grpo_lightning import checkpoints, checks, data_checks, offload, overlong, ranks
@@ -32,7 +34,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.offload import Offloadable, offloaded
 from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
 from grpo_lightning.own_callbacks import own_callbacks
-from grpo_lightning.planner import Cycle, CycleShape, Turn
+from grpo_lightning.planner import Cycle, CycleShape, Turn, give_images
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
@@ -43,13 +45,14 @@ from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rewards.trainer_state import TrainerState
 from grpo_lightning.rollout.base import RolloutEngine
-from grpo_lightning.rollout.groups import GroupSource, kl_to_reference
+from grpo_lightning.rollout.groups import GroupSource, kl_to_reference, vision_of
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout.record import Rollout, per_completion
+from grpo_lightning.run_state import RunState
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.seeding import derived_seed, run_seed
 from grpo_lightning.strategies import run_uncompiled, sharding_of
-from grpo_lightning.sync_reference import SyncReference
+from grpo_lightning.sync_reference import RunReference, SyncReference
 from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -135,10 +138,8 @@ class GRPOLightningModule(L.LightningModule):
 
         self.rollout: Rollout | None = None
         """The last one of this process, for those who look on; training goes by the cycle."""
-        self.cycle: Cycle | None = None
-        self.rollout_index = 0
-        self.step_end: checkpoints.StepEnd | None = None
-        self.is_connected = self.is_updating = self.is_broken_off = False
+        self.run = RunState()
+        self.is_connected = False
         self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
         self.sources: list[str] = []
@@ -156,8 +157,8 @@ class GRPOLightningModule(L.LightningModule):
             rollout = self.resample(rollout)
             rollout = self.compare(rollout)
             self.start_cycle(rollout)
-        assert self.cycle is not None
-        return self.train_on(self.cycle.next())
+        assert self.run.cycle is not None
+        return self.train_on(self.run.cycle.next())
 
     # The verbs. Each can be overridden without calling it: what is logged, checkpoints and dynamic sampling do not
     # depend on their bodies.
@@ -172,7 +173,7 @@ class GRPOLightningModule(L.LightningModule):
         """
         self.engine.sync_weights(self.policy)
         numbers = ranks.own_numbers(len(prompts)) if numbers is None else numbers
-        seeds = [derived_seed(run_seed(self.seed), "rollout", self.rollout_index, number) for number in numbers]
+        seeds = [derived_seed(run_seed(self.seed), "rollout", self.run.rollout_index, number) for number in numbers]
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
     def score_rewards(self, rollout: Rollout) -> Rollout:
@@ -274,11 +275,12 @@ class GRPOLightningModule(L.LightningModule):
             ValueError: If `compare` did not give one advantage per completion.
         """
         per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compare")
-        self.rollout, self.rollout_index = rollout, self.rollout_index + 1
+        self.rollout = rollout
+        self.run.rollout_index += 1
         notify(self.trainer, "on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.cycle = self.plan_updates(rollout)
-        micro_batches = self.cycle.micro_batches
+        self.run.cycle = self.plan_updates(rollout)
+        micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
         if self.old_logprobs == "rollout":
@@ -325,8 +327,19 @@ class GRPOLightningModule(L.LightningModule):
         """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
         position = batch_idx % self.cycle_length(self.trainer.accumulate_grad_batches)
         checks.check_cycle(self, as_prompt_batch(batch), position)
-        checkpoints.restore_images(self, as_prompt_batch(batch))
+        self.restore_images(as_prompt_batch(batch).prompts)
         return position == 0
+
+    def restore_images(self, prompts: Sequence[Prompt]) -> None:
+        """Give a cycle that came from a checkpoint its images again: every batch of a cycle has its prompts."""
+        cycle = self.run.cycle
+        if cycle is None or not self.encoder.sees_images or cycle.micro_batches[0].vision is not None:
+            return
+        # Of a frozen tower, the features are those of the passes that sampling ran: run again, they are the same to the
+        # last bit.
+        one_token = replace(self.sampling, max_completion_length=1)
+        groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts))
+        give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -340,7 +353,7 @@ class GRPOLightningModule(L.LightningModule):
     ) -> list[Group]:
         """Encode, draw and group; every prompt has its own seed."""
         progress = functools.partial(notify, self.trainer, "on_decode")
-        source = GroupSource(self.engine, self.encoder, self.sharding, self.rollout_index)
+        source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
         return source.draw(prompts, num_generations, sampling, seeds, progress)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
@@ -393,7 +406,7 @@ class GRPOLightningModule(L.LightningModule):
         """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
         checks.check_data(self, self.trainer, is_training=stage == "fit")
         if stage == "fit":
-            self.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
+            self.run.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def configure_model(self) -> None:
@@ -418,7 +431,9 @@ class GRPOLightningModule(L.LightningModule):
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
         needs_reference = self.objective.needs_reference
         self.reference = make_reference(self.policy, self.loader, self.sharding) if needs_reference else None
-        self.reference_fingerprint = fingerprint(self.reference, self.policy) if self.reference else {}
+        if self.reference is not None:
+            checksum = fingerprint(self.reference, self.policy)
+            self.run.reference = RunReference(self.reference, self.policy, self.sharding, checksum, self.sync_reference)
         keep_frozen_out_of_checkpoints(self)
         self.sharding.shard(self.policy)
         if isinstance(self.reference, FrozenCopy):
@@ -465,10 +480,10 @@ class GRPOLightningModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
-        checkpoints.restore_data_position(self, self.trainer)
-        if self.cycle is not None:
-            self.cycle.to(self.device)  # a checkpoint is loaded before the module is moved
-        checkpoints.record_step_end(self, self.trainer)
+        checkpoints.restore_data_position(self.run, self.trainer)
+        if self.run.cycle is not None:
+            self.run.cycle.to(self.device)  # a checkpoint is loaded before the module is moved
+        self.run.record(self.trainer)
         keep_overfit_batches(self.trainer)
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
@@ -478,9 +493,26 @@ class GRPOLightningModule(L.LightningModule):
             schedule.set_length(self.trainer.estimated_stepping_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the pending rollout, so that a run killed inside a cycle goes on exactly where it was."""
-        checkpoints.add_run_state(self, self.trainer, checkpoint)
+        """Add the state of the run, so that one that is killed inside a cycle continues exactly where it was."""
+        end = self.run.last_step_end(self.trainer)
+        if "loops" in checkpoint:
+            checkpoint["loops"]["fit_loop"] = end.loops
+        checkpoint["grpo"] = {"trained": self.trained_names} | self.run.state_dict(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the pending rollout and check that the weights are complete."""
-        checkpoints.restore(self, checkpoint)
+        """Check that the weights are complete, and restore the state of the run."""
+        # A checkpoint of something else than a run of ours starts from nothing.
+        state = checkpoint.get("grpo") or {"rollout_index": 0, "trained": None}
+        names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have taken the weights out
+        if names is not None:
+            checkpoints.check_keys(names, self.state_dict().keys(), self.trained_names)
+        is_training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        if is_training and "fit_loop" in checkpoint.get("loops", {}):
+            checkpoints.set_position(checkpoint["loops"]["fit_loop"])
+        path = Path((self._trainer.ckpt_path if self._trainer else None) or "")
+        self.run.load_state_dict(state, path, is_training=is_training)
+
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the weights that are trained."""
+        return [name for name, parameter in self.named_parameters() if parameter.requires_grad]

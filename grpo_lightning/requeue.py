@@ -11,8 +11,8 @@ import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
-from grpo_lightning.checkpoints import is_between_steps
 from grpo_lightning.ranks import is_any
+from grpo_lightning.run_state import is_between_steps
 
 
 class RequeueAtStepEnd(L.Callback):

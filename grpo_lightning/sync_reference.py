@@ -5,8 +5,9 @@ Every few optimizer steps: reference = alpha * policy + (1 - alpha) * reference.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from grpo_lightning import ranks
 from grpo_lightning.policy.reference import FrozenCopy
 from grpo_lightning.policy.sharding import Sharding
+
+if TYPE_CHECKING:
+    from grpo_lightning.policy.reference import Reference
 
 
 @dataclass
@@ -52,14 +56,80 @@ def check(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
         )
 
 
-def move_if_due(module: Any, step: int) -> None:
-    """Move the module's reference if this optimizer step, which has just ended, is one of those that move it.
+@dataclass
+class RunReference:
+    """The reference of a run: when it moves, and what checkpoints keep of it."""
 
-    The next rollout is compared with the new one. Every rank takes part.
-    """
-    sync: SyncReference | None = module.sync_reference
-    if sync is not None and step % sync.every_n_steps == 0:
-        mix(module.reference, module.policy, sync.mixup_alpha, module.sharding)
+    reference: Reference
+    policy: nn.Module
+    sharding: Sharding
+    fingerprint: dict[str, int]
+    """Of its weights when the run began (`policy.reference.fingerprint`)."""
+
+    sync: SyncReference | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """True if it is no longer what the policy was loaded as."""
+        return bool(getattr(self.reference, "has_moved", False))
+
+    def move_if_due(self, step: int) -> None:
+        """Move it if this optimizer step, which has just ended, is one of those that move it.
+
+        The next rollout is compared with the new one. Every rank takes part.
+        """
+        if self.sync is not None and step % self.sync.every_n_steps == 0:
+            assert isinstance(self.reference, FrozenCopy)
+            mix(self.reference, self.policy, self.sync.mixup_alpha, self.sharding)
+
+    def check_fingerprint(self, saved: Mapping[str, int]) -> None:
+        """Raise ValueError if a resumed run has made another reference than the run of the checkpoint began with.
+
+        Args:
+            saved: Of the reference of that run, by dtype.
+        """
+        if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
+            raise ValueError(
+                "model.policy is not the one that the run of this checkpoint began with, which is the reference of its "
+                "KL term: its weights have changed since, by training in this process for example. Give the policy as "
+                "it was (a model in memory: load it again), or start a new run from the checkpoint's weights."
+            )
+
+    def moved_weights(self) -> dict[str, Tensor] | None:
+        """The weights of a reference that has moved, whole and on the CPU; None of one that has not.
+
+        Every rank takes part; those behind the first get none. Weights that the policy does not train have not moved.
+        """
+        if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
+            return None
+        weights, are_trained = {}, is_trained(self.policy)
+        for (name, weight), trained in zip(self.reference.model.named_parameters(), are_trained, strict=True):
+            if trained:
+                whole = self.sharding.whole(weight)
+                if ranks.rank() == 0:
+                    weights[name] = whole.to("cpu", copy=True)
+        return weights
+
+    @torch.no_grad()
+    def restore(self, weights: dict[str, Tensor] | None) -> None:
+        """Put back what `moved_weights` gave. Every rank takes part; where weights are sharded, the first one's count.
+
+        Raises:
+            ValueError: If the run has no second model to put them in.
+        """
+        if not isinstance(self.reference, FrozenCopy):
+            raise ValueError(NO_REFERENCE)
+        are_trained = is_trained(self.policy)
+        for (name, weight), trained in zip(self.reference.model.named_parameters(), are_trained, strict=True):
+            if trained:
+                self.sharding.assign(weight, None if weights is None else weights[name])
+        self.reference.has_moved = True
+
+
+NO_REFERENCE = (
+    "The checkpoint has a reference that was moved (model.sync_reference), and this run has none: set "
+    "model.objective.beta and the policy as they were."
+)
 
 
 @torch.no_grad()
@@ -76,42 +146,6 @@ def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Shardi
     for ours, theirs in zip(reference.model.parameters(), policy.parameters(), strict=True):
         if theirs.requires_grad:  # the others are equal, or even shared
             sharding.assign(ours, torch.lerp(sharding.whole(ours), sharding.whole(theirs).to(ours.dtype), alpha))
-    reference.has_moved = True
-
-
-def moved_weights(module: Any) -> dict[str, Tensor] | None:
-    """The weights of a reference that has moved, whole and on the CPU; None of one that has not.
-
-    Every rank takes part; those behind the first get none. Weights that the policy does not train have not moved.
-    """
-    reference = module.reference
-    if not isinstance(reference, FrozenCopy) or not reference.has_moved:
-        return None
-    weights = {}
-    for (name, weight), trained in zip(reference.model.named_parameters(), is_trained(module.policy), strict=True):
-        if trained:
-            whole = module.sharding.whole(weight)
-            if ranks.rank() == 0:
-                weights[name] = whole.to("cpu", copy=True)
-    return weights
-
-
-@torch.no_grad()
-def restore(module: Any, weights: dict[str, Tensor] | None) -> None:
-    """Put back what `moved_weights` gave. Every rank takes part; where weights are sharded, the first one's count.
-
-    Raises:
-        ValueError: If there is no reference to put them in.
-    """
-    reference = module.reference
-    if not isinstance(reference, FrozenCopy):
-        raise ValueError(
-            "The checkpoint has a reference that was moved (model.sync_reference), and this run has none: set "
-            "model.objective.beta and the policy as they were."
-        )
-    for (name, weight), trained in zip(reference.model.named_parameters(), is_trained(module.policy), strict=True):
-        if trained:
-            module.sharding.assign(weight, None if weights is None else weights[name])
     reference.has_moved = True
 
 

@@ -116,7 +116,7 @@ def max_time(folder: Path) -> None:
         accumulate_grad_batches=2,
     )
     assert trainer.global_step == 1
-    assert module.cycle.position == 2  # the whole step, of the cycle's four micro-steps
+    assert module.run.cycle.position == 2  # the whole step, of the cycle's four micro-steps
 
 
 @case("min_epochs")

@@ -53,6 +53,7 @@ LEVELS = {
     "planning": 5,
     "rank_files": 5,
     "requeue": 5,
+    "run_state": 5,
     "saved": 5,
     "strategies": 5,
     "sync_reference": 5,

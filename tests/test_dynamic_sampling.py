@@ -38,11 +38,11 @@ class Seen(L.Callback):
         self.rollouts, self.metrics = [], []
 
     def on_train_start(self, trainer, pl_module):
-        self.known = pl_module.rollout_index
+        self.known = pl_module.run.rollout_index
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        if self.known < pl_module.rollout_index:
-            self.known = pl_module.rollout_index
+        if self.known < pl_module.run.rollout_index:
+            self.known = pl_module.run.rollout_index
             self.rollouts.append([group.prompt.content for group in pl_module.rollout.groups])
             self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
@@ -104,7 +104,7 @@ def test_groups_that_the_overlong_filter_emptied_are_replaced(overlong_filter):
     is_filtered = overlong_filter != "none"
     assert seen.rollouts == [["p2", "p3"] if is_filtered else ["p0", "p1"]]
     assert seen.of("skipped_prompts") == [2 if is_filtered else 0]
-    assert module.cycle.counts[0].num_sequences == 8
+    assert module.run.cycle.counts[0].num_sequences == 8
 
 
 def test_groups_that_stay_empty_are_counted(caplog):

@@ -112,11 +112,11 @@ def trained(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor], Hi
 def test_skips_repeated_trains_once_on_each_text():
     tokens = [[40] * 4, [41] * 4, [40] * 4, [42] * 4]
     module, before, _ = trained("SkipsRepeated", engine=ScriptedEngine(tokens), rewards=[distinct])
-    masks = torch.cat([batch.completion_mask.any(1) for batch in module.cycle.micro_batches])
+    masks = torch.cat([batch.completion_mask.any(1) for batch in module.run.cycle.micro_batches])
     groups, advantages = module.rollout.groups, module.rollout.advantages
     assert [c.mask for c in groups[0].completions] == [None, None, [False] * 4, None]
     assert advantages[0, 2] == advantages[0, 0] != 0, "it still counts"
-    assert module.cycle.counts[-1].num_sequences == 3 * len(groups) == masks.sum()
+    assert module.run.cycle.counts[-1].num_sequences == 3 * len(groups) == masks.sum()
     assert not are_equal(weights_of(module), before)
 
 
@@ -138,7 +138,7 @@ def test_bounded_reward_compares_what_is_bounded():
 
 def test_learns_from_the_best_has_no_negative_advantage():
     module, _, _ = trained("LearnsFromTheBest")
-    advantages = torch.cat([batch.advantages for batch in module.cycle.micro_batches])
+    advantages = torch.cat([batch.advantages for batch in module.run.cycle.micro_batches])
     assert (advantages > 0).all()  # what is 0 is left out of the passes
 
 

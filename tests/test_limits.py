@@ -24,7 +24,7 @@ def run(caplog, **trainer):
     module = make_module(length=2, num_generations=2, **CYCLE)
     runner = fit(module, batch_size=4, accumulate_grad_batches=2, **trainer)
     said = [record.getMessage() for record in caplog.records if "running" in record.getMessage()]
-    return runner.global_step, runner.fit_loop.epoch_loop.total_batch_idx + 1, module.rollout_index, said
+    return runner.global_step, runner.fit_loop.epoch_loop.total_batch_idx + 1, module.run.rollout_index, said
 
 
 @pytest.mark.parametrize(("asked", "steps"), [(1, 4), (4, 4), (5, 8), (8, 8)])

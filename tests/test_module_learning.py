@@ -16,7 +16,7 @@ class ShuffledRewards(GRPOLightningModule):
     """Rewards land on the wrong completions of their group."""
 
     def compare(self, rollout):
-        generator = torch.Generator().manual_seed(self.rollout_index)
+        generator = torch.Generator().manual_seed(self.run.rollout_index)
         rollout.rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rollout.rewards])
         return super().compare(rollout)
 
@@ -99,7 +99,7 @@ def one_sgd_step(module_class):
 
 def test_sample_can_be_replaced():
     _, module = one_sgd_step(OwnSample)
-    assert module.cycle.micro_batches[0].completion_ids.shape[1] == 3
+    assert module.run.cycle.micro_batches[0].completion_ids.shape[1] == 3
 
 
 def test_compare_can_be_replaced():

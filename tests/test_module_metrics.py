@@ -111,7 +111,7 @@ def test_no_metric_depends_on_which_completions_are_skipped(accumulate, options)
         module = make_module(rewards=[has_an_e], objective=Objective(beta=beta), length=12, **options)
         fit(module, max_steps=2, accumulate_grad_batches=accumulate, batch_size=8, callbacks=[history])
         steps[beta] = history.steps
-        rows[beta] = sum(len(batch.completion_ids) for batch in module.cycle.micro_batches)
+        rows[beta] = sum(len(batch.completion_ids) for batch in module.run.cycle.micro_batches)
     assert rows[0.0] < rows[1e-9] == 32
     for skipped, whole in zip(steps[0.0], steps[1e-9], strict=True):
         names = {name for name in whole if name.startswith("policy/")} - {"policy/kl", "policy/kl_clamped"}
@@ -152,7 +152,7 @@ def test_an_engine_that_tells_no_entropies_is_believed_its_log_probs():
 
     module = make_module(rewards=[vowels_of_the_long_prompt], engine=ScriptedEngine(COMPLETIONS))
     fit(module, PROMPTS, batch_size=2, max_steps=1, callbacks=[history])
-    (batch,) = module.cycle.micro_batches
+    (batch,) = module.run.cycle.micro_batches
     assert (len(batch.completion_ids), batch.skipped_tokens) == (2, 26 - 3 - 2)
     exact = make_module(rewards=[vowels_of_the_long_prompt], engine=ScriptedEngine(COMPLETIONS), lr=0.0)
     exact.configure_model()

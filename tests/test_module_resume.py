@@ -235,7 +235,7 @@ def test_an_early_stop_waits_for_the_end_of_the_step(unbroken, tmp_path):
             trainer.should_stop |= trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.micro_step
 
     module = train(tmp_path, StopAt(tmp_path, 11, "on_train_batch_end"))
-    assert module.cycle.position == 12 - CYCLE
+    assert module.run.cycle.position == 12 - CYCLE
     assert module.trainer.global_step == 6
     assert are_equal(weights_of(train(tmp_path, resume=True)), unbroken[0])
 

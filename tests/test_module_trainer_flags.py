@@ -42,8 +42,8 @@ def test_fast_dev_run_is_one_whole_cycle():
     module = two_updates()
     trainer = make_trainer(fast_dev_run=True, accumulate_grad_batches=2)
     trainer.fit(module, make_source(module, accumulate=2), PromptSource(PROMPTS, 2))
-    assert module.cycle.is_finished
-    assert module.rollout_index == 1
+    assert module.run.cycle.is_finished
+    assert module.run.rollout_index == 1
     assert trainer.global_step == 4
     assert "val/reward" in trainer.callback_metrics
 
@@ -67,7 +67,7 @@ def test_limit_train_batches_is_rounded_up_to_whole_cycles(caplog, limit, messag
         )
     logged = [record.message for record in caplog.records if record.name == "grpo_lightning.limits"]
     assert logged == ([message] if message else [])
-    assert module.cycle.is_finished
+    assert module.run.cycle.is_finished
     assert [epoch for epoch, _ in seen.rollouts] == [0] * rollouts + [1] * rollouts
     assert trainer.global_step == 2 * rollouts * 4
 
@@ -78,7 +78,7 @@ def test_max_steps_is_rounded_up_to_whole_cycles(caplog):
         trainer = fit(module, max_steps=5, max_epochs=-1)
     assert "max_steps 5 ends inside a cycle of 4 optimizer steps: running 8" in caplog.text
     assert trainer.global_step == 8
-    assert module.cycle.is_finished
+    assert module.run.cycle.is_finished
 
 
 def test_max_epochs_sees_every_prompt_once_per_epoch():
@@ -190,7 +190,7 @@ def test_early_stopping_after_a_validation_inside_a_window():
     module = two_updates(rewards=[constant])
     trainer.fit(module, make_source(module, accumulate=4), PromptSource(PROMPTS[:2], 2))
     assert trainer.global_step == 2  # stopped after micro-step 6, inside the second window
-    assert module.cycle.position == 8
+    assert module.run.cycle.position == 8
 
 
 def logged(folder):

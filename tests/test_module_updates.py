@@ -40,7 +40,7 @@ def drawn(rollouts=2, **options):
 
     class Collect(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            ids.append(pl_module.cycle.micro_batches[0].completion_ids.tolist())
+            ids.append(pl_module.run.cycle.micro_batches[0].completion_ids.tolist())
 
     module = make_module(lr=0.0, **options)
     fit(module, PROMPTS[:4], max_epochs=rollouts, shuffle=False, callbacks=[Collect()])
@@ -73,7 +73,7 @@ def test_old_logprobs_of_the_rollout_are_the_engines():
     history = History()
     module = make_module(lr=0.0, old_logprobs="rollout")
     fit(module, max_steps=1, callbacks=[history])
-    batch = module.cycle.micro_batches[0]
+    batch = module.run.cycle.micro_batches[0]
     assert torch.equal(batch.old_logprobs, batch.rollout_logprobs)
     assert history.of("policy/ratio") == pytest.approx([1.0], abs=1e-4)  # the engine rounds in another order
 
@@ -123,7 +123,7 @@ def test_accumulation_changes_memory_only(aggregate, beta):
         before = weights_of(module)
         trainer = fit(module, batch_size=3, max_steps=1, accumulate_grad_batches=accumulate, gradient_clip_val=0.05)
         norms[accumulate] = trainer.callback_metrics["policy/grad_norm"].item()  # before clipping
-        assert len(module.cycle.micro_batches) == accumulate
+        assert len(module.run.cycle.micro_batches) == accumulate
         moved[accumulate] = {name: weights - before[name] for name, weights in weights_of(module).items()}
         size = torch.stack([change.norm() for change in moved[accumulate].values()]).norm()
         assert size == pytest.approx(0.05, rel=1e-3)  # it was clipped
@@ -145,10 +145,10 @@ def test_skipping_what_teaches_nothing_changes_nothing(aggregate, monkeypatch):
         return module, gradients_of_the_first_step(module, accumulate_grad_batches=2)
 
     module, skipped = run()
-    assert sum(len(batch.completion_ids) for batch in module.cycle.micro_batches) < 16
+    assert sum(len(batch.completion_ids) for batch in module.run.cycle.micro_batches) < 16
     monkeypatch.setattr(Objective, "trains_on_zero_advantages", True)
     module, whole = run()
-    assert sum(len(batch.completion_ids) for batch in module.cycle.micro_batches) == 16
+    assert sum(len(batch.completion_ids) for batch in module.run.cycle.micro_batches) == 16
     assert relative_difference(skipped, whole) < 1e-5
 
 

@@ -53,16 +53,16 @@ def test_by_hand(overlong_filter: str, rewards: tuple[float, ...], num_tokens: i
     scores, found = module.rollout.scores, module.rollout.advantages
     torch.testing.assert_close(found, torch.tensor([advantages(*rewards)] * 2))
     assert scores.total.tolist() == [[2, 1, 0, 1]] * 2, "what is logged is the reward of all"
-    (counts,) = module.cycle.counts
+    (counts,) = module.run.cycle.counts
     assert counts == (2 * num_tokens, 2 * (3 if overlong_filter != "none" else 4))
-    tokens = sum(int(batch.completion_mask.sum()) for batch in module.cycle.micro_batches)
+    tokens = sum(int(batch.completion_mask.sum()) for batch in module.run.cycle.micro_batches)
     # Those of advantage 0 are not computed without a KL: of every group the first and the third are.
     assert tokens == 2 * (3 + 2)
 
 
 def test_what_is_masked_is_not_computed():
     """With a KL all trained completions are, and only these."""
-    rows = {name: trained(name, beta=0.04).cycle.micro_batches for name in EVERY}
+    rows = {name: trained(name, beta=0.04).run.cycle.micro_batches for name in EVERY}
     assert {name: sum(len(batch.advantages) for batch in found) for name, found in rows.items()} == {
         "none": 8,
         "loss": 6,
@@ -84,7 +84,7 @@ def test_everything_is_cut(overlong_filter: str, beta: float):
     cut = [[A, E], [X, A], [X, X], [E, E]]
     module = trained(overlong_filter, cut, beta, lr=1e-2)
     assert are_equal(weights_of(module), weights_of(trained("none", cut, beta, lr=0.0)))
-    assert module.cycle.counts == [(0, 0)]
+    assert module.run.cycle.counts == [(0, 0)]
 
 
 def test_a_filter_changes_what_is_learned():

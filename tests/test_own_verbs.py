@@ -22,7 +22,7 @@ class OwnSample(GRPOLightningModule):
     """Seeds of its own."""
 
     def sample(self, prompts, numbers=None):
-        seeds = [derived_seed(0, "mine", self.rollout_index, prompt.index) for prompt in prompts]
+        seeds = [derived_seed(0, "mine", self.run.rollout_index, prompt.index) for prompt in prompts]
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
 

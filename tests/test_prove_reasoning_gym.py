@@ -15,6 +15,7 @@ pytest.importorskip("reasoning_gym")
 from benchmarks import versus_trl
 from grpo_lightning.demo.solutions import TASKS
 from grpo_lightning.rollout.record import Rollout
+from grpo_lightning.run_state import RunState
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def test_random_values_have_nothing_to_do_with_the_rewards(prove: Any):
     torch.nn.Module.__init__(other)
     compared = []
     for module, rewards in ((one, torch.zeros(2, 4)), (other, torch.ones(2, 4))):
-        module.rollout_index = 3
+        module.run = RunState()
+        module.run.rollout_index = 3
         module.objective = importlib.import_module("grpo_lightning.objective").Objective()
         groups = [SimpleNamespace(completions=[None] * 4)] * 2
         compared.append(module.compare(Rollout(groups, rewards=rewards)).advantages)

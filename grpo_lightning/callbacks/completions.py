@@ -63,12 +63,12 @@ class CompletionLog(L.Callback):
         if trainer.global_step == 0:
             self.path.unlink(missing_ok=True)
         else:
-            keep_rollouts_before(self.path, pl_module.rollout_index)
+            keep_rollouts_before(self.path, pl_module.run.rollout_index)
         self.tables.check(trainer.loggers, self.path)
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
         """Write the rollout that a cycle begins with. The same on every rank: all gather at the same steps."""
-        number = module.rollout_index - 1
+        number = module.run.rollout_index - 1
         if number % self.every_n_rollouts == 0:
             when = {
                 "step": trainer.global_step,

@@ -115,7 +115,7 @@ def test_how_far_a_step_goes():
 def test_how_often_a_rollout_is_used():
     def shape(**settings: Any) -> tuple[int, list[int]]:
         module, _ = trained(steps=2, rewards=[sum_of_ids], **settings)
-        return module.rollout_index, [len(batch.completion_ids) for batch in module.cycle.micro_batches]
+        return module.run.rollout_index, [len(batch.completion_ids) for batch in module.run.cycle.micro_batches]
 
     assert shape() == (2, [16])  # two rollouts, each trained on at once
     assert shape(num_iterations=2) == (1, [16])
@@ -128,7 +128,7 @@ def test_old_logprobs():
     engine = ScriptedEngine([[40 + g] for g in range(4)])  # says -1 nat for every token
     own, logged = trained(old_logprobs="recompute", engine=engine, rewards=[sum_of_ids])
     assert logged["policy/ratio"] == 1
-    (batch,) = own.cycle.micro_batches
+    (batch,) = own.run.cycle.micro_batches
     _, logged = trained(old_logprobs="rollout", engine=engine, rewards=[sum_of_ids])
     assert logged["policy/ratio"] == pytest.approx((batch.old_logprobs + 1).exp().mean().item(), rel=1e-4)
     assert logged["policy/ratio"] < 0.5
@@ -140,7 +140,7 @@ def test_overlong_filter():
     counts = {}
     for name in ("none", "loss", "group"):
         module, _ = trained(overlong_filter=name, engine=engine, rewards=[sum_of_ids])
-        counts[name] = module.cycle.counts[0].num_sequences, bool(module.rollout.advantages.any())
+        counts[name] = module.run.cycle.counts[0].num_sequences, bool(module.rollout.advantages.any())
     each = counts["none"][0]
     assert counts == {"none": (each, True), "loss": (each // 4, True), "group": (each // 4, False)}
 

@@ -480,14 +480,14 @@ def test_auto_finds_checkpoints_where_the_recipe_puts_them(recipe, caplog, place
     with caplog.at_level("INFO", "grpo_lightning"):
         cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=auto"])
     assert any(message.startswith("Checkpoint: ") for message in caplog.messages)
-    assert cli.model.rollout_index == cli.trainer.global_step == 2
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 2
 
 
 def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})
     main(["fit", "--config", name, "--trainer.max_steps=1"])
     cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=runs/recipe/version_0"])
-    assert cli.model.rollout_index == cli.trainer.global_step == 2
+    assert cli.model.run.rollout_index == cli.trainer.global_step == 2
     assert files("runs/recipe") == {"version_0", "version_1"}
     assert "take auto" in failure(capsys, "validate", "--config", name, "--ckpt_path=best")
     (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")

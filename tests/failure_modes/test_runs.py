@@ -39,13 +39,13 @@ def test_10_a_run_killed_inside_a_cycle_draws_what_the_unbroken_one_did(tmp_path
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             super().on_load_checkpoint(checkpoint)
-            self.rollout_again = self.cycle is not None
+            self.rollout_again = self.run.cycle is not None
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if getattr(self, "rollout_again", False):
-                position, self.rollout_again = self.cycle.position, False
+                position, self.rollout_again = self.run.cycle.position, False
                 self.start_cycle(self.compare(self.sample_and_score(batch.prompts)))
-                self.cycle.position = position
+                self.run.cycle.position = position
             return super().training_step(batch, batch_idx)
 
     def run(module_class: type[GRPOLightningModule], folder: Path, *callbacks: Any, resume: bool = False) -> Any:
