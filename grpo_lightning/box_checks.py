@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.data.mixture import as_entries
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     import lightning as L
 
     from grpo_lightning.data.entry import DatasetEntry
-    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.policy.loading import PolicyLoader
+    from grpo_lightning.rewards import RewardSet
 
 
-def check_turned_once(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.Trainer) -> None:
     """Check that boxes of the data are turned into pixels once.
 
     Raises:
@@ -24,11 +25,11 @@ def check_turned_once(module: GRPOLightningModule, trainer: L.Trainer) -> None:
             after the data are read they are in pixels, and would be turned again.
     """
     turned = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
-    rewards = [reward.reward for reward in module.reward_set.rewards]
+    rewards = [reward.reward for reward in reward_set.rewards]
     methods = [
         method.reward for reward in rewards if isinstance(reward, ByMethod) for method in reward.methods.values()
     ]
-    readers = box_readers([*rewards, *methods, *_watchers(module, trainer)])
+    readers = box_readers([*rewards, *methods, *_watchers(metrics, trainer)])
     turning = [type(reader).__name__ for reader in readers if reader.gold_coordinates == "norm1000"]
     if turned and turning:
         raise ValueError(
@@ -37,14 +38,14 @@ def check_turned_once(module: GRPOLightningModule, trainer: L.Trainer) -> None:
         )
 
 
-def check_readers(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
     """Check what reads boxes against the other readers and the policy, where the data can be seen yet.
 
     Raises:
         ValueError: If no reward reads a column of right boxes as a metric or a callback does: one of them is wrong.
             If one asks the policy's family what answers are in (`coordinates: auto`), and that has no record.
     """
-    rewards, watchers = used_box_rewards(module, trainer), box_readers(_watchers(module, trainer))
+    rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:
         same_column = [reward for reward in rewards if reward.answer_column == watcher.answer_column]
         if same_column and all(reward.gold_coordinates != watcher.gold_coordinates for reward in same_column):
@@ -57,7 +58,7 @@ def check_readers(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     asking = sorted({type(reader).__name__ for reader in (*rewards, *watchers) if reader.coordinates == "auto"})
     if not asking or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
         return
-    encoder = module.loader.load_encoder()
+    encoder = loader.load_encoder()
     if encoder.sees_images and encoder.family is None:
         raise ValueError(
             "The package has no facts about the policy's family, so how it names places in an image is not known "
@@ -66,10 +67,10 @@ def check_readers(module: GRPOLightningModule, trainer: L.Trainer) -> None:
         )
 
 
-def used_box_rewards(module: GRPOLightningModule, trainer: L.Trainer) -> list[Any]:
+def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
     """The rewards that compare boxes; of those behind `ByMethod`, the ones that rows ask for."""
     used = []
-    for reward in (each.reward for each in module.reward_set.rewards):
+    for reward in (each.reward for each in reward_set.rewards):
         if isinstance(reward, ByMethod):
             rows = (prompt.columns for prompts in known_data(trainer) for prompt in prompts)
             used += [reward.methods[name].reward for name in sorted({reward.method_of(row) for row in rows})]
@@ -83,9 +84,9 @@ def box_readers(candidates: Iterable[Any]) -> list[Any]:
     return [candidate for candidate in candidates if hasattr(candidate, "gold_coordinates")]
 
 
-def _watchers(module: GRPOLightningModule, trainer: L.Trainer) -> list[Any]:
+def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
     """What looks at answers beside the rewards: metrics and callbacks."""
-    return [*module.validation.metrics, *trainer.callbacks]  # type: ignore[attr-defined]
+    return [*metrics, *trainer.callbacks]  # type: ignore[attr-defined]
 
 
 def _entries(trainer: L.Trainer) -> list[DatasetEntry]:

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -14,26 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from grpo_lightning import (
-    box_checks,
-    data_checks,
-    dynamic_sampling,
-    limits,
-    objective_checks,
-    offload,
-    rank_files,
-    sync_reference,
-)
+from grpo_lightning import data_checks, dynamic_sampling, rank_files
 from grpo_lightning.completeness import why_incomplete
 from grpo_lightning.data.source import PromptBatch, PromptSource
 from grpo_lightning.overlong import OverlongFilter
+from grpo_lightning.planner import Cycle, CycleShape
 from grpo_lightning.policy.precision import check_masters, compute_dtype
 from grpo_lightning.strategies import check_strategy, has_masters, reads, sharding_of
+from grpo_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
     import lightning as L
 
-    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.evaluation import Validation
+    from grpo_lightning.policy.loading import PolicyLoader
+    from grpo_lightning.policy.sharding import Sharding
 
 log = logging.getLogger(__name__)
 
@@ -73,67 +68,69 @@ def naming_key(key: str) -> Iterator[None]:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _check_choices(module: GRPOLightningModule) -> None:
-    """Raises: ValueError if a choice is none, or leaves nothing to correct."""
-    if module.old_logprobs not in ("recompute", "rollout"):
-        raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {module.old_logprobs!r}.")
-    filters = get_args(OverlongFilter)
-    if module.overlong_filter not in filters:
-        raise ValueError(f"model.overlong_filter must be one of {', '.join(filters)}, got {module.overlong_filter!r}.")
-    correction = module.objective.rollout_correction
-    if module.old_logprobs == "rollout" and correction != "none":
-        raise ValueError(
-            f"model.objective.rollout_correction is {correction!r}, and model.old_logprobs 'rollout' takes the "
-            "engine's log-probs for the policy's: there is nothing to correct. Leave one of them out."
-        )
-
-
-def check_settings(module: GRPOLightningModule) -> None:
-    """Check settings that cannot train.
-
-    Raises:
-        ValueError: Naming the key, the value and what to do.
-    """
-    for name, factory in {"optimizer": module.optimizer_factory, "scheduler": module.scheduler_factory}.items():
+def check_factories(**factories: Any) -> None:
+    """Check what makes optimizer and scheduler. Raises: ValueError if it cannot be called."""
+    for name, factory in factories.items():
         if factory is not None and not callable(factory):
             raise ValueError(
                 f"model.{name} must be something to call with the parameters or the optimizer, got {factory!r}: write "
                 f"functools.partial(grpo_lightning.optimizers.AdamW, lr=1e-6), for example."
             )
-    for name in ("num_iterations", "updates_per_rollout"):
-        if getattr(module, name) < 1:
-            raise ValueError(f"model.{name} must be at least 1, got {getattr(module, name)}.")
-    if module.num_generations < 2:
+
+
+def check_counts(*, num_generations: int, **counts: int) -> None:
+    """Check the numbers that make a cycle. Raises: ValueError if one is too small."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"model.{name} must be at least 1, got {count}.")
+    if num_generations < 2:
         raise ValueError(
-            f"model.num_generations must be at least 2, got {module.num_generations}: a lone completion has no group "
-            "to be compared with."
+            f"model.num_generations must be at least 2, got {num_generations}: a lone completion has no group to be "
+            "compared with."
         )
-    _check_choices(module)
-    if module.sampling.is_greedy:
+
+
+def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
+    """Raises: ValueError if a choice is none, or leaves nothing to correct."""
+    if old_logprobs not in ("recompute", "rollout"):
+        raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {old_logprobs!r}.")
+    filters = get_args(OverlongFilter)
+    if overlong_filter not in filters:
+        raise ValueError(f"model.overlong_filter must be one of {', '.join(filters)}, got {overlong_filter!r}.")
+    if old_logprobs == "rollout" and rollout_correction != "none":
+        raise ValueError(
+            f"model.objective.rollout_correction is {rollout_correction!r}, and model.old_logprobs 'rollout' takes the "
+            "engine's log-probs for the policy's: there is nothing to correct. Leave one of them out."
+        )
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check the distribution that training samples from, and warn of one that is not the trained one.
+
+    Raises:
+        ValueError: If it is greedy.
+    """
+    if sampling.is_greedy:
         raise ValueError(
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
             "learned. Set it above 0."
         )
-    sync_reference.check(module.sync_reference, beta=module.objective.beta, has_lora=module.loader.lora is not None)
-    offload.check(module.offload, has_copy=module.objective.needs_reference and module.loader.lora is None)
-    is_kl_in_reward = module.objective.kl_in == "reward"
-    dynamic_sampling.check(module.dynamic_sampling, module.reward_set.names, is_kl_in_reward=is_kl_in_reward)
-    with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
-        module.reward_set.check(module.sampling.max_completion_length)
-    module.validation.check_names(module.reward_set.names)
-    success = module.validation.success
-    if success is not None and success not in module.reward_set.names:
-        raise ValueError(
-            f"validation.success names the reward that says what is solved, got {success!r}; there are: "
-            f"{', '.join(module.reward_set.names)}."
-        )
-    objective_checks.warn(module.objective)
-    if reshaping := module.sampling.reshaping:
+    if reshaping := sampling.reshaping:
         log.warning(
             "Sampling with %s draws from another distribution than the one that is trained (full softmax at "
             "temperature %g); the importance ratio does not correct for it.",
             ", ".join(f"{name}={value}" for name, value in reshaping.items()),
-            module.sampling.temperature,
+            sampling.temperature,
+        )
+
+
+def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
+    """Raises: ValueError if validation asks for a reward that there is not, or for a name twice."""
+    validation.check_names(reward_names)
+    if validation.success is not None and validation.success not in reward_names:
+        raise ValueError(
+            f"validation.success names the reward that says what is solved, got {validation.success!r}; there are: "
+            f"{', '.join(reward_names)}."
         )
 
 
@@ -208,29 +205,16 @@ def check_before_loading(trainer: L.Trainer) -> None:
     trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]
 
 
-def check_data(module: GRPOLightningModule, trainer: L.Trainer, *, is_training: bool) -> None:
-    """Everything that can be said of data and precision before weights are loaded. Raises: ValueError, as they do."""
-    if is_training:
-        check_not_loaded(module, trainer)
-        check_masters(module.loader, trainer.precision, has_masters=has_masters(trainer))
-        check_loader(module, trainer)
-        limits.check_validation_interval(trainer)
-    module.reward_set.check(module.sampling.max_completion_length)
-    box_checks.check_turned_once(module, trainer)
-    data_checks.check_columns(module, trainer)  # which costs nothing, before all images are read
-    data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
-    data_checks.check_rows(module, trainer)
-    data_checks.check_prompts(module, trainer)
-    box_checks.check_readers(module, trainer)
-
-
-def check_not_loaded(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
     """Refuse a policy that was loaded unsharded, where the strategy shards it: each rank would train its own weights.
+
+    Args:
+        sharding: How the policy was loaded; None if it is not yet.
+        trainer: Of the run.
 
     Raises:
         ValueError: If it was loaded before the run.
     """
-    sharding = getattr(module, "sharding", None)  # known once the policy is loaded
     if sharding is not None and not sharding.is_sharded and sharding_of(trainer.strategy).is_sharded:
         raise ValueError(
             f"The policy was loaded before trainer.fit (by load_from_checkpoint, load_state_dict, configure_model or a "
@@ -239,49 +223,59 @@ def check_not_loaded(module: GRPOLightningModule, trainer: L.Trainer) -> None:
         )
 
 
-def run_facts(module: GRPOLightningModule, trainer: L.Trainer) -> dict[str, Any]:
+def check_precision(loader: PolicyLoader, trainer: L.Trainer) -> None:
+    """Refuse weights so narrow that steps are lost to rounding. Raises: ValueError."""
+    check_masters(loader, trainer.precision, has_masters=has_masters(trainer))
+
+
+def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: int) -> dict[str, Any]:
     """What a run says of how its policy is used, by the arguments of `PolicyLoader.load`."""
     config = getattr(trainer.strategy, "config", None)
     return {
-        "longest_row": data_checks.longest_row(module, trainer),
-        "compute_dtype": compute_dtype(module.loader, trainer.precision, config),
+        "longest_row": data_checks.longest_row(loader, trainer, longest_completion),
+        "compute_dtype": compute_dtype(loader, trainer.precision, config),
         "device_type": trainer.strategy.root_device.type,
     }
 
 
-def check_loader(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *, needs_more: bool) -> None:
     """Check, where the loader can be seen yet, that it repeats the prompts of a cycle and fills its micro-batches.
+
+    Args:
+        trainer: That has it.
+        shape: Of a cycle.
+        num_generations: G.
+        needs_more: True if cycles ask for further prompts (dynamic sampling).
 
     Raises:
         ValueError: If it does not.
     """
-    loader, cycle = trainer.fit_loop._data_source.instance, module.cycle_length(trainer.accumulate_grad_batches)
+    loader, cycle = trainer.fit_loop._data_source.instance, shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
-        raise ValueError(wrong_cycle(module, trainer, loader.cycle, is_from_source=True))
-    needs_more = module.dynamic_sampling is not None
+        raise ValueError(wrong_cycle(shape, loader.cycle, is_from_source=True))
     if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "draws_more", False):
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
-        raise ValueError(wrong_cycle(module, trainer, 1, is_from_source=False))
+        raise ValueError(wrong_cycle(shape, 1, is_from_source=False))
     owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
     batch_size = getattr(owner, "batch_size", None)
-    micro_batches = trainer.accumulate_grad_batches * module.updates_per_rollout
-    if isinstance(batch_size, int) and batch_size * module.num_generations < micro_batches:
+    micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout
+    if isinstance(batch_size, int) and batch_size * num_generations < micro_batches:
         raise ValueError(
-            f"A rollout of {batch_size} prompts (data.batch_size) x {module.num_generations} completions "
+            f"A rollout of {batch_size} prompts (data.batch_size) x {num_generations} completions "
             f"(model.num_generations) cannot be cut into {micro_batches} micro-batches "
-            f"(trainer.accumulate_grad_batches {trainer.accumulate_grad_batches} x model.updates_per_rollout "
-            f"{module.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
+            f"(trainer.accumulate_grad_batches {shape.accumulate_grad_batches} x model.updates_per_rollout "
+            f"{shape.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
         )
 
 
-def wrong_cycle(module: GRPOLightningModule, trainer: L.Trainer, given: int, *, is_from_source: bool) -> str:
+def wrong_cycle(shape: CycleShape, given: int, *, is_from_source: bool) -> str:
     """What is wrong with a loader that gives every batch `given` times, and what to do."""
-    accumulate = trainer.accumulate_grad_batches
+    accumulate = shape.accumulate_grad_batches
     cycle = f"cycle=module.cycle_length({accumulate})"
     return (
-        f"A rollout is trained for {module.cycle_length(accumulate)} micro-steps (accumulate_grad_batches {accumulate} "
-        f"x updates_per_rollout {module.updates_per_rollout} x num_iterations {module.num_iterations}), but the "
+        f"A rollout is trained for {shape.num_micro_steps} micro-steps (accumulate_grad_batches {accumulate} "
+        f"x updates_per_rollout {shape.updates_per_rollout} x num_iterations {shape.num_iterations}), but the "
         f"training loader gives every batch {given} time(s). "
         + (
             f"Give the PromptSource {cycle}."
@@ -291,11 +285,12 @@ def wrong_cycle(module: GRPOLightningModule, trainer: L.Trainer, given: int, *, 
     )
 
 
-def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) -> None:
+def check_cycle(shape: CycleShape, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
     """Check that a micro-step can be trained.
 
     Args:
-        module: With the pending rollout, if there is one.
+        shape: Of a cycle.
+        pending: The cycle that is trained on, if there is one.
         batch: What the loader gave.
         position: Of the micro-step in its cycle, as the trainer counts.
 
@@ -303,16 +298,16 @@ def check_cycle(module: GRPOLightningModule, batch: PromptBatch, position: int) 
         RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's rollout
             is lost.
     """
-    cycle = module.cycle_length(module.trainer.accumulate_grad_batches)
+    cycle = shape.num_micro_steps
     if batch.cycle != cycle:
-        raise RuntimeError(wrong_cycle(module, module.trainer, batch.cycle, is_from_source=batch.is_from_source))
+        raise RuntimeError(wrong_cycle(shape, batch.cycle, is_from_source=batch.is_from_source))
     if batch.position != position:
         raise RuntimeError(
             f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint was "
             "saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or start a new "
             "run from its weights."
         )
-    if position and (module.run.cycle is None or module.run.cycle.position != position):
+    if position and (pending is None or pending.position != position):
         raise RuntimeError(
             f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
             "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a "

@@ -17,11 +17,13 @@ from grpo_lightning.types import Prompt
 if TYPE_CHECKING:
     import lightning as L
 
-    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.policy.processing import Encoder
+    from grpo_lightning.rewards import RewardSet
+    from grpo_lightning.types import SamplingParams
 
 
-def check_columns(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
     """Check that every data set has the columns that the rewards need, where it can be seen yet.
 
     Each for itself: training data without answers are not mended by validation data that have them.
@@ -31,11 +33,11 @@ def check_columns(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     """
     data_sets = known_data(trainer)
     for prompts in data_sets:
-        module.reward_set.validate_prompts(prompts)
-    module.reward_set.validate_prompts(itertools.chain.from_iterable(data_sets))
+        rewards.validate_prompts(prompts)
+    rewards.validate_prompts(itertools.chain.from_iterable(data_sets))
 
 
-def check_rows(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
     """Check that the rewards can judge every row they apply to, where it can be seen yet.
 
     Boxes are checked against their images where the sizes of these are known: after `check_images`.
@@ -43,7 +45,7 @@ def check_rows(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     Raises:
         ValueError: If there are rows that a reward cannot judge, naming them.
     """
-    module.reward_set.check_rows(itertools.chain.from_iterable(known_data(trainer)))
+    rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
 
 def check_images(trainer: L.Trainer) -> None:
@@ -105,10 +107,18 @@ def training_sources(trainer: L.Trainer) -> list[str]:
     return source_names(loader.prompts) if isinstance(loader, PromptSource) else []
 
 
-def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
+def check_prompts(
+    loader: PolicyLoader, trainer: L.Trainer, *, trained: SamplingParams, validated: SamplingParams
+) -> None:
     """Check that tokenizer and model can take the prompts, where the data can be seen yet.
 
     Only prompts that may be too long are tokenized: a text has no more tokens than bytes.
+
+    Args:
+        loader: Of the policy.
+        trainer: With the data.
+        trained: How completions of training prompts are sampled.
+        validated: And of those that are evaluated.
 
     Raises:
         ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or some
@@ -118,7 +128,7 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
         return
-    encoder = module.loader.load_encoder()
+    encoder = loader.load_encoder()
     _check_all(prompts, encoder)
     for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
         if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
@@ -126,22 +136,21 @@ def check_prompts(module: GRPOLightningModule, trainer: L.Trainer) -> None:
     limit = num_positions(encoder.config)
     if limit is None:
         return
-    _, validation = module.validation.draw(module.sampling, is_greedy=False)
-    for data_sets, sampling in ((training_sets(trainer), module.sampling), (evaluation_sets(trainer), validation)):
+    for data_sets, sampling in ((training_sets(trainer), trained), (evaluation_sets(trainer), validated)):
         longest = sampling.max_completion_length
         for prompt in itertools.chain.from_iterable(map(known_prompts, data_sets)):
             if prompt.images or num_bytes(prompt) + TEMPLATE_TOKENS + longest > limit:
                 check_length(prompt, encoder.num_tokens(prompt), limit, longest)
 
 
-def longest_row(module: GRPOLightningModule, trainer: L.Trainer) -> int | None:
+def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
     """Tokens of the longest prompt and completion of a run together, where the policy's rope depends on them.
 
     Prompts are as long as `data.max_prompt_length` allows, or as the longest of the lists they are in. None where they
     cannot be known without that limit (streams, loaders of one's own), and for other kinds of rope: nothing is
     tokenized for them.
     """
-    config = module.loader.load_config()
+    config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
         return None
     datamodule = getattr(trainer, "datamodule", None)
@@ -149,13 +158,15 @@ def longest_row(module: GRPOLightningModule, trainer: L.Trainer) -> int | None:
     if longest is None:
         data = training_sets(trainer) + evaluation_sets(trainer)
         loaders = [loop._data_source.instance for loop in _loops(trainer)]
-        is_known = [isinstance(loader, PromptSource) or loader in (None, module, datamodule) for loader in loaders]
+        is_known = [
+            isinstance(given, PromptSource) or given in (None, trainer.lightning_module, datamodule)
+            for given in loaders
+        ]
         if not (data and all(is_known) and all(isinstance(prompts, list) for prompts in data)):
             return None
-        encoder = module.loader.load_encoder()
+        encoder = loader.load_encoder()
         longest = max(encoder.num_tokens(prompt) for prompts in data for prompt in prompts)
-    _, validation = module.validation.draw(module.sampling, is_greedy=False)
-    longest += max(module.sampling.max_completion_length, validation.max_completion_length)
+    longest += longest_completion
     return min(longest, num_positions(config) or longest)
 
 

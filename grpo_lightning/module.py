@@ -20,14 +20,25 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from grpo_lightning import checkpoints, checks, data_checks, offload, overlong, ranks
+from grpo_lightning import (
+    box_checks,
+    checkpoints,
+    checks,
+    data_checks,
+    dynamic_sampling,
+    objective_checks,
+    offload,
+    overlong,
+    ranks,
+    sync_reference,
+)
 from grpo_lightning.actor import Actor
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.dynamic_sampling import DynamicSampling, log_resampling, resample, source_of
 from grpo_lightning.empty_updates import empty_reason, num_empty_updates
 from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.hooks import notify
-from grpo_lightning.limits import keep_overfit_batches, round_up_limits
+from grpo_lightning.limits import check_validation_interval, keep_overfit_batches, round_up_limits
 from grpo_lightning.messages import WarnOnce, show_messages
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
 from grpo_lightning.objective import Objective
@@ -133,7 +144,7 @@ class GRPOLightningModule(L.LightningModule):
         self.old_logprobs = old_logprobs
         self.overlong_filter = overlong_filter
         self.seed = seed
-        checks.check_settings(self)
+        self.check_settings()
         self.save_hyperparameters(checkpoints.plain_settings(arguments, self.loader))
 
         self.rollout: Rollout | None = None
@@ -325,8 +336,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
         """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
-        position = batch_idx % self.cycle_length(self.trainer.accumulate_grad_batches)
-        checks.check_cycle(self, as_prompt_batch(batch), position)
+        shape = self.cycle_shape
+        position = batch_idx % shape.num_micro_steps
+        checks.check_cycle(shape, self.run.cycle, as_prompt_batch(batch), position)
         self.restore_images(as_prompt_batch(batch).prompts)
         return position == 0
 
@@ -404,10 +416,51 @@ class GRPOLightningModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
-        checks.check_data(self, self.trainer, is_training=stage == "fit")
+        if stage == "fit":
+            checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
+            checks.check_precision(self.loader, self.trainer)
+            needs_more = self.dynamic_sampling is not None
+            checks.check_loader(self.trainer, self.cycle_shape, self.num_generations, needs_more=needs_more)
+            check_validation_interval(self.trainer)
+        self.check_data()
         if stage == "fit":
             self.run.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
             round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+
+    def check_settings(self) -> None:
+        """Check settings that cannot train, and warn of others. Raises: ValueError naming the key and what to do."""
+        names, has_lora = self.reward_set.names, self.loader.lora is not None
+        checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
+        checks.check_counts(
+            num_generations=self.num_generations,
+            num_iterations=self.num_iterations,
+            updates_per_rollout=self.updates_per_rollout,
+        )
+        checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
+        checks.check_sampling(self.sampling)
+        sync_reference.check(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
+        offload.check(self.offload, has_copy=self.objective.needs_reference and not has_lora)
+        dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
+        with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
+            self.reward_set.check(self.sampling.max_completion_length)
+        checks.check_validation(self.validation, names)
+        objective_checks.warn(self.objective)
+
+    def check_data(self) -> None:
+        """Check rewards and data against each other and the policy. Raises: ValueError naming the row or setting."""
+        trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
+        rewards.check(self.sampling.max_completion_length)
+        box_checks.check_turned_once(rewards, metrics, trainer)
+        data_checks.check_columns(rewards, trainer)  # which costs nothing, before all images are read
+        data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
+        data_checks.check_rows(rewards, trainer)
+        data_checks.check_prompts(self.loader, trainer, trained=self.sampling, validated=self.validation_sampling)
+        box_checks.check_readers(rewards, metrics, self.loader, trainer)
+
+    @property
+    def validation_sampling(self) -> SamplingParams:
+        """How completions are sampled that are evaluated."""
+        return self.validation.draw(self.sampling, is_greedy=False)[1]
 
     def configure_model(self) -> None:
         """Load the policy and connect engine and rewards to it; called again by Lightning, it does nothing."""
@@ -426,7 +479,8 @@ class GRPOLightningModule(L.LightningModule):
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
-        facts = checks.run_facts(self, self._trainer) if self._trainer else {}
+        longest = max(each.max_completion_length for each in (self.sampling, self.validation_sampling))
+        facts = checks.run_facts(self.loader, self._trainer, longest_completion=longest) if self._trainer else {}
         loaded = self.loader.load(self.sharding, **facts)
         self.policy, self.encoder, self.scorer = loaded.model, loaded.encoder, loaded.scorer  # type: ignore[assignment]
         needs_reference = self.objective.needs_reference
