@@ -26,7 +26,6 @@ from grpo_lightning import (
     checks,
     data_checks,
     dynamic_sampling,
-    objective_checks,
     offload,
     overlong,
     ranks,
@@ -41,7 +40,7 @@ from grpo_lightning.hooks import notify
 from grpo_lightning.limits import check_validation_interval, keep_overfit_batches, round_up_limits
 from grpo_lightning.messages import WarnOnce, show_messages
 from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
-from grpo_lightning.objective import Objective
+from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.offload import Offloadable, offloaded
 from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
 from grpo_lightning.own_callbacks import own_callbacks
@@ -444,7 +443,7 @@ class GRPOLightningModule(L.LightningModule):
         with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
             self.reward_set.check(self.sampling.max_completion_length)
         checks.check_validation(self.validation, names)
-        objective_checks.warn(self.objective)
+        warn_of_length_weights(self.objective)
 
     def check_data(self) -> None:
         """Check rewards and data against each other and the policy. Raises: ValueError naming the row or setting."""

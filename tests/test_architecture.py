@@ -21,7 +21,6 @@ LEVELS = {
     "tasks": 1,
     "functional": 1,
     "objective": 2,
-    "objective_checks": 2,
     "offload": 5,
     "overlong": 4,
     "own_callbacks": 5,

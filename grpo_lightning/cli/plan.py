@@ -6,12 +6,11 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.cli.plan_devices import Ranks, ranks_of
-from grpo_lightning.cli.plan_lengths import Longest, check_lengths, longest_prompt
+from grpo_lightning.cli.plan_devices import ranks_of
+from grpo_lightning.cli.plan_lengths import Known, check_lengths, longest_prompt
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -20,23 +19,9 @@ if TYPE_CHECKING:
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.batches import BatchPlan
     from grpo_lightning.policy.loading import PolicyLoader
-    from grpo_lightning.types import Prompt
 
 HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 """Of Hugging Face's TrainingArguments, which TRL and VLM-R1 take over."""
-
-
-@dataclass
-class Known:
-    """What could be found out without loading weights."""
-
-    ranks: Ranks
-    train_prompts: list[Prompt] | None
-    val_prompts: list[Prompt] | None
-    longest: Longest
-    why_no_prompts: str = ""
-    device_gib: float | None = None
-    """Memory of the device that is planned for; None is this machine's."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:

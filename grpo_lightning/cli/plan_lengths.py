@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_lightning.policy.families import sees_images
@@ -9,6 +10,7 @@ from grpo_lightning.policy.families import sees_images
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from grpo_lightning.cli.plan_devices import Ranks
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.policy.processing import Encoder
@@ -34,6 +36,19 @@ class Longest(NamedTuple):
     why: str
     image_tokens: int = 0
     """Most tokens that the images of one prompt are."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What could be found out without loading weights."""
+
+    ranks: Ranks
+    train_prompts: list[Prompt] | None
+    val_prompts: list[Prompt] | None
+    longest: Longest
+    why_no_prompts: str = ""
+    device_gib: float | None = None
+    """Memory of the device that is planned for; None is this machine's."""
 
 
 def longest_prompt(

@@ -16,7 +16,7 @@ from grpo_lightning.planning.times import sampling_refusal, step_times
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from grpo_lightning.cli.plan import Known
+    from grpo_lightning.cli.plan_lengths import Known
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.planning.translate import OtherScript, Translation

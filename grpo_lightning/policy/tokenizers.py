@@ -15,7 +15,7 @@ from grpo_lightning.policy.tokenize import vocabulary_size
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from grpo_lightning.policy.loading import PolicyLoader
+    from grpo_lightning.policy.settings import PolicySettings
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "t
 
 
 def load_tokenizer(
-    loader: PolicyLoader, processor: Any = None, config: PretrainedConfig | None = None
+    loader: PolicySettings, processor: Any = None, config: PretrainedConfig | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token that the policy has an embedding for: padding is masked, so any such id serves.
 
@@ -63,7 +63,7 @@ def load_tokenizer(
     return tokenizer  # type: ignore[no-any-return]
 
 
-def load_processor(loader: PolicyLoader, config: PretrainedConfig) -> Any:
+def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
     """The processor of a policy that sees images, limited as the loader says; None for one that takes text only.
 
     Raises:
@@ -105,7 +105,7 @@ class with_extra:  # noqa: N801 - used as a function
             ) from error
 
 
-def origin(loader: PolicyLoader) -> dict[str, Any]:
+def origin(loader: PolicySettings) -> dict[str, Any]:
     """What `from_pretrained` is told beside the name; the revision is that of the policy."""
     return {
         "revision": "main" if loader.tokenizer else loader.revision,
@@ -113,19 +113,7 @@ def origin(loader: PolicyLoader) -> dict[str, Any]:
     }
 
 
-def check_image_settings(loader: PolicyLoader) -> None:
-    """Raise ValueError for limits of images that are none."""
-    for name in SETTINGS:
-        value = getattr(loader, name)
-        if value is not None and value < 1:
-            raise ValueError(f"policy.{name} must be at least 1, or null for the processor's own, got {value}.")
-    if loader.min_pixels is not None and loader.max_pixels is not None and loader.min_pixels > loader.max_pixels:
-        raise ValueError(
-            f"policy.min_pixels ({loader.min_pixels}) is above policy.max_pixels ({loader.max_pixels}): lower it."
-        )
-
-
-def check_image_family(loader: PolicyLoader, config: PretrainedConfig) -> None:
+def check_image_family(loader: PolicySettings, config: PretrainedConfig) -> None:
     """Raise ValueError for limits of images that the policy's family does not know."""
     for name, resizing in SETTINGS.items():
         if getattr(loader, name) is None:
@@ -139,7 +127,7 @@ def check_image_family(loader: PolicyLoader, config: PretrainedConfig) -> None:
             )
 
 
-def limit_images(processor: Any, loader: PolicyLoader, config: PretrainedConfig) -> None:
+def limit_images(processor: Any, loader: PolicySettings, config: PretrainedConfig) -> None:
     """Tell a processor how many tokens an image may become at most, and at least."""
     images = processor.image_processor
     check_image_family(loader, config)

@@ -15,41 +15,12 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.tokenizers import check_image_family
 
 if TYPE_CHECKING:
-    from grpo_lightning.policy.loading import PolicyLoader
+    from grpo_lightning.policy.settings import PolicySettings
 
 log = logging.getLogger(__name__)
 
 
-def check_trained_settings(loader: PolicyLoader) -> None:
-    """Raise ValueError for settings of adapters and frozen weights that exclude each other."""
-    kind = loader.quantization
-    if loader.freeze_layers < 0:
-        raise ValueError(f"policy.freeze_layers must be at least 0, got {loader.freeze_layers}.")
-    if loader.freeze_layers and loader.lora is not None:
-        raise ValueError(
-            f"policy.freeze_layers ({loader.freeze_layers}) and policy.lora: under adapters all layers are frozen "
-            "already. Leave it out."
-        )
-    if kind == "none":
-        return
-    if loader.lora is None:
-        raise ValueError(
-            f"policy.quantization is {kind!r}, and quantised weights cannot be trained: add policy.lora ({{}} for its "
-            "defaults), or leave quantization out."
-        )
-    if loader.model is not None or loader.from_scratch:
-        raise ValueError(
-            f"policy.quantization ({kind}) says how a checkpoint is loaded, and the policy is in memory or has random "
-            "weights: give a name, or leave quantization out."
-        )
-    if loader.dtype == "float16":
-        raise ValueError(
-            f"policy.dtype is float16, and weights quantised to {kind} are computed with in bfloat16: set it to "
-            "bfloat16 or float32."
-        )
-
-
-def check_loading(loader: PolicyLoader, sharding: Sharding) -> None:
+def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     """Say what stands against loading, before weights are.
 
     Raises:
@@ -96,7 +67,7 @@ def check_in_step(model: Any, sharding: Sharding) -> None:
         )
 
 
-def limit_training(model: Any, loader: PolicyLoader, sharding: Sharding) -> Any:
+def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> Any:
     """The loaded model with what is not trained frozen, and with adapters where they are asked for."""
     if loader.freeze_vision_modules:
         freeze_vision(model)

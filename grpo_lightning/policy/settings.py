@@ -1,0 +1,229 @@
+"""What a policy is and how it is run, as a recipe says it; nothing is loaded here but the config."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from grpo_lightning.policy.families import refuse_remote_code
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.quantization import Quantization
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
+ActivationCheckpointing = Literal["none", "chunks", "layers"]
+
+
+class PolicySettings:
+    """Where the policy comes from and how it is run.
+
+    Args:
+        name: Hub name or local folder. Not needed when `model` is given.
+        model: A Transformers model in memory, trained in place, or a config, for random weights. `torch.compile(model)`
+            is trained without the compilation.
+        tokenizer: Tokenizer, or of a policy that sees images its processor, or the name or folder of either; `name`'s
+            own by default.
+        dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
+            bfloat16 weights do not move.
+        attention: Kernel; "auto" takes flash_attention_2 where it is installed and the run computes in 16 bits on CUDA
+            (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights), else sdpa.
+        from_scratch: Build the architecture named by `name` with random weights.
+        scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
+        chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
+            once.
+        head_chunk_size: Tokens per slice of the vocabulary head in scoring, so that the logits of all tokens never
+            exist at once. None takes them all at once.
+        activation_checkpointing: Recompute activations in the backward pass: of "chunks" of completions, or of
+            "layers".
+        lora: Train low-rank adapters, and freeze the rest; a mapping names the fields of `LoRA`.
+        freeze_layers: Freeze the embeddings and as many decoder layers, the first ones. The reference shares them. A
+            head that is tied to the embeddings is frozen with them.
+        freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
+        max_pixels: Pixels of the largest image; larger ones are scaled down. Null is the processor's own limit. For
+            families whose images have as many tokens as pixels (Qwen-VL, GLM-4.1V).
+        min_pixels: Pixels of the smallest image; smaller ones are scaled up.
+        max_anyres_num: Tiles that an image is cut into at most (InternVL).
+        quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit". `dtype` is then that of what is
+            not quantised: embeddings, norms and head.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run modelling code that comes with the checkpoint.
+    """
+
+    def __init__(  # noqa: PLR0913 - the constructor is the config
+        self,
+        name: str | None = None,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        attention: Attention = "auto",
+        from_scratch: bool = False,
+        scoring: Literal["auto", "extended", "dense"] = "auto",
+        chunk_size: int | None = None,
+        head_chunk_size: int | None = 512,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        lora: LoRA | None = None,
+        freeze_layers: int = 0,
+        freeze_vision_modules: bool = False,
+        max_pixels: int | None = None,
+        min_pixels: int | None = None,
+        max_anyres_num: int | None = None,
+        quantization: Quantization = "none",
+        revision: str = "main",
+        trust_remote_code: bool = False,
+    ) -> None:
+        if (name is None) == (model is None):
+            raise ValueError(
+                f"Give the policy either a name or a model, got name={name!r} and model={type(model).__name__}."
+            )
+        model = None if model is None else model_or_config(model)
+        if model is not None and tokenizer is None:
+            raise ValueError(
+                "A policy given as a model or config needs its tokenizer: pass `tokenizer` (object, name or folder)."
+            )
+        if model is not None and hasattr(model, "parameters") and (dtype != "float32" or attention != "auto"):
+            raise ValueError(
+                f"policy.dtype ({dtype}) and policy.attention ({attention}) say how a model is loaded; the one given "
+                "is loaded already. Set them when you load it."
+            )
+        if model is not None and (
+            revision != "main" or trust_remote_code or (from_scratch and hasattr(model, "parameters"))
+        ):
+            raise ValueError(
+                f"policy.revision ({revision}), policy.trust_remote_code ({trust_remote_code}) and policy.from_scratch "
+                f"({from_scratch}) say how a name is loaded; what is given is in memory already. Leave them out."
+            )
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
+        if head_chunk_size is not None and head_chunk_size < 1:
+            raise ValueError(
+                f"policy.head_chunk_size must be at least 1, or null for all tokens at once, got {head_chunk_size}."
+            )
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.attention = attention
+        self.from_scratch = from_scratch
+        self.scoring = scoring
+        self.chunk_size = chunk_size
+        self.head_chunk_size = head_chunk_size
+        self.activation_checkpointing = activation_checkpointing
+        self.lora = LoRA.of(lora)
+        self.freeze_layers = freeze_layers
+        self.freeze_vision_modules = freeze_vision_modules
+        self.max_pixels = max_pixels
+        self.min_pixels = min_pixels
+        self.max_anyres_num = max_anyres_num
+        self.quantization = quantization
+        self.revision = revision
+        self.trust_remote_code = trust_remote_code
+        check_trained_settings(self)
+        check_image_settings(self)
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The constructor's arguments as plain values; None if the policy or its tokenizer is an object in memory."""
+        if self.model is not None or not isinstance(self.tokenizer, str | Path | None):
+            return None
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        return plain | {"lora": None if self.lora is None else asdict(self.lora)}
+
+    def load_config(self) -> PretrainedConfig:
+        """The model's config, without its weights."""
+        from transformers import AutoConfig, PretrainedConfig
+
+        if isinstance(self.model, PretrainedConfig):
+            return self.model
+        if self.model is not None:
+            return self.model.config  # type: ignore[no-any-return]
+        assert self.name is not None
+        with naming("model.policy", self.name):
+            content, _ = PretrainedConfig.get_config_dict(self.name, revision=self.revision)
+        refuse_remote_code(self.name, content.get("model_type"))
+        with naming("model.policy", self.name):
+            return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+
+
+def model_or_config(given: Any) -> Any:
+    """The Transformers model or config that was given as the policy; of `torch.compile(model)`, the model.
+
+    Raises:
+        ValueError: If it is another wrapper, which would be taken for a config and trained from random weights, or has
+            adapters.
+    """
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    found = getattr(given, "_orig_mod", given)
+    if found is not given:
+        log.warning(
+            "The policy is torch.compile(model): the model is trained without the compilation, as its head and caches "
+            "differ from call to call."
+        )
+    if hasattr(found, "peft_config"):
+        raise ValueError(
+            "The policy given has adapters. Give its base as the policy, and the folder of the adapter as lora.adapter."
+        )
+    if not isinstance(found, PretrainedConfig | PreTrainedModel):
+        shown = f"a {type(found).__name__}" if isinstance(found, nn.Module) else f"{found!r:.80}"
+        raise ValueError(
+            "model.policy must be a name, a folder, a PolicyLoader, or a Transformers model or config, got "
+            f"{shown}. If it wraps a Transformers model, give it that model."
+        )
+    return found
+
+
+def check_trained_settings(settings: PolicySettings) -> None:
+    """Raise ValueError for settings of adapters and frozen weights that exclude each other."""
+    kind = settings.quantization
+    if settings.freeze_layers < 0:
+        raise ValueError(f"policy.freeze_layers must be at least 0, got {settings.freeze_layers}.")
+    if settings.freeze_layers and settings.lora is not None:
+        raise ValueError(
+            f"policy.freeze_layers ({settings.freeze_layers}) and policy.lora: under adapters all layers are frozen "
+            "already. Leave it out."
+        )
+    if kind == "none":
+        return
+    if settings.lora is None:
+        raise ValueError(
+            f"policy.quantization is {kind!r}, and quantised weights cannot be trained: add policy.lora ({{}} for its "
+            "defaults), or leave quantization out."
+        )
+    if settings.model is not None or settings.from_scratch:
+        raise ValueError(
+            f"policy.quantization ({kind}) says how a checkpoint is loaded, and the policy is in memory or has random "
+            "weights: give a name, or leave quantization out."
+        )
+    if settings.dtype == "float16":
+        raise ValueError(
+            f"policy.dtype is float16, and weights quantised to {kind} are computed with in bfloat16: set it to "
+            "bfloat16 or float32."
+        )
+
+
+def check_image_settings(settings: PolicySettings) -> None:
+    """Raise ValueError for limits of images that are none."""
+    for name in ("max_pixels", "min_pixels", "max_anyres_num"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ValueError(f"policy.{name} must be at least 1, or null for the processor's own, got {value}.")
+    if (
+        settings.min_pixels is not None
+        and settings.max_pixels is not None
+        and settings.min_pixels > settings.max_pixels
+    ):
+        raise ValueError(
+            f"policy.min_pixels ({settings.min_pixels}) is above policy.max_pixels ({settings.max_pixels}): lower it."
+        )
