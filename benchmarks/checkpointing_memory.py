@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.loading import checkpoint_layers
-from grpo_lightning.policy.scoring import Scorer
-from grpo_lightning.types import MicroBatch
+from grpo_lightning.policy.scorer import Scorer
 
 MODEL = {
     "vocab_size": 2048,

@@ -206,8 +206,8 @@ def run_ours(folder: Path, steps: int) -> Counts:
     import torch
 
     from grpo_lightning import GRPOLightningModule, PromptSource
+    from grpo_lightning.core.types import SamplingParams
     from grpo_lightning.objective import Objective
-    from grpo_lightning.types import SamplingParams
 
     counts = Counts()
     counts.watch_files_and_processor()

@@ -32,11 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams, Validation
+from grpo_lightning.core.messages import show_messages
 from grpo_lightning.demo.arithmetic import prepare
-from grpo_lightning.dynamic_sampling import DynamicSampling
-from grpo_lightning.messages import show_messages
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.rewards import ExactMatch, RewardWorkers
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 
 SHARE_SETTLED = 0.7
 RECIPES = Path(__file__).parents[1] / "recipes" / "objectives"

@@ -48,7 +48,7 @@ STRATEGIES: dict[str, list[str]] = {
     "fsdp2": ["--trainer.strategy=fsdp2"],
     # `zero3` with every weight sharded: by default ones this small stay whole.
     "zero3": [
-        "--trainer.strategy=grpo_lightning.strategies.GRPODeepSpeedStrategy",
+        "--trainer.strategy=grpo_lightning.GRPODeepSpeedStrategy",
         "--trainer.strategy.init_args.stage3_param_persistence_threshold=0",
     ],
 }

@@ -38,7 +38,7 @@ from rich.table import Table
 from transformers import Qwen2Config
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams
-from grpo_lightning.cli import resuming
+from grpo_lightning.cli import resume as resuming
 from grpo_lightning.demo.arithmetic import build_tokenizer
 from grpo_lightning.optimizers import AdamW
 

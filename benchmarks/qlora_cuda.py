@@ -31,9 +31,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_lightning import GRPOLightningModule, Objective, PolicyLoader, PromptSource, SamplingParams
-from grpo_lightning.export import export
 from grpo_lightning.optimizers import AdamW, AdamW8bit, PagedAdamW8bit
 from grpo_lightning.policy.lora import LoRA, adapter_layers, using_adapter
+from grpo_lightning.training.export import export
 
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,

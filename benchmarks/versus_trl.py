@@ -251,10 +251,10 @@ def run_ours(workload: Workload, folder: Path, at_once: int, steps: int, seed: i
     import torch
 
     from grpo_lightning import GRPOLightningModule, PromptSource
+    from grpo_lightning.core.types import SamplingParams
     from grpo_lightning.objective import Objective
-    from grpo_lightning.planner import Turn
     from grpo_lightning.policy.loading import PolicyLoader
-    from grpo_lightning.types import SamplingParams
+    from grpo_lightning.training.micro_batches import Turn
 
     meter = Meter(workload.warmup_steps)
 

@@ -8,21 +8,24 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grpo_lightning.core.types import SamplingParams
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.data.entry import DatasetEntry
     from grpo_lightning.data.source import PromptSource
     from grpo_lightning.data.templates import PromptTemplate
-    from grpo_lightning.evaluation import Validation
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.objective import Objective
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rollout.local import LocalEngine
-    from grpo_lightning.types import SamplingParams
+    from grpo_lightning.training.evaluation import Validation
+    from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 
     __version__: str
 
 __all__ = [
     "DatasetEntry",
+    "FSDP2Strategy",
+    "GRPODeepSpeedStrategy",
     "GRPOLightningModule",
     "LocalEngine",
     "Objective",
@@ -37,6 +40,8 @@ __all__ = [
 
 _HOMES = {
     "DatasetEntry": "data.entry",
+    "FSDP2Strategy": "training.strategies",
+    "GRPODeepSpeedStrategy": "training.strategies",
     "GRPOLightningModule": "module",
     "LocalEngine": "rollout.local",
     "Objective": "objective",
@@ -44,8 +49,8 @@ _HOMES = {
     "PromptDataModule": "data.datamodule",
     "PromptSource": "data.source",
     "PromptTemplate": "data.templates",
-    "SamplingParams": "types",
-    "Validation": "evaluation",
+    "SamplingParams": "core.types",
+    "Validation": "training.evaluation",
 }
 
 

@@ -20,50 +20,51 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from grpo_lightning import (
-    box_checks,
-    checkpoints,
-    checks,
-    data_checks,
-    dynamic_sampling,
-    offload,
-    overlong,
-    ranks,
-    sync_reference,
-)
-from grpo_lightning.actor import Actor
+from grpo_lightning.core import ranks
+from grpo_lightning.core.messages import WarnOnce, show_messages
+from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.data.source import as_prompt_batch
-from grpo_lightning.dynamic_sampling import DynamicSampling, log_resampling, resample, source_of
-from grpo_lightning.empty_updates import empty_reason, num_empty_updates
-from grpo_lightning.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
-from grpo_lightning.hooks import notify
-from grpo_lightning.limits import check_validation_interval, keep_overfit_batches, round_up_limits
-from grpo_lightning.messages import WarnOnce, show_messages
-from grpo_lightning.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update
 from grpo_lightning.objective import Objective, warn_of_length_weights
-from grpo_lightning.offload import Offloadable, offloaded
 from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
-from grpo_lightning.own_callbacks import own_callbacks
-from grpo_lightning.planner import Cycle, CycleShape, Turn, give_images
+from grpo_lightning.policy import offload, sync_reference
 from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
+from grpo_lightning.policy.offload import Offloadable, offloaded
 from grpo_lightning.policy.reference import FrozenCopy, fingerprint, make_reference
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sync_reference import RunReference, SyncReference
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rewards.trainer_state import TrainerState
-from grpo_lightning.rollout.base import RolloutEngine
+from grpo_lightning.rollout import dynamic_sampling, overlong
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
+from grpo_lightning.rollout.engine import RolloutEngine
 from grpo_lightning.rollout.groups import GroupSource, kl_to_reference, vision_of
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout.record import Rollout, per_completion
-from grpo_lightning.run_state import RunState
 from grpo_lightning.schedules import Schedule, SchedulerFactory
-from grpo_lightning.seeding import derived_seed, run_seed
-from grpo_lightning.strategies import run_uncompiled, sharding_of
-from grpo_lightning.sync_reference import RunReference, SyncReference
-from grpo_lightning.types import Group, MicroBatch, Prompt, SamplingParams
+from grpo_lightning.training import box_checks, checkpoints, checks, data_checks
+from grpo_lightning.training.actor import Actor
+from grpo_lightning.training.empty_updates import empty_reason, num_empty_updates
+from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
+from grpo_lightning.training.hooks import notify
+from grpo_lightning.training.metrics import (
+    StepMetrics,
+    add_padding,
+    add_resampling,
+    add_rollout,
+    add_scores,
+    add_sources,
+    add_update,
+)
+from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
+from grpo_lightning.training.own_callbacks import own_callbacks
+from grpo_lightning.training.run_state import RunState
+from grpo_lightning.training.strategies import run_uncompiled, sharding_of
+from grpo_lightning.training.whole_cycles import check_validation_interval, keep_overfit_batches, round_up_limits
 
 log = logging.getLogger(__name__)
 
@@ -201,9 +202,9 @@ class GRPOLightningModule(L.LightningModule):
         """With `dynamic_sampling`, replace groups without a gradient by groups of further prompts."""
         if self.dynamic_sampling is None:
             return rollout
-        source = source_of(self.trainer)
+        source = source_of(self.trainer.train_dataloader)
         rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source)
-        log_resampling(done, self.metrics, self.warn_once)
+        add_resampling(self.metrics, done, self.warn_once)
         return rollout
 
     def compare(self, rollout: Rollout) -> Rollout:

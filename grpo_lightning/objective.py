@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
@@ -44,7 +45,6 @@ from grpo_lightning.functional import (
     rollout_weights,
     sapo_surrogate,
 )
-from grpo_lightning.types import MicroBatch
 
 log = logging.getLogger(__name__)
 

@@ -10,18 +10,18 @@ from typing import Any
 import lightning as L
 
 from grpo_lightning import optimizers, schedules
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.dynamic_sampling import DynamicSampling
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.sync_reference import SyncReference
 from grpo_lightning.rewards import RewardWorkers
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.sync_reference import SyncReference
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.evaluation import Validation
 
 SCHEDULES = [
     kind for kind in vars(schedules).values() if inspect.isclass(kind) and issubclass(kind, schedules.Schedule)
@@ -53,7 +53,7 @@ CLASSES = (
     "grpo_lightning.callbacks",
     "grpo_lightning.optimizers",
     "grpo_lightning.schedules",
-    "grpo_lightning.strategies",
+    "grpo_lightning.training.strategies",
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
     "lightning.pytorch.strategies",

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 
-from grpo_lightning.checks import REFUSED_CALLBACKS
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.training.checks import REFUSED_CALLBACKS
 from tests.lightning_rows import case, plain_weights, run
 from tests.module_runs import (
     PROMPTS,

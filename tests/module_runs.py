@@ -9,12 +9,12 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.types import Completion, SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.rewards import RewardWorkers
-from grpo_lightning.types import Completion, SamplingParams
 from tests.light_rewards import vowel_share
 from tests.tiny_models import EOS, tiny_model, tiny_tokenizer
 

@@ -8,9 +8,9 @@ import pytest
 
 from grpo_lightning.callbacks import DrawBoxes
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
+from grpo_lightning.training.evaluation import Validation
 from tests.grounding_runs import Answers, box_prompt, grounding_module
 from tests.module_runs import make_trainer
 

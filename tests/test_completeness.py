@@ -4,7 +4,7 @@ import zipfile
 
 import pytest
 
-from grpo_lightning import completeness
+from grpo_lightning.training import completeness
 
 
 def folder_of_two(tmp_path):

@@ -145,7 +145,7 @@ def test_columns_are_looked_at_before_images_are_read():
 
 
 def test_text_is_not_looked_at():
-    with mock.patch("grpo_lightning.data.preflight.survey", side_effect=AssertionError):
+    with mock.patch("grpo_lightning.data.images.preflight.survey", side_effect=AssertionError):
         refusal(module(ExactMatch("solution")), PromptSource([{"prompt": "2 + 2?", "solution": ["4"]}], 1))
 
 

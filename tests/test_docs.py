@@ -15,13 +15,13 @@ import torch
 import yaml
 
 from grpo_lightning.cli.main import COMMANDS, instantiate, main, parse
+from grpo_lightning.cli.plan.translate import OtherScript, translate
 from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
-from grpo_lightning.planning.translate import OtherScript, translate
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.doc_keys import keys_in, problem
 from tests.module_runs import PROMPTS, make_module, make_source, make_trainer
 from tests.pages import DOCS, TableRow, blocks, prose, read, tables

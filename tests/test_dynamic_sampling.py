@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.rewards import WeightedReward
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
 from tests.module_runs import ScriptedEngine, are_equal, fit, make_module, make_source, make_trainer, weights_of
 

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from grpo_lightning.evaluation import (
+from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams
+from grpo_lightning.rewards import ExactMatch, RewardSet, Scores
+from grpo_lightning.training.evaluation import (
     Evaluation,
     EvaluationTable,
     Validation,
@@ -14,8 +16,6 @@ from grpo_lightning.evaluation import (
     records,
     warn_never_solved,
 )
-from grpo_lightning.rewards import ExactMatch, RewardSet, Scores
-from grpo_lightning.types import Completion, Group, Prompt, SamplingParams
 
 NAN = math.nan
 

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_lightning.export import export
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.saved import opened
+from grpo_lightning.training.checkpoint_files import opened
+from grpo_lightning.training.export import export
 from tests.exports import logprobs, save_policy
 from tests.module_runs import fit, make_module
 from tests.tiny_models import tiny_tokenizer

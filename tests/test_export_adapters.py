@@ -11,9 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lightning.export import export, policy_loader
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.training.export import export, policy_loader
 from tests.exports import difference, logprobs, save_policy
 from tests.module_runs import fit, make_module
 

@@ -8,9 +8,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from grpo_lightning.callbacks import ExportPolicy
 from grpo_lightning.cli.export import run as run_command
-from grpo_lightning.export import export
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards.grounding import IoU
+from grpo_lightning.rewards.boxes.iou import IoU
+from grpo_lightning.training.export import export
 from tests import tiny_vlms
 from tests.grounding_runs import Answers, box_prompt
 from tests.module_runs import fit, make_module

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torchmetrics import Metric
 
 from grpo_lightning import grounding
+from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Evaluation, EvaluationTable, Validation, means
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import IoU, Scores
-from grpo_lightning.types import Completion, Group, ImageView, Prompt
+from grpo_lightning.training.evaluation import Evaluation, EvaluationTable, Validation, means
 from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.module_runs import fit, make_module, make_trainer
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from grpo_lightning.images import ImageError, ImageRef
+from grpo_lightning.core.images import ImageError, ImageRef
 from tests.tiny_vlms import picture
 
 ORIENTATIONS = range(1, 9)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.functional import group_relative_advantages
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.module_runs import History, fit, make_module, vowel_share
 from tests.tiny_models import tiny_tokenizer
 

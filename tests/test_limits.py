@@ -9,9 +9,9 @@ import pytest
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
-from grpo_lightning.limits import round_up_limits
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
+from grpo_lightning.training.whole_cycles import round_up_limits
 from tests.module_runs import fit, make_module, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lightning.checkpoints import KEPT_ARGUMENTS
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.checkpoints import KEPT_ARGUMENTS
+from grpo_lightning.training.evaluation import Validation
 from tests.module_runs import SMALL, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

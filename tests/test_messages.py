@@ -10,8 +10,8 @@ import pytest
 import tqdm.std
 from transformers.utils import logging as transformers_logging
 
-from grpo_lightning import messages
-from grpo_lightning.messages import NoTips, quiet_libraries, show_messages
+from grpo_lightning.core import messages
+from grpo_lightning.core.messages import NoTips, quiet_libraries, show_messages
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 

@@ -7,7 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.metrics import (
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
+from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.rewards import Scores
+from grpo_lightning.training.metrics import (
     StepMetrics,
     add_padding,
     add_rollout,
@@ -16,10 +20,6 @@ from grpo_lightning.metrics import (
     add_update,
     values_of,
 )
-from grpo_lightning.objective import ObjectiveTerms
-from grpo_lightning.policy.scoring import TokenScores
-from grpo_lightning.rewards import Scores
-from grpo_lightning.types import Completion, Group, MicroBatch, Prompt
 
 NAN = math.nan
 
@@ -57,7 +57,7 @@ def test_a_mean_over_nothing_is_left_out():
 
 def test_time_adds_up_and_survives_an_error(monkeypatch):
     clock = iter([0.0, 1.0, 10.0, 12.5])
-    monkeypatch.setattr("grpo_lightning.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("grpo_lightning.training.metrics.time.perf_counter", lambda: next(clock))
     metrics = StepMetrics()
     with metrics.timed("update"):
         pass

@@ -23,12 +23,12 @@ from transformers.generation.utils import GenerationMixin
 from grpo_lightning import optimizers, rewards, schedules
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.cli.main import parse
+from grpo_lightning.core.types import MicroBatch, SamplingParams
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.rollout.drawing import TokenDrawer
-from grpo_lightning.types import MicroBatch, SamplingParams
+from grpo_lightning.rollout.sampler import TokenDrawer
 from tests.arguments.registry import CASES
 from tests.doc_keys import SETTINGS, class_named
 from tests.pages import TableRow, read, tables

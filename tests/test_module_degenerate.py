@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.objective import Objective
-from grpo_lightning.types import SamplingParams
 from tests.module_runs import History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.tiny_models import EOS
 

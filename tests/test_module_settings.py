@@ -10,18 +10,18 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
-from grpo_lightning.checks import check_trainer
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.strategies import GRPODeepSpeedStrategy
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.checks import check_trainer
+from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.module_runs import SMALL, History, ScriptedEngine, fit, make_module, make_source, make_trainer, vowel_share
 from tests.tiny_models import tiny_model, tiny_tokenizer

@@ -24,7 +24,9 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
     "policy", [{}, {"chunk_size": 3}, {"activation_checkpointing": "layers"}, {"scoring": "dense"}]
 )
 def test_the_ratio_of_unmoved_weights_is_exactly_one(dtype, precision, policy, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.checks.check_masters", lambda *args, **kwargs: None)  # nothing is to move here
+    monkeypatch.setattr(
+        "grpo_lightning.training.checks.check_masters", lambda *args, **kwargs: None
+    )  # nothing is to move here
     loader = PolicyLoader(model=tiny_model("qwen2", dtype=dtype, **SMALL), tokenizer=tiny_tokenizer(), **policy)
     module = make_module(policy=loader, tokenizer=None, lr=0.0, num_iterations=2, updates_per_rollout=2)
     history = History()

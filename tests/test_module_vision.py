@@ -8,13 +8,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from grpo_lightning.images import ImageRef
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.families import inner_model
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.types import SamplingParams
 from tests import tiny_vlms
 from tests.module_runs import make_source, make_trainer, vowel_share
 from tests.vision_prompts import prompt_of

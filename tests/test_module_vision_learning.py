@@ -5,7 +5,7 @@ import functools
 import pytest
 from PIL import Image
 
-from grpo_lightning.images import ImageRef
+from grpo_lightning.core.images import ImageRef
 from grpo_lightning.optimizers import AdamW
 from tests import tiny_vlms
 from tests.module_runs import History, make_source, make_trainer

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from grpo_lightning import objective as objective_file
+from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
@@ -22,7 +23,6 @@ from grpo_lightning.functional import (
     sapo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.types import MicroBatch
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)
 LONGEST = 9

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from grpo_lightning import offload
 from grpo_lightning.objective import Objective
+from grpo_lightning.policy import offload
 from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.functional import step_counts
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.planner import (
+from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.training.micro_batches import (
     Cycle,
     Row,
     Share,
@@ -22,8 +24,6 @@ from grpo_lightning.planner import (
     split_update,
     split_updates,
 )
-from grpo_lightning.policy.scoring import Scorer
-from grpo_lightning.types import Completion, Group, Prompt
 from tests.tiny_models import PAD, VOCAB, tiny_model
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_lightning import rank_files
+from grpo_lightning.training import rank_files
 
 
 def test_each_rank_reads_its_own(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_lightning import ranks
+from grpo_lightning.core import ranks
 
 
 def test_one_process_hears_itself():

@@ -18,18 +18,19 @@ import pytest
 import yaml
 from PIL import Image
 
-from grpo_lightning.cli import main, plan
+from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
-from grpo_lightning.cli.plan_strategy import strategy_division
+from grpo_lightning.cli.plan import command as plan
+from grpo_lightning.cli.plan.activations import ScoredBatch
+from grpo_lightning.cli.plan.compute_precision import Precision
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.shape import ModelShape
+from grpo_lightning.cli.plan.state_parts import state_parts
+from grpo_lightning.cli.plan.states import division_of
+from grpo_lightning.cli.plan.strategy import strategy_division
 from grpo_lightning.demo.solutions import TASKS
-from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.precision import Precision
-from grpo_lightning.planning.settings import MemorySettings
-from grpo_lightning.planning.shape import ModelShape
-from grpo_lightning.planning.state_parts import state_parts
-from grpo_lightning.planning.states import division_of
-from grpo_lightning.strategies import GRPODeepSpeedStrategy
 from grpo_lightning.tasks.prepare import entries, row
+from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.planning.real_shapes import published, reward_model_0_6b
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, Cosine, Reward, RewardModel, RewardSet, WeightedReward, reward
-from grpo_lightning.rewards.model import score_chunk
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.rewards.reward_model import score_chunk
 from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 

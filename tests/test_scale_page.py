@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.run import get_args_parser
 
 from grpo_lightning.cli.main import main, parse
-from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from tests.pages import blocks, read, tables
 from tests.planning.real_shapes import published
 from tests.test_docs import RECIPE

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
-from grpo_lightning.planning.translate import OtherScript, translate
+from grpo_lightning.cli.plan.translate import OtherScript, translate
 from tests import tiny_vlms
 from tests.pages import TableRow, read, tables
 from tests.test_recipes import ONE_PROCESS, RECIPES, finish_wandb, logged_steps

@@ -4,7 +4,7 @@ import itertools
 import subprocess
 import sys
 
-from grpo_lightning.seeding import derived_seed, run_seed
+from grpo_lightning.core.seeding import derived_seed, run_seed
 
 
 def test_every_part_matters():
@@ -33,7 +33,7 @@ def test_seeds_fit_a_torch_generator_and_spread():
 
 def test_the_same_in_every_process():
     """Python's own hash is salted per process; two ranks would disagree about the order of the data."""
-    command = "from grpo_lightning.seeding import derived_seed; print(derived_seed(3, 'order', 1))"
+    command = "from grpo_lightning.core.seeding import derived_seed; print(derived_seed(3, 'order', 1))"
     output = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
     assert int(output) == derived_seed(3, "order", 1)
 

@@ -12,7 +12,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Partitioned, PartitionedGradients, Sharding
-from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy, check_strategy, sharding_of
+from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy, check_strategy, sharding_of
 from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

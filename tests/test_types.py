@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_lightning.types import Completion, MicroBatch, Prompt, SamplingParams
+from grpo_lightning.core.types import Completion, MicroBatch, Prompt, SamplingParams
 
 
 @pytest.mark.parametrize(

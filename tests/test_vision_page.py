@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_lightning.cli.plan.compute_precision import precision_of
+from grpo_lightning.cli.plan.image_parts import Images, feature_bytes, tower_bytes
+from grpo_lightning.cli.plan.shape import meta_model, shape_of
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
-from grpo_lightning.planning.image_parts import Images, feature_bytes, tower_bytes
-from grpo_lightning.planning.precision import precision_of
-from grpo_lightning.planning.shape import meta_model, shape_of
 from grpo_lightning.policy.families import FAMILIES
 from grpo_lightning.policy.tokenizers import SETTINGS
 from tests.pages import read, tables

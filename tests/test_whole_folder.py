@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.whole_folder import RECIPE, is_whole, put_whole
+from grpo_lightning.core.files import RECIPE, is_whole, put_whole
 
 
 def test_it_is_filled_once_and_replaced_by_another_recipe(tmp_path: Path):

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from grpo_lightning.images import ImageRef
-from grpo_lightning.planner import Row, collate, give_images
-from grpo_lightning.policy.processing import Encoder
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Completion, MicroBatch, Prompt
+from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.tokenizers import load_tokenizer
-from grpo_lightning.types import Completion, MicroBatch, Prompt
+from grpo_lightning.training.micro_batches import Row, collate, give_images
 from tests.tiny_vlms import TinyVLM, picture
 
 SCENARIOS: dict[str, list[list[Any]]] = {

@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
+from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.data.readable import known_prompts
 from grpo_lightning.data.source import as_prompt_batch
-from grpo_lightning.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.ranks import gather_objects
 from grpo_lightning.rewards.base import prompt_text
-from grpo_lightning.seeding import run_seed
+from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 
 Numbers = dict[str, dict[str, float]]
 """What was measured, by kind of completions ("sampled", "greedy") and name."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.images import ImageRef
-from grpo_lightning.types import Box, Message
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Box, Message
 
 MAX_SIDE = 640
 """Pixels of an image's longer side in a picture."""

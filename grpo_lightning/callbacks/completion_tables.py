@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.types import Prompt
+from grpo_lightning.core.types import Prompt
 
 log = logging.getLogger(__name__)
 

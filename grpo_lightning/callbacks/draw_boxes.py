@@ -16,13 +16,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from grpo_lightning.callbacks.before_after import validation_loader
 from grpo_lightning.callbacks.box_pictures import Answer, Panel, draw_grid, question, thumbnail
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
+from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.readable import known_prompts
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.grounding import right_of, target_of
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.ranks import gather_objects
-from grpo_lightning.rewards.box_frame import GivenCoordinates, GoldCoordinates
-from grpo_lightning.types import Prompt
+from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates
 
 log = logging.getLogger(__name__)
 

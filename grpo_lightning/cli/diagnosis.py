@@ -214,7 +214,7 @@ def taken_as_text(parser: ArgumentParser, config: Any) -> str | None:
 
 def unknown_name(trainer: Any) -> str | None:
     """A strategy or accelerator that nobody has registered, and those that can be used."""
-    from grpo_lightning.strategies import is_supported
+    from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}
     accelerators = [*AcceleratorRegistry.available_accelerators(), "gpu", "auto"]

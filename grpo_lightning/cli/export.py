@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def run(args: list[str]) -> None:
-    """Export a checkpoint; see `grpo_lightning.export.export` for what is raised.
+    """Export a checkpoint; see `grpo_lightning.training.export.export` for what is raised.
 
     Of a quantised run it says that the weights under its adapters are the full-precision ones now.
     """
     options = vars(parser().parse_args(args))
-    from grpo_lightning.export import export
+    from grpo_lightning.training.export import export
 
     options["checkpoint"] = checkpoint_of(Path(options["checkpoint"]))
     written = export(**options)
@@ -46,7 +46,7 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         ConfigurationError: If the run has none.
     """
-    from grpo_lightning.cli import resuming
+    from grpo_lightning.cli import resume as resuming
     from grpo_lightning.cli.errors import ConfigurationError
 
     folders = resuming.folders_of_run(path)

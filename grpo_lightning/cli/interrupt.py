@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from grpo_lightning.run_state import is_between_steps
+from grpo_lightning.training.run_state import is_between_steps
 
 log = logging.getLogger(__name__)
 

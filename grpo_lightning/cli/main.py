@@ -18,7 +18,7 @@ from grpo_lightning.cli.errors import ConfigurationError, short_errors
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from grpo_lightning.cli.grpo_cli import GRPOCLI
+    from grpo_lightning.cli.app import GRPOCLI
     from grpo_lightning.module import GRPOLightningModule
 
 TRAINER_COMMANDS = {
@@ -56,11 +56,11 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
         elif given[0] == "--version":
             print(f"grpo-lightning {version('grpo-lightning')}")
         elif given[0] == "plan" and module_class is not None:  # of the others, none reads a recipe
-            import_module("grpo_lightning.cli.plan").run(given[1:], module_class)
+            import_module("grpo_lightning.cli.plan.command").run(given[1:], module_class)
         elif given[0] in OWN_COMMANDS:
             import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])
         elif given[0] in TRAINER_COMMANDS:
-            from grpo_lightning.cli.grpo_cli import GRPOCLI
+            from grpo_lightning.cli.app import GRPOCLI
 
             return GRPOCLI.of(given, module_class)
         else:
@@ -94,7 +94,7 @@ def parse(args: Sequence[str], module_class: type[GRPOLightningModule] | None = 
     Keys are trainer, model, data, seed_everything and so on. Nothing is instantiated and no Trainer is made.
     """
     find_own_modules()
-    from grpo_lightning.cli.grpo_cli import ParsedCLI
+    from grpo_lightning.cli.app import ParsedCLI
 
     return ParsedCLI.of([*args], module_class).config["fit"]
 
@@ -103,7 +103,7 @@ def instantiate(
     config: Namespace, *names: str, module_class: type[GRPOLightningModule] | None = None
 ) -> tuple[Any, ...]:
     """The objects of some parts of what `parse` returned, by their keys ("model", "data")."""
-    from grpo_lightning.cli import grpo_cli
+    from grpo_lightning.cli import app as grpo_cli
 
     return grpo_cli.instantiate(config, names, module_class)
 

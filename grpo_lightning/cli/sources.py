@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from grpo_lightning import unique_keys
 from grpo_lightning.cli import recipes
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.core import unique_keys
 
 CONFIG_FLAGS = ("--config", "-c")
 

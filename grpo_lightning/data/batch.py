@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import refuse_media, to_prompt
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.types import Prompt
 
 
 class PromptBatch:

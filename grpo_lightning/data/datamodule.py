@@ -11,15 +11,15 @@ from typing import Any
 import lightning as L
 import torch
 
+from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.images.preflight import BadImages, Preflight, check_setting
 from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
 from grpo_lightning.data.mixture import as_entries, download, is_streaming, load_mixture, stream_mixture
-from grpo_lightning.data.preflight import BadImages, Preflight, check_setting
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptAs, PromptTemplate
-from grpo_lightning.seeding import derived_seed, run_seed
-from grpo_lightning.types import Prompt
 
 log = logging.getLogger(__name__)
 

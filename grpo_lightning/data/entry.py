@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from grpo_lightning.data.boxes import Boxes
-from grpo_lightning.data.strategies import parse_strategy
+from grpo_lightning.data.images.boxes import Boxes
+from grpo_lightning.data.selection import parse_strategy
 
 
 @dataclass

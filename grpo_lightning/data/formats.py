@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.data.image_places import place_images
-from grpo_lightning.data.image_values import ImageFinder
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Message, Prompt
+from grpo_lightning.data.images.placeholders import place_images
+from grpo_lightning.data.images.values import ImageFinder
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.images import ImageRef
-from grpo_lightning.types import Message, Prompt
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from grpo_lightning.data.cells import with_cells, without_decoding
+from grpo_lightning.data.images.cells import with_cells, without_decoding
 from grpo_lightning.data.rows import Row
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from grpo_lightning.policy.processing import Encoder
-from grpo_lightning.types import Prompt
+from grpo_lightning.core.types import Prompt
+from grpo_lightning.policy.encoder import Encoder
 
 log = logging.getLogger(__name__)
 

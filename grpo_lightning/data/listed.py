@@ -7,8 +7,8 @@ from typing import Any, overload
 
 import torch
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import log_prompt_columns
-from grpo_lightning.types import Prompt
 
 
 class LazyPrompts(Sequence[Prompt]):

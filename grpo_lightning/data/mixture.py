@@ -24,21 +24,21 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from grpo_lightning import unique_keys
-from grpo_lightning.data.boxes import Boxes
+from grpo_lightning.core import unique_keys
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.entry import DatasetEntry, check_keys
 from grpo_lightning.data.files import READERS, existing, read_file
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
-from grpo_lightning.data.image_counts import ImageCounts
+from grpo_lightning.data.images.boxes import Boxes
+from grpo_lightning.data.images.counts import ImageCounts
+from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.lengths import LengthLimit, Measured
-from grpo_lightning.data.preflight import Preflight
+from grpo_lightning.data.parallel import in_processes
 from grpo_lightning.data.rows import Row, RowReader
-from grpo_lightning.data.strategies import parse_strategy, select
+from grpo_lightning.data.selection import parse_strategy, select
 from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.data.workers import in_processes
-from grpo_lightning.types import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from grpo_lightning.data.cells import with_cells, without_decoding
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import log_prompt_columns
+from grpo_lightning.data.images.cells import with_cells, without_decoding
 from grpo_lightning.data.listed import LazyPrompts
 from grpo_lightning.data.stream import PromptStream, stream_of
-from grpo_lightning.types import Prompt
 
 
 def known_prompts(data: Sequence[Prompt] | PromptStream) -> list[Prompt]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import refuse_media, to_prompt
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.types import Prompt
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_lightning.data.ahead import ImageReader
+from grpo_lightning.core.ranks import rank as group_rank
+from grpo_lightning.core.ranks import world_size as group_size
+from grpo_lightning.core.seeding import derived_seed
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
+from grpo_lightning.data.images.prefetch import ImageReader
 from grpo_lightning.data.listed import ListedOrder
 from grpo_lightning.data.readable import readable
 from grpo_lightning.data.stream import PromptStream, StreamOrder
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.ranks import rank as group_rank
-from grpo_lightning.ranks import world_size as group_size
-from grpo_lightning.seeding import derived_seed
-from grpo_lightning.types import Prompt
 
 __all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch"]
 

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.formats import log_prompt_columns
-from grpo_lightning.data.image_counts import ImageCounts
+from grpo_lightning.data.images.counts import ImageCounts
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
-from grpo_lightning.data.workers import in_threads
-from grpo_lightning.types import Prompt
+from grpo_lightning.data.parallel import in_threads
 
 T = TypeVar("T")
 

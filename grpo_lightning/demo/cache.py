@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from grpo_lightning.whole_folder import RECIPE, put_whole
+from grpo_lightning.core.files import RECIPE, put_whole
 
 
 class DemoFiles(NamedTuple):

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.demo.cache import DemoFiles, built_once, copied, files_in, key_of, write_recipe
 from grpo_lightning.demo.grounding_model import GroundingModel, build_model, build_processor, build_tokenizer
 from grpo_lightning.demo.grounding_warm_up import GroundingWarmUp, warm_up
 from grpo_lightning.demo.scenes import SceneTask
-from grpo_lightning.seeding import run_seed
 
 CODE_VERSION = 2
 """Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""

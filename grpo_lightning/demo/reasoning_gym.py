@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.demo import arithmetic
 from grpo_lightning.demo.arithmetic import EOS, build_model
 from grpo_lightning.demo.cache import built_once, copied, key_of, write_recipe
 from grpo_lightning.demo.solutions import PHRASES, TASKS, hasty, worked
 from grpo_lightning.demo.teaching import Teacher, progress
-from grpo_lightning.seeding import run_seed
 from grpo_lightning.tasks.prepare import entries, new_questions, write_rows
 from grpo_lightning.tasks.reasoning_gym import Entry, package
 

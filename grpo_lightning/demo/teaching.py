@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.messages import progress_bar
+from grpo_lightning.core.messages import progress_bar
 
 
 class Teacher:

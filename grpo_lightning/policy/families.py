@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from grpo_lightning.core.types import Coordinates
 from grpo_lightning.policy.inputs import base_model
-from grpo_lightning.types import Coordinates
 
 log = logging.getLogger(__name__)
 

@@ -16,21 +16,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy import tokenizers
-from grpo_lightning.policy.choice import check_scorer, choose_head, choose_path
+from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, sees_images, unknown_reason
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.naming import naming
 from grpo_lightning.policy.precision import dtype_name
-from grpo_lightning.policy.processing import Encoder
+from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.quantization import keep_differentiable, quantization_options
 from grpo_lightning.policy.rope import fix_frequencies
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.settings import Attention, PolicySettings
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.tokenize import num_positions
-from grpo_lightning.policy.trained import check_in_step, check_loading, limit_training
-from grpo_lightning.seeding import derived_seed, run_seed
+from grpo_lightning.policy.tokens import num_positions
+from grpo_lightning.policy.trainable import check_in_step, check_loading, limit_training
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

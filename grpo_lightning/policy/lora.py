@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.decoder import language_modules
 from grpo_lightning.policy.experts import taken_names, why_without
-from grpo_lightning.seeding import derived_seed, run_seed
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

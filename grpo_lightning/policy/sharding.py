@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import ranks
+from grpo_lightning.core import ranks
 
 
 class Sharding:

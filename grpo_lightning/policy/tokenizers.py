@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.policy.families import FAMILIES, known_family, sees_images
 from grpo_lightning.policy.naming import naming
-from grpo_lightning.policy.tokenize import vocabulary_size
+from grpo_lightning.policy.tokens import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

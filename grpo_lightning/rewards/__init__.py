@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_lightning.rewards.accuracy import Accuracy
     from grpo_lightning.rewards.base import Reward, RewardLike, WeightedReward, completion_text
+    from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
+    from grpo_lightning.rewards.boxes.iou import FormatRec, IoU
     from grpo_lightning.rewards.by_method import ByMethod
     from grpo_lightning.rewards.countdown import Countdown
-    from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
-    from grpo_lightning.rewards.grounding import FormatRec, IoU
-    from grpo_lightning.rewards.judge import LLMJudge
     from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
+    from grpo_lightning.rewards.llm_judge import LLMJudge
     from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
-    from grpo_lightning.rewards.model import RewardModel
     from grpo_lightning.rewards.reasoning_gym import ReasoningGym
     from grpo_lightning.rewards.registry import Plugin, available, reward
     from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
+    from grpo_lightning.rewards.reward_model import RewardModel
     from grpo_lightning.rewards.reward_set import RewardSet
     from grpo_lightning.rewards.scores import Scores
     from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
@@ -72,29 +72,29 @@ _HOMES = {
     "Cosine": "length",
     "Countdown": "countdown",
     "Counting": "methods",
-    "DetectionMAP": "detection",
+    "DetectionMAP": "boxes.detection",
     "ExactMatch": "text",
     "Format": "text",
-    "FormatRec": "grounding",
-    "IoU": "grounding",
-    "LLMJudge": "judge",
+    "FormatRec": "boxes.iou",
+    "IoU": "boxes.iou",
+    "LLMJudge": "llm_judge",
     "Length": "length",
     "MultipleChoice": "methods",
-    "OdLength": "detection",
+    "OdLength": "boxes.detection",
     "Plugin": "registry",
     "ReactFormat": "text",
     "ReasoningGym": "reasoning_gym",
     "Repetition": "repetition",
     "Reward": "base",
     "RewardLike": "base",
-    "RewardModel": "model",
+    "RewardModel": "reward_model",
     "RewardSet": "reward_set",
     "RewardWorkers": "workers",
     "Scores": "scores",
     "SoftOverlong": "length",
     "TextSimilarity": "methods",
     "WeightedReward": "base",
-    "WeightedSum": "detection",
+    "WeightedSum": "boxes.detection",
     "YesNo": "methods",
     "available": "registry",
     "completion_text": "base",

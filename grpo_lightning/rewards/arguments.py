@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_lightning.images import ImageRef
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Completion, Group, Message, Prompt
 from grpo_lightning.rewards.base import ALIASES, Content, WeightedReward, completion_in_form, completion_text
-from grpo_lightning.types import Completion, Group, Message, Prompt
 
 T = TypeVar("T")
 

@@ -41,8 +41,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from grpo_lightning.core.types import Message
 from grpo_lightning.rewards.introspection import check_callable, innermost, is_async, keywords, snake_case
-from grpo_lightning.types import Message
 
 if TYPE_CHECKING:  # processes that run rewards do without
     import torch

@@ -21,8 +21,8 @@ from grpo_lightning.rewards.base import (
     completion_in_form,
     inner_reward,
 )
-from grpo_lightning.rewards.detection import DetectionMAP, OdLength, WeightedSum
-from grpo_lightning.rewards.grounding import IoU
+from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
+from grpo_lightning.rewards.boxes.iou import IoU
 from grpo_lightning.rewards.methods import TEXT_METHODS
 
 METHODS: dict[str, Callable[[str], RewardLike]] = {

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.seeding import derived_seed
+from grpo_lightning.core.types import Group
 from grpo_lightning.rewards.arguments import Circumstances, arguments
 from grpo_lightning.rewards.base import WeightedReward
 from grpo_lightning.rewards.worker_process import told
 from grpo_lightning.rewards.workers import CrashError, OverdueError, RaisedError, WorkerPool, checked
-from grpo_lightning.seeding import derived_seed
-from grpo_lightning.types import Group
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 
 from grpo_lightning.policy.naming import naming
 from grpo_lightning.policy.sharding import unpartitioned
-from grpo_lightning.policy.tokenize import num_positions
+from grpo_lightning.policy.tokens import num_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from grpo_lightning.rewards.base import Content, Reward, completion_text
-from grpo_lightning.rewards.box_answers import detections
+from grpo_lightning.rewards.boxes.parsing import detections
 
 Unit = Literal["words", "tokens"]
 

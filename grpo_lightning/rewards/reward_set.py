@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
+from grpo_lightning.core.types import Group, Prompt
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.arguments import Circumstances
 from grpo_lightning.rewards.base import RESERVED_NAMES, RewardLike, WeightedReward
 from grpo_lightning.rewards.placement import Placement
-from grpo_lightning.rewards.row_checks import check_rows
 from grpo_lightning.rewards.scores import Scores
 from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rewards.sources import Source, check_sources, sources_of
+from grpo_lightning.rewards.validation import check_rows
 from grpo_lightning.rewards.workers import RewardWorkers
-from grpo_lightning.types import Group, Prompt
 
 
 class RewardSet:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.types import Group
 from grpo_lightning.rewards.arguments import Circumstances
 from grpo_lightning.rewards.base import RESERVED_NAMES, WeightedReward
 from grpo_lightning.rewards.call import FAILURES, RewardCall, StaysError
 from grpo_lightning.rewards.placement import Placement
 from grpo_lightning.rewards.scores import Scores
 from grpo_lightning.rewards.sources import applies
-from grpo_lightning.types import Group
 
 
 class Scoring:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, WeightedReward
-from grpo_lightning.types import Prompt
 
 logger = logging.getLogger(__name__)
 

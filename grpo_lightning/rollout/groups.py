@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.processing import Encoder
+from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
+from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
-from grpo_lightning.rollout.base import Progress, RolloutEngine
-from grpo_lightning.types import Completion, Group, Prompt, SamplingParams, VisionInputs
+from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
 
 class GroupSource(NamedTuple):

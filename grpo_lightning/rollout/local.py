@@ -21,19 +21,19 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from grpo_lightning import ranks
-from grpo_lightning.policy.choice import compare, model_type, probe_batch, scored_alone
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.inputs import compute_device, evaluating, known_arguments, left_pad, text_config
-from grpo_lightning.policy.prefix_cache import LostCacheError
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.kv_cache import LostCacheError
+from grpo_lightning.policy.probe import compare, model_type, probe_batch, scored_alone
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import place, seeing
-from grpo_lightning.rollout.base import Progress, RolloutEngine
-from grpo_lightning.rollout.drawing import Draw, TokenDrawer, Uniforms
+from grpo_lightning.rollout.engine import Progress, RolloutEngine
 from grpo_lightning.rollout.lockstep import Lockstep, is_gathered, say_gathering
+from grpo_lightning.rollout.sampler import Draw, TokenDrawer, Uniforms
 from grpo_lightning.rollout.sampling_cache import SamplingCache, no_fan_out_reason
-from grpo_lightning.types import Completion, PromptVision, SamplingParams, VisionInputs
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from grpo_lightning import ranks
+from grpo_lightning.core import ranks
 from grpo_lightning.policy.inputs import compute_device
 
 log = logging.getLogger(__name__)

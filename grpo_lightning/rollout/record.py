@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_lightning.rewards.scores import Scores, joined_scores
 
 if TYPE_CHECKING:
-    from grpo_lightning.types import Group
+    from grpo_lightning.core.types import Group
 
 
 @dataclass

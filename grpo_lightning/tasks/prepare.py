@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.seeding import derived_seed, run_seed
+from grpo_lightning.core.files import put_whole
+from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.tasks.exact_json import exact_dumps
 from grpo_lightning.tasks.reasoning_gym import Entry, created, drawn
-from grpo_lightning.whole_folder import put_whole
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_lightning.seeding import derived_seed
+from grpo_lightning.core.seeding import derived_seed
 
 Entry = dict[str, Any]
 """A question as reasoning-gym gives it: `question`, `answer` (None where there are many) and `metadata`."""

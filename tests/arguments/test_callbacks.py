@@ -24,7 +24,7 @@ from grpo_lightning.callbacks import (
     ProgressBar,
     WritePredictions,
 )
-from grpo_lightning.types import Prompt
+from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
 from tests.module_runs import fit, make_module, make_source, make_trainer
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.data import workers
+from grpo_lightning.data import parallel as workers
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.rows import RowReader
-from grpo_lightning.policy.processing import Encoder
+from grpo_lightning.policy.encoder import Encoder
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vlms import picture

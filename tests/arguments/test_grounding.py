@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from grpo_lightning.callbacks import DrawBoxes
+from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Evaluation, Validation, means
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import Scores
-from grpo_lightning.types import Completion, Group, ImageView, Prompt
+from grpo_lightning.training.evaluation import Evaluation, Validation, means
 from tests.arguments.registry import case, case_of_each
 from tests.grounding_runs import Answers, box_prompt, grounding_module
 from tests.module_runs import make_trainer

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lightning import offload
-from grpo_lightning.dynamic_sampling import DynamicSampling
-from grpo_lightning.evaluation import Validation
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy import offload
+from grpo_lightning.policy.sync_reference import SyncReference
 from grpo_lightning.rewards import WeightedReward
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
-from grpo_lightning.sync_reference import SyncReference
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
 from tests.module_runs import (
     PROMPTS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.types import MicroBatch
 from tests.arguments.registry import case
 
 NOW = torch.log(torch.tensor([[0.9, 0.2, 0.5], [0.6, 0.3, 0.1]]))

@@ -8,19 +8,19 @@ from typing import Any
 import datasets
 import pytest
 
+from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.evaluation import Evaluation, records
-from grpo_lightning.images import ImageError, ImageRef
+from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.processing import Encoder
-from grpo_lightning.policy.tokenize import tokenize
+from grpo_lightning.policy.tokens import tokenize
 from grpo_lightning.rewards import ByMethod, ExactMatch, RewardSet
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.training.evaluation import Evaluation, records
 from tests.arguments.registry import case
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vlms import build, picture

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.rewards import (
     Accuracy,
     AllMatch,
@@ -37,7 +38,6 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards.equivalence import UndecidedError
-from grpo_lightning.types import Completion, Group, ImageView, Prompt
 from tests.arguments.registry import case, case_of_each
 
 RIGHT = "<answer>4</answer>"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import SamplingParams
 from tests.arguments.registry import case
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_model, tiny_tokenizer

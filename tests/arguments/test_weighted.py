@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ExactMatch, Plugin, RewardSet, WeightedReward
-from grpo_lightning.types import Completion, Group, Prompt
 from tests.arguments.registry import case
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import RewardSet, RewardWorkers, WeightedReward
-from grpo_lightning.types import Completion, Group, Prompt
 from tests.arguments.registry import case
 from tests.module_runs import fit, make_module
 from tests.rewards import misbehaving

@@ -7,11 +7,11 @@ import torch
 
 from grpo_lightning.callbacks import BeforeAfter, ProgressBar, progress
 from grpo_lightning.callbacks.before_after import cell, samples
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Evaluation, Validation
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.training.evaluation import Evaluation, Validation
 from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.module_runs import ScriptedEngine, make_module, make_source, make_trainer
 from tests.tiny_models import EOS, tiny_tokenizer

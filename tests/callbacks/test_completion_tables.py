@@ -14,8 +14,8 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo_lightning.callbacks import CompletionLog
 from grpo_lightning.callbacks.completion_tables import CompletionTables, cells, choose, markdown
-from grpo_lightning.images import ImageRef
-from grpo_lightning.types import Prompt
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Prompt
 from tests.grounding_runs import Answers, grounding_module
 from tests.module_runs import fit, make_module
 

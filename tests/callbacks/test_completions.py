@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from grpo_lightning.callbacks import CompletionLog
-from grpo_lightning.types import Prompt
+from grpo_lightning.core.types import Prompt
 from tests.module_runs import ScriptedEngine, fit, make_module
 from tests.tiny_models import EOS, tiny_tokenizer
 

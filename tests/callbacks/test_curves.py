@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from grpo_lightning.callbacks import LearningCurves
-from grpo_lightning.callbacks.curves import centred_mean, heading, held_out
+from grpo_lightning.callbacks.learning_curves import centred_mean, heading, held_out
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.module_runs import PROMPTS, History, fit, make_module, make_source, make_trainer, vowel_share

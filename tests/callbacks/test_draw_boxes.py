@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from grpo_lightning.callbacks import DrawBoxes
 from grpo_lightning.callbacks import box_pictures as pictures
 from grpo_lightning.callbacks.box_pictures import Answer, Panel, caption, draw_grid, draw_panel, question, thumbnail
+from grpo_lightning.core.images import ImageRef
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.images import ImageRef
 from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.module_runs import make_source, make_trainer
 from tests.tiny_vlms import picture

@@ -34,7 +34,9 @@ def logits(model):
 
 @pytest.mark.parametrize("settings", [{}, {"freeze_layers": 1}, {"dtype": "bfloat16"}])
 def test_the_folder_is_the_trained_policy(base, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.checks.check_masters", lambda *args, **kwargs: None)  # steps are large here
+    monkeypatch.setattr(
+        "grpo_lightning.training.checks.check_masters", lambda *args, **kwargs: None
+    )  # steps are large here
     module = make_module(policy=PolicyLoader(base, **settings), lr=1e-2)
     fit(module, max_steps=2, callbacks=[ExportPolicy()], default_root_dir=tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype="auto")

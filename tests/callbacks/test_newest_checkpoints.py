@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 
-from grpo_lightning import rank_files
 from grpo_lightning.callbacks import NewestCheckpoints
+from grpo_lightning.training import rank_files
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from grpo_lightning.callbacks import WritePredictions
-from grpo_lightning.callbacks.predictions import by_prompt
+from grpo_lightning.callbacks.write_predictions import by_prompt
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.types import Prompt
+from grpo_lightning.training.evaluation import Validation
 from tests.grounding_runs import Answers, grounding_module
 from tests.module_runs import make_module, make_trainer
 from tests.tiny_vlms import picture

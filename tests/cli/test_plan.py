@@ -9,17 +9,20 @@ import pytest
 import yaml
 from jsonargparse import Namespace
 
-from grpo_lightning.cli import plan, plan_devices, plan_memory, plan_tables
-from grpo_lightning.cli.plan_devices import Ranks
-from grpo_lightning.cli.plan_lengths import Longest
-from grpo_lightning.cli.plan_memory import Described
+from grpo_lightning.cli.plan import command as plan
+from grpo_lightning.cli.plan import devices as plan_devices
+from grpo_lightning.cli.plan import memory_table as plan_memory
+from grpo_lightning.cli.plan import tables as plan_tables
+from grpo_lightning.cli.plan.activations import ScoredBatch
+from grpo_lightning.cli.plan.batches import BatchPlan, plan_run
+from grpo_lightning.cli.plan.compute_precision import Precision
+from grpo_lightning.cli.plan.devices import Ranks
+from grpo_lightning.cli.plan.lengths import Longest
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.memory_table import Described
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.batches import BatchPlan, plan_run
-from grpo_lightning.planning.precision import Precision
-from grpo_lightning.planning.settings import MemorySettings
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import Prompt
 from tests.planning.real_shapes import llama_1b, llama_70b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

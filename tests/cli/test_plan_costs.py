@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from grpo_lightning.cli.plan_costs import device_line, duration, host_lines, time_lines
-from grpo_lightning.planning.parts import ALWAYS, GIB, Part
-from grpo_lightning.planning.times import StepTimes
+from grpo_lightning.cli.plan.costs import device_line, duration, host_lines, time_lines
+from grpo_lightning.cli.plan.parts import ALWAYS, GIB, Part
+from grpo_lightning.cli.plan.times import StepTimes
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from jsonargparse import Namespace
 
-from grpo_lightning.cli.plan_devices import check_environment, ranks_of, slurm_counts
+from grpo_lightning.cli.plan.devices import check_environment, ranks_of, slurm_counts
 
 
 def trainer(**changes):

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from grpo_lightning.cli.plan_strategy import strategy_division
-from grpo_lightning.planning.states import Division, division_of
-from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from grpo_lightning.cli.plan.states import Division, division_of
+from grpo_lightning.cli.plan.strategy import strategy_division
+from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 
-OURS = "grpo_lightning.strategies."
+OURS = "grpo_lightning.training.strategies."
 
 
 def division(class_path, **arguments):

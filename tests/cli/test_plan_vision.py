@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_lightning.cli import plan, plan_lengths
+from grpo_lightning.cli.plan import command as plan
+from grpo_lightning.cli.plan import lengths as plan_lengths
 from tests import tiny_vlms
 from tests.planning.real_shapes import internvl3_2b, qwen2_5_vl_3b
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -44,7 +45,7 @@ def recipe(tmp_path, monkeypatch):
             "data": {"datasets": [{"json_path": "rows.jsonl"}], "batch_size": 2, **dict(data)},
             "model": {
                 "policy": {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "policy", **policy}},
-                "rewards": [{"class_path": "grpo_lightning.rewards.grounding.IoU"}],
+                "rewards": [{"class_path": "grpo_lightning.rewards.boxes.iou.IoU"}],
                 "num_generations": 4,
                 "sampling": {"max_completion_length": 6},
             },

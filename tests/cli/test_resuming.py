@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import Namespace
 
-from grpo_lightning import completeness, rank_files
-from grpo_lightning.cli import resuming
+from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.training import completeness, rank_files
 
 HEADER = "# lightning.pytorch==2.6.0\n"
 DEFAULTS = {"model.objective": {"beta": 0.04, "kl": "k3"}}

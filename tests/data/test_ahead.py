@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lightning.data import ahead
-from grpo_lightning.data.ahead import ImageReader
+from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.core.types import Prompt
+from grpo_lightning.data.images import prefetch as ahead
+from grpo_lightning.data.images.prefetch import ImageReader
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.images import ImageError, ImageRef
-from grpo_lightning.types import Prompt
 from tests.tiny_vlms import picture
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, _rows_of_columns, as_prompt, as_prompt_batch
-from grpo_lightning.types import Prompt
 
 
 def names(batch):

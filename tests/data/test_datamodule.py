@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule, split
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.policy.processing import Encoder
-from grpo_lightning.types import Prompt
+from grpo_lightning.policy.encoder import Encoder
 from tests.module_runs import make_module, make_trainer
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vlms import picture

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from grpo_lightning.core.images import ImageError
 from grpo_lightning.data.formats import PROMPT_COLUMNS, refuse_media, to_prompt, unused_prompt_columns
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.images import ImageError
 
 USER = {"role": "user", "content": "1 + 1?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

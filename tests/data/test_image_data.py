@@ -16,14 +16,14 @@ import pytest
 import yaml
 from PIL import Image
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.entry import DatasetEntry
+from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import load_mixture, read_mixture_yaml, stream_mixture
-from grpo_lightning.data.preflight import Preflight
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.rewards import ByMethod, RewardSet
-from grpo_lightning.types import Completion, Group, Prompt
 from tests import tiny_vlms
 from tests.tiny_vlms import picture
 from tests.vision_prompts import encoder_of

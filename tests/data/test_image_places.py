@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.image_places import IMAGE, place_images
-from grpo_lightning.data.image_values import ImageFinder
-from grpo_lightning.images import ImageRef
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.data.images.placeholders import IMAGE, place_images
+from grpo_lightning.data.images.values import ImageFinder
 
 FINDER = ImageFinder("f:1")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.listed import LazyPrompts, ListedOrder
-from grpo_lightning.types import Prompt
 
 
 def test_lazy_prompts_are_a_sequence():

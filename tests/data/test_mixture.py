@@ -13,7 +13,7 @@ from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, read_mixture_yaml, stream_mixture
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.policy.processing import Encoder
+from grpo_lightning.policy.encoder import Encoder
 from tests.tiny_models import tiny_tokenizer
 
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from grpo_lightning.data import preflight
-from grpo_lightning.data.image_values import ImageFinder
+from grpo_lightning.core.images import ImageError, ImageRef
+from grpo_lightning.core.types import Prompt
+from grpo_lightning.data.images import preflight
+from grpo_lightning.data.images.preflight import Preflight, check_given, check_setting, survey
+from grpo_lightning.data.images.values import ImageFinder
 from grpo_lightning.data.lengths import Measured
-from grpo_lightning.data.preflight import Preflight, check_given, check_setting, survey
-from grpo_lightning.images import ImageError, ImageRef
-from grpo_lightning.types import Prompt
 from tests.tiny_vlms import picture
 
 

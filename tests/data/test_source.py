@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.listed import LazyPrompts
 from grpo_lightning.data.readable import known_prompts, source_names
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.stream import PromptStream, stream_of
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.types import Prompt
 
 
 def source_of(count=10, batch_size=3, **options):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.strategies import parse_strategy, select
+from grpo_lightning.data.selection import parse_strategy, select
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_percent_is_the_ceiling(count: int, percent: Fraction):
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
 def test_random_is_the_same_in_every_process(hash_seed: str):
-    program = "from grpo_lightning.data.strategies import select; print(select(1000, 'random:5', seed=0, name='gsm8k'))"
+    program = "from grpo_lightning.data.selection import select; print(select(1000, 'random:5', seed=0, name='gsm8k'))"
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     out = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True

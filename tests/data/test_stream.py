@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
 from grpo_lightning.data.stream import PromptStream, shuffled, stream_of
-from grpo_lightning.policy.processing import Encoder
-from grpo_lightning.types import Prompt
+from grpo_lightning.policy.encoder import Encoder
 from tests.tiny_models import tiny_tokenizer
 
 

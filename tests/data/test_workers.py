@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_lightning.data.workers import READ_AHEAD, in_processes, in_threads
+from grpo_lightning.data.parallel import READ_AHEAD, in_processes, in_threads
 
 
 def square(number):

@@ -13,13 +13,14 @@ from typing import Any
 import lightning as L
 import torch
 
-from grpo_lightning import PolicyLoader, ranks
+from grpo_lightning import PolicyLoader
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.distributed.steps import STRATEGIES
 from tests.light_rewards import vowel_share
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 PRELOADED = [
     "grpo_lightning",
-    "grpo_lightning.strategies",
+    "grpo_lightning.training.strategies",
     "deepspeed",
     "deepspeed.runtime.zero.stage3",
     "lightning.pytorch.strategies.deepspeed",

@@ -17,14 +17,14 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from grpo_lightning import ranks
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.types import SamplingParams
 from tests.distributed.steps import STRATEGIES, whole_size
 from tests.light_rewards import vowel_share
 from tests.module_runs import PROMPTS

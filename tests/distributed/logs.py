@@ -15,14 +15,14 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader
 
-from grpo_lightning import ranks
 from grpo_lightning.callbacks import BeforeAfter, CompletionLog, LearningCurves, WritePredictions
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import Completion, Prompt, SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
-from grpo_lightning.types import Completion, Prompt, SamplingParams
+from grpo_lightning.training.evaluation import Validation
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

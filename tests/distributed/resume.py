@@ -22,17 +22,17 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from grpo_lightning import ranks
-from grpo_lightning.completeness import why_incomplete
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.dynamic_sampling import DynamicSampling
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.sync_reference import SyncReference
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
-from grpo_lightning.sync_reference import SyncReference
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.completeness import why_incomplete
 from tests.distributed import harness, vision
 from tests.distributed.steps import STRATEGIES, save_policy, whole_weights
 from tests.light_rewards import capitals, vowel_share

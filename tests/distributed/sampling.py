@@ -13,9 +13,10 @@ from typing import Any
 import lightning as L
 import torch
 
-from grpo_lightning import LocalEngine, PolicyLoader, ranks
-from grpo_lightning.strategies import sharding_of
-from grpo_lightning.types import SamplingParams
+from grpo_lightning import LocalEngine, PolicyLoader
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.training.strategies import sharding_of
 from tests.distributed.steps import STRATEGIES
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -15,14 +15,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from grpo_lightning.callbacks.export import ExportPolicy
+from grpo_lightning.callbacks.export_policy import ExportPolicy
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.evaluation import Validation
 from tests.distributed.steps import LORA, STRATEGIES
 from tests.light_rewards import vowel_share
 from tests.module_runs import PROMPTS

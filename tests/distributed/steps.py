@@ -17,13 +17,14 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import PolicyLoader, ranks
+from grpo_lightning import PolicyLoader
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import Completion, SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import RewardModel
-from grpo_lightning.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
-from grpo_lightning.types import Completion, SamplingParams
+from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from tests.module_runs import SMALL
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grpo_lightning.cli import resuming
+from grpo_lightning.cli import resume as resuming
 from tests.distributed import kept
 from tests.distributed.harness import run_ranks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.cli import resuming
+from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.kept import cut
 from tests.distributed.resume import MICRO_STEPS_PER_EPOCH, kill_and_resume

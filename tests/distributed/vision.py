@@ -14,13 +14,14 @@ from typing import Any
 import lightning as L
 import torch
 
-from grpo_lightning import PolicyLoader, ranks
+from grpo_lightning import PolicyLoader
+from grpo_lightning.core import ranks
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Prompt, SamplingParams
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.images import ImageRef
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import Prompt, SamplingParams
 from tests import tiny_vlms
 from tests.distributed.steps import LONGEST, STRATEGIES, ByPrompt, Watch
 from tests.light_rewards import capitals

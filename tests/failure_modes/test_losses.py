@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.functional import masked_mean, token_logprobs
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective, StepCounts
-from grpo_lightning.planner import Turn, plan_micro_batches
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import Completion, Group, MicroBatch, Prompt, SamplingParams
+from grpo_lightning.training.micro_batches import Turn, plan_micro_batches
 from tests.module_runs import PROMPTS, History, ScriptedEngine, are_equal, fit, make_module, weights_of
 from tests.rollout.test_local import connected, make_prompts
 from tests.tiny_models import PAD, VOCAB, tiny_model

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning import ranks
-from grpo_lightning.planner import Row, collate, plan_micro_batches, plan_over_ranks
-from grpo_lightning.policy.scoring import Scorer
-from grpo_lightning.types import Completion, Group, MicroBatch, Prompt
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
+from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.training.micro_batches import Row, collate, plan_micro_batches, plan_over_ranks
 from tests.policy.scored import ragged_batch
 from tests.tiny_models import PAD, tiny_model
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lightning import completeness
-from grpo_lightning.cli import resuming
+from grpo_lightning.cli import resume as resuming
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.training import completeness
 from tests import tiny_vlms
 from tests.cli.test_resuming import WHOLE, cut, saved
 from tests.module_runs import are_equal, make_trainer, weights_of

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.dynamic_sampling import DynamicSampling
+from grpo_lightning.core.types import Prompt, SamplingParams
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import Prompt, SamplingParams
 from tests.policy.adapters import loader_of
 from tests.rollout.test_local import connected, cut, generated, greedy, make_prompts, token_ids, two_stops
 from tests.test_dynamic_sampling import OPEN, only_open, run, varied

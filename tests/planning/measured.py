@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_lightning.policy.scoring import Scorer
-from grpo_lightning.types import MicroBatch
+from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.policy.scorer import Scorer
 
 
 def ragged_batch(num_prompts: int, num_generations: int, prompt_length: int, completion_length: int) -> MicroBatch:

@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, PretrainedConfig
 
-from grpo_lightning.planning.known_models import QWEN3, known_config
+from grpo_lightning.cli.plan.known_models import QWEN3, known_config
 
 
 def published(name: str) -> PretrainedConfig:

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from grpo_lightning.planning.activations import (
+from grpo_lightning.cli.plan.activations import (
     Pass,
     ScoredBatch,
     activation_bytes,
@@ -15,17 +15,17 @@ from grpo_lightning.planning.activations import (
     logits_bytes,
     recomputed_bytes,
 )
-from grpo_lightning.planning.precision import Precision, precision_of
-from grpo_lightning.planning.shape import ModelShape, meta_model, shape_of
-from grpo_lightning.planning.trained import trained_weights
+from grpo_lightning.cli.plan.compute_precision import Precision, precision_of
+from grpo_lightning.cli.plan.shape import ModelShape, meta_model, shape_of
+from grpo_lightning.cli.plan.trained_weights import trained_weights
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import head
 from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_dropout
 from grpo_lightning.policy.lora import LoRA, add_adapters
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import SamplingParams
 from tests.planning.measured import peak_bytes, ragged_batch, saved_bytes
 from tests.planning.real_shapes import llama_1b, qwen_1_5b
 from tests.tiny_models import tiny_model, tiny_tokenizer

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lightning.cli.plan.batches import BatchPlan, MicroBatchShape, plan_run
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.planner import plan_micro_batches
-from grpo_lightning.planning.batches import BatchPlan, MicroBatchShape, plan_run
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.training.micro_batches import plan_micro_batches
 
 
 def test_a_cycle_by_hand():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpo_lightning.planning.known_models import KNOWN, known_config
-from grpo_lightning.planning.shape import meta_model
+from grpo_lightning.cli.plan.known_models import KNOWN, known_config
+from grpo_lightning.cli.plan.shape import meta_model
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
+from grpo_lightning.cli.plan.activations import ScoredBatch
+from grpo_lightning.cli.plan.compute_precision import Precision
+from grpo_lightning.cli.plan.memory import memory_parts
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.parts import MOMENTS, peak
+from grpo_lightning.cli.plan.shape import ModelShape, shape_of
+from grpo_lightning.cli.plan.states import division_of, optimizer_bytes_per_weight
+from grpo_lightning.cli.plan.trained_weights import TrainedWeights
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.memory import memory_parts
-from grpo_lightning.planning.parts import MOMENTS, peak
-from grpo_lightning.planning.precision import Precision
-from grpo_lightning.planning.settings import MemorySettings
-from grpo_lightning.planning.shape import ModelShape, shape_of
-from grpo_lightning.planning.states import division_of, optimizer_bytes_per_weight
-from grpo_lightning.planning.trained import TrainedWeights
 from grpo_lightning.policy.reference import frozen_copy
 from tests.tiny_models import tiny_model
 

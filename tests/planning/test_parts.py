@@ -1,6 +1,6 @@
 """Sums over parts."""
 
-from grpo_lightning.planning.parts import ALWAYS, TRAINING, Part, peak, shared
+from grpo_lightning.cli.plan.parts import ALWAYS, TRAINING, Part, peak, shared
 
 
 def test_a_peak_is_that_of_a_moment_and_a_place():

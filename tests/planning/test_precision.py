@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.planning.precision import Precision, precision_of
+from grpo_lightning.cli.plan.compute_precision import Precision, precision_of
 
 
 @pytest.mark.parametrize(

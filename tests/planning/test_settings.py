@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.precision import Precision
-from grpo_lightning.planning.settings import MemorySettings
-from grpo_lightning.planning.states import division_of
+from grpo_lightning.cli.plan.activations import ScoredBatch
+from grpo_lightning.cli.plan.compute_precision import Precision
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.states import division_of
 
 SETTINGS = MemorySettings(ScoredBatch(2, 8, 10, 6, chunk_size=4), 8, 2, Precision(4, 2, is_mixed=True), 8)
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.parts import peak
-from grpo_lightning.planning.precision import Precision
-from grpo_lightning.planning.settings import MemorySettings
-from grpo_lightning.planning.shape import ModelShape
-from grpo_lightning.planning.state_parts import state_parts
-from grpo_lightning.planning.states import division_of
-from grpo_lightning.planning.trained import TrainedWeights
+from grpo_lightning.cli.plan.activations import ScoredBatch
+from grpo_lightning.cli.plan.compute_precision import Precision
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.parts import peak
+from grpo_lightning.cli.plan.shape import ModelShape
+from grpo_lightning.cli.plan.state_parts import state_parts
+from grpo_lightning.cli.plan.states import division_of
+from grpo_lightning.cli.plan.trained_weights import TrainedWeights
 
 SHAPE = ModelShape(
     num_layers=2,

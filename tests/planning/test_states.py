@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
+from grpo_lightning.cli.plan.states import Division, division_of, optimizer_bytes_per_weight, shard_bytes
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.planning.states import Division, division_of, optimizer_bytes_per_weight, shard_bytes
 from tests.tiny_models import tiny_model
 
 DEEPSPEED = {"has_masters": True, "bucket_numbers": 400_000_000}

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from grpo_lightning.planning.activations import ScoredBatch
-from grpo_lightning.planning.batches import BatchPlan
-from grpo_lightning.planning.precision import Precision
-from grpo_lightning.planning.settings import MemorySettings
-from grpo_lightning.planning.shape import ModelShape
-from grpo_lightning.planning.states import division_of
-from grpo_lightning.planning.times import MAX_ROLLOUT_HOURS, Speeds, StepTimes, sampling_refusal, step_times
-from grpo_lightning.planning.trained import TrainedWeights
+from grpo_lightning.cli.plan.activations import ScoredBatch
+from grpo_lightning.cli.plan.batches import BatchPlan
+from grpo_lightning.cli.plan.compute_precision import Precision
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.shape import ModelShape
+from grpo_lightning.cli.plan.states import division_of
+from grpo_lightning.cli.plan.times import MAX_ROLLOUT_HOURS, Speeds, StepTimes, sampling_refusal, step_times
+from grpo_lightning.cli.plan.trained_weights import TrainedWeights
 
 SPEEDS = Speeds(products_per_second=1e12, memory_bytes=1e10, node_bytes=1e9, far_bytes=1e8, layer_seconds=0.01)
 SHAPE = ModelShape(

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.planning.activations import Pass, ScoredBatch, layer_bytes
-from grpo_lightning.planning.batches import BatchPlan
-from grpo_lightning.planning.image_parts import Images, feature_bytes, image_parts, tower_bytes, tower_shape
-from grpo_lightning.planning.memory import memory_parts
-from grpo_lightning.planning.precision import Precision, precision_of
-from grpo_lightning.planning.settings import MemorySettings
-from grpo_lightning.planning.shape import meta_model, shape_of
-from grpo_lightning.planning.times import Speeds, step_times
-from grpo_lightning.planning.tower import Tower, most_tokens, number
-from grpo_lightning.planning.trained import TrainedWeights, trained_weights
+from grpo_lightning.cli.plan.activations import Pass, ScoredBatch, layer_bytes
+from grpo_lightning.cli.plan.batches import BatchPlan
+from grpo_lightning.cli.plan.compute_precision import Precision, precision_of
+from grpo_lightning.cli.plan.image_parts import Images, feature_bytes, image_parts, tower_bytes, tower_shape
+from grpo_lightning.cli.plan.memory import memory_parts
+from grpo_lightning.cli.plan.memory_settings import MemorySettings
+from grpo_lightning.cli.plan.shape import meta_model, shape_of
+from grpo_lightning.cli.plan.times import Speeds, step_times
+from grpo_lightning.cli.plan.tower import Tower, most_tokens, number
+from grpo_lightning.cli.plan.trained_weights import TrainedWeights, trained_weights
 from grpo_lightning.policy.families import FAMILIES, vision_parts
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA

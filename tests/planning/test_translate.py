@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_lightning.planning.batches import BatchPlan
-from grpo_lightning.planning.translate import OtherScript, translate
+from grpo_lightning.cli.plan.batches import BatchPlan
+from grpo_lightning.cli.plan.translate import OtherScript, translate
 
 
 def script(trainer="trl", **flags):

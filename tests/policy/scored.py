@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from grpo_lightning.types import MicroBatch
+from grpo_lightning.core.types import MicroBatch
 from tests.tiny_models import VOCAB
 
 

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.choice import choose_head, choose_path, measure, probe_difference
 from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
+from grpo_lightning.policy.scorer import Scorer
 from tests.module_runs import fit, make_module
 from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
 
@@ -40,7 +40,7 @@ def test_the_static_rule_refuses_models_without_a_key_value_cache():
 def test_the_probe_has_the_last_word(monkeypatch):
     model = tiny_model("qwen2")
     assert probe_difference(model, Scorer(), Scorer("dense")).max() < 5e-6
-    monkeypatch.setattr("grpo_lightning.policy.choice.probe_difference", lambda *_: torch.full((3,), 0.01))
+    monkeypatch.setattr("grpo_lightning.policy.probe.probe_difference", lambda *_: torch.full((3,), 0.01))
     path, reason = choose_path(model)
     assert path == "dense"
     assert "1.0e-02 nats" in reason
@@ -50,7 +50,7 @@ def test_the_probe_has_the_last_word(monkeypatch):
 
 
 def test_every_rank_takes_the_worst_difference_of_all(monkeypatch):
-    monkeypatch.setattr("grpo_lightning.policy.choice.max_over_ranks", lambda nats: nats + 0.01)
+    monkeypatch.setattr("grpo_lightning.policy.probe.max_over_ranks", lambda nats: nats + 0.01)
     assert choose_path(tiny_model("qwen2"))[0] == "dense"
 
 
@@ -101,7 +101,7 @@ def one_rank():
 def test_what_is_computed_in_16_bits_is_not_compared_as_32(change, is_wide, monkeypatch):
     model = tiny_model("qwen2")
     change(model)
-    monkeypatch.setattr("grpo_lightning.policy.choice.probe_difference", lambda *_: torch.tensor([0.0, 0.01]))
+    monkeypatch.setattr("grpo_lightning.policy.probe.probe_difference", lambda *_: torch.tensor([0.0, 0.01]))
     measured = measure(model, Scorer(), Scorer("dense"))
     assert measured.is_rounding != is_wide
     assert measured.nats == pytest.approx(0.01 if is_wide else 0.005)
@@ -264,8 +264,8 @@ def test_too_little_memory_is_no_reason_for_another_path():
 
 
 def test_what_one_rank_cannot_run_none_runs(monkeypatch):
-    monkeypatch.setattr("grpo_lightning.policy.choice.gather_objects", lambda own: [own, "ValueError: not here"])
-    monkeypatch.setattr("grpo_lightning.policy.choice.max_over_ranks", lambda nats: nats + torch.inf)
+    monkeypatch.setattr("grpo_lightning.policy.probe.gather_objects", lambda own: [own, "ValueError: not here"])
+    monkeypatch.setattr("grpo_lightning.policy.probe.max_over_ranks", lambda nats: nats + torch.inf)
     path, reason = choose_path(tiny_model("qwen2"))
     assert (path, reason) == ("dense", "a probe of both paths raised ValueError: not here")
 
@@ -282,7 +282,7 @@ def test_a_broken_head_is_found_by_the_probe(monkeypatch, path, moved):
             scores = super().score(model, inputs, lambda states: shift(aligned(states), "states"), ids, mask)
             return shift(scores, "scores")
 
-    monkeypatch.setattr("grpo_lightning.policy.scoring.SlicedHead", Broken)
+    monkeypatch.setattr("grpo_lightning.policy.scorer.SlicedHead", Broken)
     scorer, reason = choose_head(Scorer(path), tiny_model("qwen2"))
     assert scorer.head_chunk_size is None
     assert "more than rounding" in reason

@@ -23,7 +23,7 @@ from grpo_lightning.policy.families import (
     vision_parts,
 )
 from grpo_lightning.policy.lora import language_layers
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_models, tiny_vlms
 from tests.policy.scored import loss_and_gradients, row_weights
 from tests.vision_prompts import SCENARIOS, encoder_of, vision_batch

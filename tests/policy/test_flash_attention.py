@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy import loading
-from grpo_lightning.policy.choice import choose_path, probe_batch
 from grpo_lightning.policy.loading import PolicyLoader, no_flash_reason
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.probe import choose_path, probe_batch
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import SamplingParams
 from tests import tiny_vlms
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.policy.flash_stand_in import Kernels, install

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.choice import probe_difference
 from grpo_lightning.policy.loading import PolicyLoader, choose_attention
 from grpo_lightning.policy.precision import compute_dtype
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.probe import probe_difference
+from grpo_lightning.policy.scorer import Scorer
 from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, targets, using_adapter
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import BASE, FAMILIES, tiny_model

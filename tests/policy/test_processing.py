@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
+from grpo_lightning.core.types import Prompt
+from grpo_lightning.policy.encoder import WORD_JOINER, Encoder
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.processing import WORD_JOINER, Encoder
-from grpo_lightning.types import Prompt
 from tests import tiny_vlms
 from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from tests.vision_prompts import encoder_of, prompt_of

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_lightning.core.types import Group, Prompt, SamplingParams
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.evaluation import Validation
 from grpo_lightning.objective import Objective
-from grpo_lightning.planner import plan_micro_batches
 from grpo_lightning.policy.inputs import left_pad
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.tokenize import num_positions
+from grpo_lightning.policy.tokens import num_positions
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import Group, Prompt, SamplingParams
+from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.micro_batches import plan_micro_batches
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.tiny_models import BASE, PAD, tiny_model, tiny_tokenizer
 

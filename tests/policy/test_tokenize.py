@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.policy.tokenize import check_length, num_positions, tokenize
-from grpo_lightning.types import Prompt
+from grpo_lightning.policy.tokens import check_length, num_positions, tokenize
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

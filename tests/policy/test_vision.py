@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from grpo_lightning.policy.choice import choose_path
+from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
 from grpo_lightning.policy.loading import checkpoint_layers
 from grpo_lightning.policy.lora import LoRA, add_adapters
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.probe import choose_path
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.trained import check_in_step
+from grpo_lightning.policy.trainable import check_in_step
 from grpo_lightning.policy.vision import keep, merged, needs_blank, place, seeing
-from grpo_lightning.types import ImageFeatures, PromptVision, VisionInputs
 from tests import tiny_vlms
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
 from tests.tiny_vlms import EXTENDED
@@ -166,7 +166,7 @@ def test_who_needs_a_blank_image(monkeypatch):
     assert not needs_blank(vlm.model, [seen], is_sharded=False)
     assert needs_blank(vlm.model, [PromptVision(), seen], is_sharded=True)
     assert not needs_blank(vlm.model, [PromptVision()], is_sharded=True)
-    monkeypatch.setattr("grpo_lightning.ranks.is_any", lambda own: True)  # another rank has an image
+    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda own: True)  # another rank has an image
     assert needs_blank(vlm.model, [PromptVision()], is_sharded=True)
 
 
@@ -237,7 +237,7 @@ def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
     check_in_step(vlm.model, Sharding())
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     check_in_step(vlm.model, Sharding())
-    monkeypatch.setattr("grpo_lightning.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
     with pytest.raises(ValueError, match="a rank without images could not keep step: the package has no facts"):
         check_in_step(vlm.model, Sharding())
     check_in_step(add_adapters(vlm.model, LoRA(rank=2)), Sharding())

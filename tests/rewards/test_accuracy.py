@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, RewardSet, WeightedReward
 from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
-from grpo_lightning.types import Completion, Group, Prompt
 
 pytest.importorskip("math_verify")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lightning.rewards.average_precision import average_precision, check_installed
+from grpo_lightning.rewards.boxes.average_precision import average_precision, check_installed
 
 pytest.importorskip("pycocotools")
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.rewards.box_answers import (
+from grpo_lightning.rewards.boxes.parsing import (
     Detection,
     detections,
     has_json_box,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import ImageView
 from grpo_lightning.rewards import IoU
-from grpo_lightning.rewards.box_frame import frame_of
-from grpo_lightning.types import ImageView
+from grpo_lightning.rewards.boxes.frame import frame_of
 
 # 400 x 200 in the data; the policy sees half of it in each direction.
 RESIZED = ImageView(400, 200, 200, 100, "resized")

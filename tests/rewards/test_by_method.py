@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.rewards import ByMethod, RewardSet, Scores, WeightedReward
-from grpo_lightning.types import Completion, Group, ImageView, Prompt
 
 pytest.importorskip("math_verify")
 

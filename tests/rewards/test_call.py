@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.rewards import Reward, RewardSet, Scores, WeightedReward
-from grpo_lightning.types import Completion, Group, ImageView, Prompt
 
 NAN = math.nan
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question"}]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.rewards import Countdown, RewardSet
 from grpo_lightning.rewards.arithmetic import Expression, evaluated
-from grpo_lightning.types import Prompt
 
 
 def value(text: str, nums: Any = (3, 4, 5, 6), target: Any = 28, **options: Any) -> float | None:

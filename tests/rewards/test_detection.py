@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import ImageView
 from grpo_lightning.rewards import DetectionMAP, OdLength, WeightedSum
-from grpo_lightning.types import ImageView
 
 pytest.importorskip("pycocotools")
 

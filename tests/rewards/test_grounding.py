@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.rewards import FormatRec, IoU, RewardSet, WeightedReward
-from grpo_lightning.types import Completion, Group, ImageView, Prompt
 
 VIEW = ImageView(100, 100, 100, 100, "resized")
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, WeightedReward, judge
-from grpo_lightning.rewards.judge import said, score_in
-from grpo_lightning.types import Completion, Group, Prompt
+from grpo_lightning.core.types import Completion, Group, Prompt
+from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, WeightedReward
+from grpo_lightning.rewards import llm_judge as judge
+from grpo_lightning.rewards.llm_judge import said, score_in
 
 pytest.importorskip("openai")
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Cosine, Length, Reward, RewardSet, SoftOverlong, WeightedReward
-from grpo_lightning.types import Completion, Group, Prompt
 
 # --- Length
 

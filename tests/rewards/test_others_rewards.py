@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lightning.images import ImageRef
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, Cosine, RewardSet, Scores, WeightedReward
 from grpo_lightning.rewards.base import _renamed
 from grpo_lightning.rewards.trainer_state import TrainerState
-from grpo_lightning.types import Completion, Group, Prompt
 
 CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
 

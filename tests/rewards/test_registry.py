@@ -9,9 +9,9 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from grpo_lightning import rewards
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, Format, Plugin, Reward, RewardSet, Scores, available, reward
 from grpo_lightning.rewards.registry import SHIPPED
-from grpo_lightning.types import Completion, Group, Prompt
 
 GROUPS = [Group(Prompt("p"), [1], [Completion([1], [0.0], "stop", "a"), Completion([1, 2], [0.0] * 2, "stop", "bb")])]
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import (
     ByMethod,
     Cosine,
@@ -26,7 +27,6 @@ from grpo_lightning.rewards import (
     WeightedReward,
 )
 from grpo_lightning.rewards.scoring import weighted_total
-from grpo_lightning.types import Completion, Group, Prompt
 
 NAN = math.nan
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.images import ImageRef
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.rewards import (
     ByMethod,
     Cosine,
@@ -24,7 +25,6 @@ from grpo_lightning.rewards import (
     RewardSet,
     WeightedReward,
 )
-from grpo_lightning.types import Prompt
 
 CUP = {"bbox_2d": [10, 10, 60, 50], "label": "cup"}
 FAR = {"bbox_2d": [900, 900, 950, 950], "label": "cup"}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from grpo_lightning.core.types import Prompt
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rewards.sources import Source, check_sources, sources_of
-from grpo_lightning.types import Prompt
 
 
 def needs_answer(completions: Any, answer: Any) -> Any: ...

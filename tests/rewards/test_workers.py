@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from grpo_lightning.cli.errors import lines
+from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import workers as workers_module
-from grpo_lightning.types import Completion, Group, Prompt
 from tests.rewards import misbehaving
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, step_timeout_seconds=60, memory_gb=0.5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.rollout.drawing import drawable
+from grpo_lightning.rollout.sampler import drawable
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.rollout.drawing import BLOCK_STEPS, BLOCK_TOKENS, TokenDrawer, Uniforms, first_above, pick
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.rollout.sampler import BLOCK_STEPS, BLOCK_TOKENS, TokenDrawer, Uniforms, first_above, pick
 from tests.tiny_models import tiny_tokenizer
 
 CPU = torch.device("cpu")

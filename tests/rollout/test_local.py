@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.planner import plan_micro_batches
-from grpo_lightning.policy.choice import choose_path
+from grpo_lightning.core.types import Group, Prompt, SamplingParams
 from grpo_lightning.policy.inputs import left_pad
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.probe import choose_path
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import Group, Prompt, SamplingParams
+from grpo_lightning.training.micro_batches import plan_micro_batches
 from tests.module_runs import make_module
 from tests.tiny_models import BASE, EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
 
@@ -361,9 +361,9 @@ def test_a_rank_that_is_done_keeps_step(monkeypatch):
     Where transformers' `generate` decodes, it asks the process group itself: see tests/distributed.
     """
     model = tiny_model("qwen2", num_hidden_layers=2)
-    monkeypatch.setattr("grpo_lightning.ranks.max_over_ranks", lambda values: values.clamp(min=2))
-    monkeypatch.setattr("grpo_lightning.ranks.is_any", lambda flag: True)
-    monkeypatch.setattr("grpo_lightning.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("grpo_lightning.core.ranks.max_over_ranks", lambda values: values.clamp(min=2))
+    monkeypatch.setattr("grpo_lightning.core.ranks.is_any", lambda flag: True)
+    monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
     model.generation_config.eos_token_id = list(range(2, 60))
     sampling = SamplingParams(max_completion_length=6)
     want = connected(model).generate(make_prompts(), 2, sampling, seeds=[0, 1, 2])

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.rollout.sampling_cache import SamplingCache, no_fan_out_reason
-from grpo_lightning.types import SamplingParams
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from grpo_lightning.planner import give_images, plan_micro_batches
+from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.families import freeze_vision, inner_model
-from grpo_lightning.policy.scoring import Scorer
+from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.types import SamplingParams
+from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests import tiny_vlms
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 

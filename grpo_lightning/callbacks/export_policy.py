@@ -1,0 +1,69 @@
+"""The policy as a folder that transformers or peft loads, written by the run itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from grpo_lightning.callbacks.run_files import run_folder
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.saving import original_tokenizer, whole_weights, write_policy
+
+
+class ExportPolicy(L.Callback):
+    """Writes the policy when training ends: weights, config and tokenizer, or with LoRA the adapter alone.
+
+    Of a policy that sees images its processor, too.
+
+    Of sharded weights every rank gathers one at a time, and rank 0 writes them, in the precision they are trained in.
+    Nothing is written of a run that failed.
+
+    Args:
+        folder: Where it goes, below the run's folder unless the path is absolute. Files of an earlier export are
+            replaced.
+        every_n_steps: Write it also after as many optimizer steps each time, into folders `step-<step>` in it.
+    """
+
+    def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(
+                f"ExportPolicy.every_n_steps must be at least 1, or null for the end, got {every_n_steps}."
+            )
+        self.folder = folder
+        self.every_n_steps = every_n_steps
+        self.written_at = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """A run that goes on has written where it stands."""
+        self.written_at = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        """Write it, if it is time."""
+        step = trainer.global_step
+        if self.every_n_steps is not None and step > self.written_at and step % self.every_n_steps == 0:
+            self.written_at = step
+            self.write(trainer, pl_module, f"step-{step}")
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write it as it is in the end."""
+        self.write(trainer, pl_module)
+
+    def write(self, trainer: L.Trainer, pl_module: Any, name: str = "") -> None:
+        """Gather the weights on every rank and write them on rank 0."""
+        folder = run_folder(trainer, None) / self.folder / name
+        weights = whole_weights(pl_module.policy, pl_module.sharding, keeps=trainer.is_global_zero)
+        if trainer.is_global_zero:
+            write_loaded(pl_module.policy, pl_module.loader, folder, weights)
+        trainer.strategy.barrier()
+
+
+def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
+    """Write a policy with the config and the tokenizer or processor that it was loaded with: a run changes its own."""
+    config = None
+    if loader.name is not None:
+        config = loader.load_config()
+        config.dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+        config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # as fully_shard calls the class
+    write_policy(policy, original_tokenizer(loader), folder, config=config, weights=weights)

@@ -1,0 +1,86 @@
+"""The completions of `predict`, as JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from grpo_lightning.callbacks.run_files import append_lines, in_order_of_prompts, json_line, run_file
+from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.data.source import as_prompt_batch
+
+
+class WritePredictions(L.Callback):
+    """Writes `predictions.jsonl`, with the completions of all ranks in the order of the prompts, into the run's folder.
+
+    A line per completion: source, prompt_index, prompt, completion, length (tokens), finish_reason, reward, rewards (by
+    name) and columns (of the data row). null stands for "not scorable". Lines are written batch by batch: an
+    interrupted run leaves what it had. Only with several ranks and a loader that is no `PromptSource` are they written
+    at the end. A file of an earlier run is replaced.
+
+    Args:
+        dirpath: Folder; null is the run's.
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        self.dirpath = dirpath
+        self.path: Path | None = None
+        self.num_lines = 0
+        self.waiting: list[list[str]] = []
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin an empty file."""
+        self.path = run_file(trainer, self.dirpath, "predictions.jsonl")
+        if trainer.is_global_zero:
+            self.path.write_bytes(b"")
+        self.num_lines, self.waiting = 0, []
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Write a batch.
+
+        Raises:
+            TypeError: If `predict_step` gave no list of records.
+        """
+        if not isinstance(outputs, Sequence) or not all(isinstance(record, Mapping) for record in outputs):
+            raise TypeError(
+                f"WritePredictions needs a predict_step that returns a list of records (dicts), got "
+                f"{type(outputs).__name__}: {outputs!r:.80}."
+            )
+        prompts = as_prompt_batch(batch)
+        self.waiting += by_prompt(outputs, len(prompts))
+        # A source has as many batches on every rank, other loaders may not: who gathers then would wait for ever.
+        if trainer.world_size == 1 or prompts.is_from_source:
+            self.write(trainer)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write what is left, and say where the file is."""
+        self.write(trainer)
+        if trainer.is_global_zero:
+            print(f"Predictions: {self.path} ({self.num_lines} completions)")  # noqa: T201 - the result people look for
+
+    def write(self, trainer: L.Trainer) -> None:
+        """Write the records of all ranks that wait, in the order of their prompts. To be called on every rank."""
+        lines = [line for group in in_order_of_prompts(gather_objects(self.waiting)) for line in group]
+        self.waiting = []
+        self.num_lines += len(lines)
+        if trainer.is_global_zero:
+            assert self.path is not None
+            append_lines(self.path, lines)
+
+
+def by_prompt(records: Sequence[Mapping[str, Any]], num_prompts: int) -> list[list[str]]:
+    """The lines of a batch's records, prompt by prompt; in one piece, if they do not divide evenly."""
+    lines = [json_line(record) for record in records]
+    size = len(lines) // num_prompts if num_prompts and len(lines) % num_prompts == 0 else len(lines)
+    return [lines[start : start + size] for start in range(0, len(lines), size)] if size else []

@@ -1,0 +1,236 @@
+"""Checkpoints on the command line: the newest that can be used, and in which settings it differs from this run's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+
+from grpo_lightning.cli import run_folder
+from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.training import rank_files
+from grpo_lightning.training.completeness import is_broken_off, why_incomplete
+
+LIGHTNINGS_NAMES = ("best", "last", "hpc")
+WHOLE_CONFIG = "# lightning.pytorch=="
+"""How the `config.yaml` of a run begins. Another one may lie two folders above a checkpoint by chance."""
+
+MISSING = "(not set)"
+SHOWN = 20
+
+
+def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
+    """Why nothing can be loaded from a checkpoint, or with `to_train` why no run can go on from it; None if it can.
+
+    Of DeepSpeed's, which only its own loader reads, it is known what their mark says, and no more.
+    """
+    if why := why_incomplete(path):
+        return why
+    if to_train and path.is_dir() and is_broken_off(path):
+        return "it was saved inside an optimizer step, which an error broke off"
+    file = path if path.is_file() else path / "meta.pt"
+    if not to_train or not file.is_file():
+        return None
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # somebody's own objects are in it: for the Trainer to judge
+        return None
+    except (RuntimeError, EOFError, OSError) as error:
+        return f"it cannot be read ({str(error).strip().partition(chr(10))[0]})"
+    if not isinstance(content, dict):
+        return f"it holds a {type(content).__name__}, not a checkpoint"
+    if (content.get("grpo") or {}).get("is_broken_off"):
+        return "it was saved inside an optimizer step, which an error broke off"
+    if why := rank_files.why_missing(path, content.get("grpo")):
+        return why
+    # In a folder the optimizer's state is among the shards: the schedulers are saved along with it, and only with it.
+    if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:
+        return "it holds weights without the optimizer's state (save_weights_only)"
+    return None
+
+
+def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint in some folders that can be used, and why newer ones cannot; see `why_unusable`."""
+    skipped: dict[Path, str] = {}
+    found = [path for folder in folders for path in folder.glob("*.ckpt")]
+    for path in sorted(found, key=written_at, reverse=True):
+        why = why_unusable(path, to_train=to_train)
+        if why is None:
+            return path, skipped
+        skipped[path] = why
+    return None, skipped
+
+
+def folders_of_run(path: Path) -> list[Path]:
+    """The folders of checkpoints in the folder of a run, or of its versions; none where a path is neither.
+
+    The run's own folder is one if Lightning's checkpoint for a job that SLURM puts back into the queue is there.
+    """
+
+    def requeued(run: Path) -> list[Path]:
+        return [run] if any(run.glob("hpc_ckpt_*.ckpt")) else []
+
+    is_run = (path / "checkpoints").is_dir() or requeued(path)
+    runs = [path] if is_run else run_folder.versions(path).values()
+    return [folder for run in runs for folder in (run / "checkpoints", *requeued(run))]
+
+
+def is_requeued() -> bool:
+    """True if SLURM has put the job back into the queue: the same command line is to go on with the run."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
+    """The folders outside `runs/<run name>/version_<N>/checkpoints` that a recipe's settings send checkpoints to.
+
+    These are the `dirpath` of its own ModelCheckpoints, and what Lightning makes of its first logger:
+    `save_dir/name/version/checkpoints`.
+    """
+    callbacks = trainer.get("callbacks") or []
+    settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    given = [Path(str(own.dirpath)) for own in settings if own and own.get("dirpath")]
+    for version in run_folder.versions(runs).values() or [runs / "version_0"]:
+        given += folders_of_logger(trainer, version)
+    usual = {folder.resolve() for folder in folders_of_run(runs)} | {(runs / "version_0" / "checkpoints").resolve()}
+    return list({folder.resolve(): folder for folder in given if folder.resolve() not in usual}.values())
+
+
+def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
+    """Where Lightning keeps checkpoints by the first logger of a run in this folder; none without a logger."""
+    placed = trainer.clone()
+    run_folder.place(placed, folder)
+    if not placed.get("logger"):
+        return []
+    first = placed.logger[0].init_args
+    if first.get("save_dir") is None:
+        return []
+    version = first.get("version")
+    base = Path(first.save_dir) / str(first.get("project") or first.get("name") or "")
+    if version is None:
+        return sorted(base.glob("*/checkpoints"))
+    return [base / (f"version_{version}" if isinstance(version, int) else version) / "checkpoints"]
+
+
+def written_at(path: Path) -> tuple[int, str]:
+    """When a checkpoint was last written to; the name decides between two of the same moment."""
+    files = [path] if path.is_file() else [other for other in path.rglob("*") if other.is_file()]
+    return max((file.stat().st_mtime_ns for file in files), default=path.stat().st_mtime_ns), path.name
+
+
+def check_there(path: str | None, *, to_train: bool = False) -> None:
+    """Refuse a checkpoint that is not there or cannot be used, before the weights load. Raises: ConfigurationError."""
+    if path is None or "://" in path or path.startswith("registry"):
+        return
+    if path in LIGHTNINGS_NAMES:  # of the run that this very process did before: it did none, and starts from nothing
+        raise ConfigurationError(f"--ckpt_path {path}: take auto (the newest checkpoint of the run) or a file.")
+    if Path(path).exists():
+        if why := why_incomplete(Path(path)):
+            what = "file of another kind" if Path(path).is_file() else "folder without a checkpoint"
+            raise ConfigurationError(
+                f"--ckpt_path: {path} is no complete checkpoint: {why}, or it is a {what}. Give another one, or auto "
+                "for the newest of this run."
+            )
+        if why := why_unusable(Path(path), to_train=to_train):
+            raise ConfigurationError(f"--ckpt_path: no run can go on from {path}: {why}. Give another one, or auto.")
+        return
+    parent = Path(path).parent
+    there = sorted(other.name for other in parent.glob("*.ckpt")) if parent.is_dir() else []
+    hint = f"There are: {', '.join(there)}." if there else "Give a file, or auto for the newest of this run."
+    raise ConfigurationError(f"--ckpt_path: there is no checkpoint {path} (current folder: {Path.cwd()}). {hint}")
+
+
+def settings(path: Path) -> tuple[dict[str, Any], bool]:
+    """The settings a checkpoint was trained with, below "model" and "data", and True if they are all of them.
+
+    All stand in the `config.yaml` of the run; a checkpoint without its run has those that could be saved in it.
+    """
+    config = path.parent.parent / "config.yaml"
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    if text.startswith(WHOLE_CONFIG):
+        tree = yaml.safe_load(text) or {}
+        return {name: tree[name] for name in ("model", "data") if name in tree}, True
+    file = path if path.is_file() else path / "meta.pt"
+    if not file.is_file():
+        return {}, False
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError):  # what it says is worth a notice, not a failure
+        return {}, False
+    return {"model": dict(content.get("hyper_parameters") or {})}, False
+
+
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys; lists count as one value."""
+    if not isinstance(value, Mapping):
+        return {key: value}
+    return {
+        inner: item
+        for name, child in value.items()
+        for inner, item in flat(child, f"{key}.{name}" if key else str(name)).items()
+    }
+
+
+def differences(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    defaults: Mapping[str, Mapping[str, Any]],
+    *,
+    is_whole: bool = True,
+) -> list[str]:
+    """Lines `key: before -> now` for what differs among the groups that both have.
+
+    Args:
+        before: The checkpoint's settings, "model" and "data".
+        now: This command line's.
+        defaults: What null stands for, by dotted key.
+        is_whole: False if `before` may lack settings that were there: then only what both have is compared.
+    """
+    groups = sorted(before.keys() & now.keys())
+    old, new = (flat(filled({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
+    keys = old.keys() | new.keys() if is_whole else old.keys() & new.keys()
+    return [
+        f"{key}: {shown(old.get(key, MISSING))} -> {shown(new.get(key, MISSING))}"
+        for key in sorted(keys)
+        if plain(old.get(key, MISSING)) != plain(new.get(key, MISSING))
+    ]
+
+
+def filled(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings with defaults in the place of null: the same run, written out."""
+    return {
+        name: defaults.get(f"{prefix}{name}")
+        if value is None
+        else filled(value, defaults, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else value
+        for name, value in tree.items()
+    }
+
+
+def plain(value: Any) -> Any:
+    """Tuples as the lists that YAML makes of them."""
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def shown(value: Any) -> str:
+    """A value in one short line."""
+    text = value if value is MISSING else yaml.safe_dump(plain(value), default_flow_style=True, width=1000)
+    text = text.replace("\n...", "").strip()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def notice(path: Path, now: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What a checkpoint was trained with and this run is not; None if nothing differs or nothing is known."""
+    before, is_whole = settings(path)
+    lines = differences(before, now, defaults, is_whole=is_whole)
+    if not lines:
+        return None
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    said = "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
+    return f"Settings that differ from those of the checkpoint; this command line's count (checkpoint -> now):\n{said}"

@@ -1,0 +1,1 @@
+"""What every other part uses: types, ranks, seeds, messages, files."""

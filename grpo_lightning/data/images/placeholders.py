@@ -1,0 +1,119 @@
+"""Where the images of a prompt stand in its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Message
+from grpo_lightning.data.images.values import ImageFinder, is_empty
+
+IMAGE = "<image>"
+"""The place of an image in a text."""
+
+SOURCES = ("image", "path", "url", "image_url")
+"""What a part of a message may call its own image."""
+
+
+def place_images(
+    messages: Sequence[Message], images: Sequence[ImageRef], finder: ImageFinder
+) -> tuple[list[Message], list[ImageRef]]:
+    """Messages with a part `{"type": "image"}` for every image.
+
+    An image of the row's column goes where a placeholder `<image>` or an image part without an image of its own stands,
+    in order; if there is no place at all, all images go in front of the first user turn. VLM-R1 removes the
+    placeholders and always puts the images first, and so asks another question wherever the text says "the first image
+    <image> ... the second <image>".
+
+    Args:
+        messages: The chat.
+        images: The images of the row's column.
+        finder: Of the row: for images that parts hold themselves, and its file and line.
+
+    Returns:
+        The messages, their contents lists of parts, and all images in the order of the image parts. A chat without any
+        image comes back as it is.
+
+    Raises:
+        ValueError: If there are more or fewer places than images, naming both counts.
+    """
+    placed = [_with_parts(message, finder, f"message {number}") for number, message in enumerate(messages, start=1)]
+    slots = [part for message in placed for part in _image_parts(message)]
+    if not slots and not images:
+        return list(messages), []
+    if not slots:
+        slots = [{"type": "image"} for _ in images]
+        _put_first(placed, slots, finder.where)
+    num_open = sum("ref" not in slot for slot in slots)
+    if num_open != len(images):
+        raise ValueError(_miscounted(num_open, len(images), finder.where))
+    left = iter(images)
+    refs = [slot.pop("ref") if "ref" in slot else next(left) for slot in slots]
+    done: list[Message] = [*placed]
+    return done, refs
+
+
+def _miscounted(num_places: int, num_images: int, where: str) -> str:
+    """What is said of a row with more or fewer places than images."""
+    counts = f"{where}: the prompt has {num_places} places for images ({IMAGE}, or image parts) and the row"
+    if not num_images:
+        return (
+            f"{counts} has no image (column 'image' or 'images'). Add it, or remove the placeholder if the question "
+            "can be answered without."
+        )
+    return f"{counts} has {num_images} in its column. Write one {IMAGE} per image, or none: then all stand first."
+
+
+def _with_parts(message: Message, finder: ImageFinder, name: str) -> dict[str, Any]:
+    """The message with a list of parts for content, placeholders made image parts."""
+    content = message.get("content")
+    if content is None:
+        return dict(message)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    split: list[dict[str, Any]] = []
+    for number, part in enumerate(parts, start=1):
+        if part["type"] == "text":
+            split += _split(part["text"])
+        elif part["type"] in ("image", "image_url"):
+            split.append(_own_image(part, finder, f"{name}, part {number}"))
+        else:
+            split.append(dict(part))
+    return {**message, "content": split}
+
+
+def _split(text: str) -> Iterator[dict[str, Any]]:
+    """The parts of a text with placeholders: what stands before, between and after them stays as it is."""
+    for number, piece in enumerate(text.split(IMAGE)):
+        if number:
+            yield {"type": "image"}
+        if piece:
+            yield {"type": "text", "text": piece}
+
+
+def _own_image(part: Mapping[str, Any], finder: ImageFinder, what: str) -> dict[str, Any]:
+    """An image part, with the reference to its own image if it has one."""
+    given = [part[name] for name in SOURCES if not is_empty(part.get(name))]
+    if not given:
+        if part["type"] == "image_url":
+            raise ValueError(
+                f'{finder.where}: {what} must look like {{"type": "image_url", "image_url": {{"url": ...}}}}, got '
+                f"{dict(part)!r:.80}."
+            )
+        return {"type": "image"}
+    # Of the nested form of `image_url`; other mappings are images as `datasets` writes them.
+    value = given[0]["url"] if isinstance(given[0], Mapping) and "url" in given[0] else given[0]
+    return {"type": "image", "ref": finder.ref(value, what)}
+
+
+def _image_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The image parts of a message."""
+    return [part for part in message.get("content") or () if part["type"] == "image"]
+
+
+def _put_first(messages: Sequence[dict[str, Any]], slots: Sequence[dict[str, Any]], where: str) -> None:
+    """Put image parts in front of the first user turn. Raises: ValueError if there is none."""
+    asked = next((message for message in messages if message["role"] == "user" and message.get("content")), None)
+    if asked is None:
+        raise ValueError(f"{where}: the row has an image, and no user turn for it to stand in.")
+    asked["content"] = [*slots, *asked["content"]]

@@ -1,0 +1,336 @@
+"""Prompts to what the policy takes: token ids, and of images the tensors of the policy's own processor.
+
+Every prompt goes through the processor alone and once, however many completions it gets: what is made of it is never
+cut out of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+from torch import Tensor
+
+from grpo_lightning.core.images import ImageError
+from grpo_lightning.core.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
+from grpo_lightning.policy.families import family_of
+from grpo_lightning.policy.tokens import check_length, num_positions, tokenize, turn_settings, vocabulary_size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
+
+WORD_JOINER = "\u2060"
+"""Invisible: put into texts that spell a token which stands for an image."""
+
+BLANK_SIDE = 56
+"""Pixels of the blank image: processors make it a few tokens."""
+
+
+class Encoder:
+    """Turns prompts into what a policy takes.
+
+    Args:
+        tokenizer: The policy's.
+        processor: The policy's, if it sees images: tokenizer and image processor in one.
+        config: The policy's; None knows no limit of positions.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any = None, config: Any = None) -> None:
+        self.tokenizer, self.processor, self.config = tokenizer, processor, config
+        self.family = family_of(config)
+
+    @property
+    def sees_images(self) -> bool:
+        """True if the policy takes images."""
+        return self.processor is not None
+
+    @functools.cached_property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images and videos, or frame them.
+
+        Raises:
+            ValueError: If the tokenizer has no token that stands for an image.
+        """
+        if not self.sees_images:
+            return ()
+        vocabulary = self.tokenizer.get_vocab()
+        image, ids = getattr(self.config, "image_token_id", None), set(vocabulary.values())
+        if image is not None and image not in ids:
+            raise ValueError(
+                f"The policy's image_token_id is {image}, and its tokenizer has {len(vocabulary)} tokens without that "
+                "one: no prompt could show an image. Give model.policy.tokenizer the policy's own processor, or "
+                "correct image_token_id in its config.json."
+            )
+        named = self.family.media_tokens if self.family else ()
+        known = {vocabulary[token] for token in named if token in vocabulary}
+        declared: set[Any] = {getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video")}
+        return tuple(sorted(known | (declared & ids)))
+
+    @functools.cached_property
+    def never_drawn(self) -> tuple[int, ...]:
+        """Ids that no completion has: those that stand for images, and those behind the tokenizer's last token.
+
+        Embeddings are padded to a round number of rows: what is drawn there is no text, and cannot be given back.
+        """
+        size = 0 if self.config is None else vocabulary_size(self.config)
+        first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        return tuple(sorted({*self.media_token_ids, *range(first, size)}))
+
+    @functools.cached_property
+    def media_tokens(self) -> list[str]:
+        """The same as text."""
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(list(self.media_token_ids))
+        return tokens
+
+    def __call__(self, prompt: Prompt, where: str = "") -> EncodedPrompt:
+        """Encode a prompt; its images are read now.
+
+        Args:
+            prompt: Text or messages, with images or without.
+            where: What to call it in errors; by default by its `label`.
+
+        Raises:
+            ValueError: If it cannot be tokenized, has images that cannot be read, or something that the policy does not
+                take.
+        """
+        self.check(prompt, where)
+        if not self.sees_images:
+            ids = tokenize(prompt, self.tokenizer, where)
+            self.check_known(ids, where or prompt.label)
+            return EncodedPrompt(ids)
+        if not prompt.images:
+            return EncodedPrompt(self.without_images(prompt, where), PromptVision())
+        if prompt.token_ids is not None:
+            raise ValueError(
+                f"{where or prompt.label} has images and token_ids: what its images become cannot be cut. Leave the "
+                "token_ids out."
+            )
+        images = [image.read() for image in prompt.images]
+        outputs = self.processed(self.rendered(prompt, where), images, where or prompt.label)
+        return self.with_images(outputs, images)
+
+    def check(self, prompt: Prompt, where: str = "") -> None:
+        """Raise ValueError if a prompt has a video or sound, or an image that this policy cannot see.
+
+        Chat templates render what they do not know as nothing, or as a token that nothing stands behind.
+        """
+        messages = () if isinstance(prompt.content, str) else prompt.content
+        contents = (message.get("content") for message in messages)
+        kinds = [kind_of(part) for content in contents if not isinstance(content, str) for part in content or ()]
+        if others := [kind for kind in kinds if kind not in ("text", "image")]:
+            raise ValueError(
+                f"{where or prompt.label} has a message part of type {others[0]!r}, and policies are given parts of "
+                "type 'text' and 'image' only (no video, no sound; an image's file goes into Prompt.images). Remove "
+                "the part if the question can be answered without it, or leave the prompt out."
+            )
+        if not self.sees_images and (prompt.images or "image" in kinds):
+            raise ValueError(
+                f"{where or prompt.label} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
+                "takes text only: without them the question has no answer. Take a vision-language policy, or leave the "
+                "row out."
+            )
+
+    def check_known(self, ids: Sequence[int], where: str) -> None:
+        """Raise ValueError if a token has no embedding in the policy: its tokenizer is another's, or was extended."""
+        size = 0 if self.config is None else vocabulary_size(self.config)
+        if size and max(ids, default=0) >= size:
+            token = max(ids)
+            raise ValueError(
+                f"{where} has the token {self.tokenizer.convert_ids_to_tokens(token)!r} (id {token}), and the policy's "
+                f"vocabulary has {size} tokens. Give model.policy.tokenizer the policy's own, or resize the policy's "
+                "embeddings (resize_token_embeddings) and train them first."
+            )
+
+    def fitting(self, prompts: Sequence[Prompt], max_completion_length: int) -> list[EncodedPrompt]:
+        """Encode prompts that leave room for their completions. Raises: ValueError naming one that does not."""
+        encoded = [self(prompt) for prompt in prompts]
+        limit = None if self.config is None else num_positions(self.config)
+        for prompt, found in zip(prompts, encoded, strict=True):
+            check_length(prompt, len(found.token_ids), limit, max_completion_length)
+        return encoded
+
+    def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
+        """What goes with encoded prompts; None if the policy sees no images.
+
+        Args:
+            prompts: N, of this policy.
+            needs_blank: True if the vision tower has to run also where there is no image.
+        """
+        if not self.sees_images:
+            return None
+        blank = self.blank if needs_blank and self.family is not None else None
+        return VisionInputs([prompt or PromptVision() for prompt in prompts], blank)
+
+    # -------------------------------------------------------------------------------------------------------- lengths
+
+    def num_tokens(self, prompt: Prompt, where: str = "") -> int:
+        """L of a prompt, from the sizes of its images alone. Raises: as encoding does."""
+        if not prompt.images or not self.sees_images:
+            return len(self(prompt, where).token_ids)
+        self.check(prompt, where)
+        text = self.tokenizer(self.rendered(prompt, where), add_special_tokens=False)["input_ids"]
+        try:
+            return len(text) + sum(self.num_more_tokens(*image.size()) for image in prompt.images)
+        except ImageError:
+            raise  # which names the row
+        except ValueError as error:
+            raise ValueError(f"{where or prompt.label}: {error}") from error
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - as long as the run
+    def num_more_tokens(self, width: int, height: int) -> int:
+        """Tokens that an image of this size adds to its placeholder's own."""
+        text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
+        ids = self.processed(text, [blank_image(width, height)], "an image")["input_ids"][0]
+        return len(ids) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # ----------------------------------------------------------------------------------------------------- the pieces
+
+    @functools.cached_property
+    def blank(self) -> dict[str, Tensor]:
+        """The tensors of a small image that shows nothing."""
+        image = blank_image(BLANK_SIDE, BLANK_SIDE)
+        text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
+        vision = self.with_images(self.processed(text, [image], "a blank image"), [image]).vision
+        assert vision is not None
+        return vision.images
+
+    def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        """Messages as text, the assistant's turn opened, or continued if it is the last."""
+        text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
+            [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
+        )
+        return text
+
+    def without_images(self, prompt: Prompt, where: str) -> list[int]:
+        """The tokens of text alone. Raises: ValueError if a part of the messages stands for an image all the same."""
+        ids = tokenize(self.unspelled(prompt), self.tokenizer, where)
+        if stray := sorted(set(ids) & set(self.media_token_ids)):
+            raise ValueError(
+                f"{where or prompt.label} has no image, and its messages become "
+                f"{self.tokenizer.convert_ids_to_tokens(stray[0])!r}: give it its images, or remove the part."
+            )
+        return ids
+
+    def rendered(self, prompt: Prompt, where: str) -> str:
+        """A prompt with images as text, a placeholder for each."""
+        content = self.unspelled(prompt).content
+        parts = [part for message in content if not isinstance(message, str) for part in message.get("content") or ()]
+        places = sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+        if isinstance(content, str) or places != len(prompt.images):
+            raise ValueError(
+                f"{where or prompt.label} has {len(prompt.images)} image(s) and {places} place(s) for them: give it "
+                'messages with a part {"type": "image"} for each.'
+            )
+        try:
+            return self.template(content, prompt.chat_template_kwargs)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where or prompt.label}: the processor's chat template cannot render the messages: {error}."
+            ) from error
+
+    def processed(self, text: str, images: list[Image], where: str) -> Any:
+        """What the processor makes of a text with its images."""
+        try:
+            return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+        except (ValueError, IndexError) as error:  # an image that is too narrow, for example
+            sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
+            raise ValueError(
+                f"{where}: {type(self.processor).__name__} does not take its images ({sizes} pixels): {error}"
+            ) from error
+
+    def with_images(self, outputs: Mapping[str, Tensor], images: Sequence[Image]) -> EncodedPrompt:
+        """A prompt with images, from what the processor made of it."""
+        ids = outputs["input_ids"][0]
+        others = {
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, Tensor) and name not in ("input_ids", "attention_mask")
+        }
+        types = {name: value[0] for name, value in others.items() if name.endswith("token_type_ids")}
+        tensors = {name: value for name, value in others.items() if name not in types}
+        num_image_tokens = int((ids == self.config.image_token_id).sum())
+        views = [self.view(image, number, tensors) for number, image in enumerate(images)]
+        return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
+
+    def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
+        """How the policy sees one of the images."""
+        seen = image.size
+        if "image_grid_thw" in tensors:
+            _, rows, columns = tensors["image_grid_thw"][number].tolist()
+            patch = self.config.vision_config.patch_size
+            seen = columns * patch, rows * patch
+        return ImageView(*image.size, *seen, self.family.coordinates if self.family else None)
+
+    def unspelled(self, prompt: Prompt) -> Prompt:
+        """The prompt, its texts broken where they spell a token that stands for an image: text stays text."""
+        prompt = dataclasses.replace(prompt, content=with_texts_joined(prompt.content))
+        spelled = [token for token in self.media_tokens if token in str(prompt.content)]
+        if not spelled:
+            return prompt
+
+        def broken(text: str) -> str:
+            return functools.reduce(
+                lambda t, token: t.replace(token, token[0] + WORD_JOINER + token[1:]), spelled, text
+            )
+
+        return dataclasses.replace(prompt, content=in_texts(broken, prompt.content))
+
+
+def in_texts(change: Any, content: Any) -> Any:
+    """Every text of a prompt's content, changed."""
+    if isinstance(content, str):
+        return change(content)
+    return [in_message(change, message) for message in content]
+
+
+def in_message(change: Any, message: Message) -> Message:
+    """A message, its texts changed."""
+    content = message.get("content")
+    if content is None:  # a call of a tool
+        return message
+    changed = change(content) if isinstance(content, str) else [in_part(change, part) for part in content]
+    return {**message, "content": changed}
+
+
+def with_texts_joined(content: Any) -> Any:
+    """Parts of text that stand side by side made one, as templates do: no token is spelled over two of them."""
+    if isinstance(content, str):
+        return content
+    return [
+        message
+        if isinstance(message.get("content"), str | None)
+        else {**message, "content": joined_parts(message["content"])}
+        for message in content
+    ]
+
+
+def joined_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The parts of a message, neighbouring texts made one."""
+    joined: list[Mapping[str, Any]] = []
+    for part in parts:
+        if joined and part.get("type") == joined[-1].get("type") == "text":
+            joined[-1] = {**joined[-1], "text": joined[-1]["text"] + part["text"]}
+        else:
+            joined.append(part)
+    return joined
+
+
+def in_part(change: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a message, its text changed."""
+    return {**part, "text": change(part["text"])} if part.get("type") == "text" else part
+
+
+def kind_of(part: Any) -> str | None:
+    """What a part of a message says it is."""
+    return part.get("type") if isinstance(part, Mapping) else type(part).__name__
+
+
+def blank_image(width: int, height: int) -> Image:
+    """An image that shows nothing."""
+    import PIL.Image
+
+    return PIL.Image.new("RGB", (width, height), (127, 127, 127))

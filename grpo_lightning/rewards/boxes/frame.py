@@ -1,0 +1,226 @@
+"""What boxes are measured in: those of an answer and those of the data, in the same units."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.core.types import Box, ImageView
+from grpo_lightning.functional.boxes import clip, is_share
+from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
+
+GivenCoordinates = Literal["auto", "original", "resized", "norm1000"]
+GoldCoordinates = Literal["original", "norm1000"]
+
+Scale = tuple[float, float]
+"""What one unit of x and of y is worth."""
+
+
+class BoxFrame(NamedTuple):
+    """How the boxes of an answer and of the data lie in one image."""
+
+    given_scale: Scale
+    right_scale: Scale
+    size: tuple[float, float] | None
+    """Width and height of the image; None if they are not known."""
+
+    def given(self, boxes: Sequence[Box | None]) -> Tensor:
+        """[n, 4] float64: boxes of an answer, what of them lies in the image; empty for None."""
+        return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
+
+    def right(self, boxes: Sequence[Box]) -> Tensor:
+        """[n, 4] float64: boxes of the data, likewise. Raises: ValueError if one lies outside the image."""
+        for box in boxes:
+            check_inside(box, self.right_scale, self.size)
+        return self._placed(boxes, self.right_scale)
+
+    def _placed(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
+        """[n, 4] the boxes in common units, clipped to the image."""
+        placed = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) * torch.tensor(scale * 2, dtype=torch.float64)
+        return placed if self.size is None else clip(placed, *self.size)
+
+
+class BoxReward(Reward):
+    """A reward that compares the boxes of an answer with those of its row, in one image.
+
+    Args:
+        answer_column: The data column with the right boxes. A row without (None or empty text) is not scorable.
+        coordinates: What answers are in. "auto": what the policy's family writes (`ImageView.coordinates`), mapped to
+            the image in the data. "original": pixels of that image. "resized": pixels of what the policy sees.
+            "norm1000": 0 to 1000 across and down.
+        gold_coordinates: What the data are in: "original" pixels or "norm1000" (VLM-R1's data for InternVL).
+    """
+
+    says_solved = True
+
+    def __init__(
+        self,
+        answer_column: str = "solution",
+        *,
+        coordinates: GivenCoordinates = "auto",
+        gold_coordinates: GoldCoordinates = "original",
+    ) -> None:
+        """Raises: ValueError if a convention is unknown."""
+        if coordinates not in get_args(GivenCoordinates):
+            raise ValueError(
+                f"coordinates must be one of {', '.join(get_args(GivenCoordinates))}, got {coordinates!r}."
+            )
+        if gold_coordinates not in get_args(GoldCoordinates):
+            known = ", ".join(get_args(GoldCoordinates))
+            raise ValueError(f"gold_coordinates must be one of {known}, got {gold_coordinates!r}.")
+        self.answer_column = answer_column
+        self.coordinates: GivenCoordinates = coordinates
+        self.gold_coordinates: GoldCoordinates = gold_coordinates
+        self.required_columns = (answer_column,)
+
+    def __call__(
+        self,
+        completions: Sequence[Content],
+        image_views: Sequence[Sequence[ImageView]] | None = None,
+        log_metric: Any = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Compare.
+
+        Logs `<name>/unreadable`, the share of answers without a box that can be read. They are wrong, not failures.
+
+        Args:
+            completions: [B].
+            image_views: [B] the images of each prompt.
+            log_metric: Of the run.
+            columns: [B] each, the data columns.
+
+        Returns:
+            [B] in [0, 1], None where the row is not scorable.
+
+        Raises:
+            ValueError: If a row's right boxes cannot be read, or lie outside its image; if its prompt has several
+                images, or none and their sizes are needed.
+        """
+        answers = columns[self.answer_column]
+        views: Sequence[Sequence[ImageView]] = [()] * len(completions) if image_views is None else image_views
+        values: list[float | None] = []
+        unreadable = []
+        for completion, answer, images in zip(completions, answers, views, strict=True):
+            right = self.right(answer)
+            if right is None:
+                values.append(None)
+                continue
+            given = self.given(completion_text(completion))
+            unreadable.append(given is None)
+            values.append(self.compare(given, right, frame_of(images, self.coordinates, self.gold_coordinates)))
+        if log_metric is not None and unreadable:
+            log_metric(f"{self.name}/unreadable", sum(unreadable) / len(unreadable))
+        return values
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Check the right boxes, against their image too where its size is known. Raises: ValueError as a call does."""
+        right = self.right(columns.get(self.answer_column))
+        if right is None:
+            return
+        check_num_images(len(image_sizes), self.coordinates, self.gold_coordinates)
+        scale, size = _right_units(image_sizes[0] if image_sizes else None, self.gold_coordinates)
+        for box in self.boxes_of(right):
+            check_inside(box, scale, size)
+
+    @abstractmethod
+    def right(self, answer: Any) -> Any:
+        """The right boxes of a row; None if it has none. Raises: ValueError if they cannot be read."""
+
+    def boxes_of(self, right: Any) -> Sequence[Box]:
+        """The boxes in what `right` gives; those that are not told here are first looked at when they are compared."""
+        return ()
+
+    @abstractmethod
+    def given(self, text: str) -> Any:
+        """What a completion answers; None if it cannot be read."""
+
+    @abstractmethod
+    def compare(self, given: Any, right: Any, frame: BoxFrame) -> float:
+        """How good an answer is, in [0, 1]; it is None if it could not be read."""
+
+
+def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
+    """The frame of a prompt's image.
+
+    Without an image the two conventions must be the same one, and "original" boxes are then not clipped.
+
+    Args:
+        views: The images of the prompt.
+        given: What answers are in.
+        right: What the data are in.
+
+    Raises:
+        ValueError: If there are several images, or none and its size is needed.
+    """
+    check_num_images(len(views), given, right)
+    if not views:
+        return BoxFrame((1, 1), *_right_units(None, right))
+    view = views[0]
+    return BoxFrame(_scale(view, given), *_right_units((view.width, view.height), right))
+
+
+def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
+    """Check that it is known where boxes lie. Args and raises: as `frame_of`, with the number of images."""
+    if num_images > 1:
+        raise ValueError(
+            f"Boxes are compared in prompts with one image, got one with {num_images}: which of them is meant is not "
+            "known. Score these rows by another reward (`rewards` of the data set's entry)."
+        )
+    if not num_images and given != right:
+        raise ValueError(
+            f"coordinates {given!r} and gold_coordinates {right!r} need the size of an image, and the prompt has none: "
+            "give its row one, set both alike ('original' or 'norm1000'), or score the row by another reward."
+        )
+
+
+def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> None:
+    """Check that a box of the data has something in its image.
+
+    Args:
+        box: As the data have it.
+        scale: What one of its units is in pixels.
+        size: Width and height of the image, in pixels; None if it is not known.
+
+    Raises:
+        ValueError: If all of it lies outside, it has no area, or its numbers are from 0 to 1.
+    """
+    if size is not None and is_share(box, size):
+        raise ValueError(
+            f"The right box {list(box)} ends within the first pixel of its image, {size[0]:g} x {size[1]:g} pixels: if "
+            "its numbers are shares of the image, from 0 to 1, multiply them by its width and height."
+        )
+    limits = size or (math.inf, math.inf)
+    least = 0.0 if size else -math.inf
+    across = min(box[2] * scale[0], limits[0]) - max(box[0] * scale[0], least)
+    down = min(box[3] * scale[1], limits[1]) - max(box[1] * scale[1], least)
+    # The area as well: a product of tiny sides may be 0 where neither is.
+    if not (across > 0 and down > 0 and across * down > 0):
+        if size is None:
+            raise ValueError(f"The right box {list(box)} has no area: (x2 - x1) * (y2 - y1) must be above 0.")
+        raise ValueError(
+            f"The right box {list(box)} lies outside its image, {size[0]:g} x {size[1]:g} pixels: does "
+            "gold_coordinates say what the data are in?"
+        )
+
+
+def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tuple[Scale, tuple[float, float] | None]:
+    """What a unit of right boxes is in pixels of an image, and where they are clipped; None is no image, or any."""
+    if right == "original":
+        return (1, 1), size
+    if size is None:
+        return (1, 1), (1000, 1000)
+    return (size[0] / 1000, size[1] / 1000), size
+
+
+def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:
+    """What one unit of a convention is in pixels of the image in the data."""
+    if coordinates == "original":
+        return 1, 1
+    return view.scale if coordinates == "auto" else dataclasses.replace(view, coordinates=coordinates).scale

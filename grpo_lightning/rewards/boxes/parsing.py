@@ -1,0 +1,186 @@
+"""Boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in fences or bare.
+
+Completions are untrusted text, so all of it takes linear time: a pattern whose neighbouring parts begin with different
+characters, `str` methods, and the JSON parser, called at most twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from grpo_lightning.core.types import Box
+from grpo_lightning.rewards.answers import after_thought, between_answer_tags
+from grpo_lightning.rewards.methods import plain
+
+LARGEST = 1e9
+"""A coordinate further from 0 is none: areas must stay finite."""
+
+_NUMBER = r"\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
+_BOX = re.compile(r"\[" + ",".join([_NUMBER] * 4) + r"\]")
+_FENCE = "```"
+_INVALID = object()
+
+
+class Detection(NamedTuple):
+    """One object in an answer or in the data."""
+
+    box: Box | None
+    """None if it is not four numbers: an object that is nowhere."""
+
+    label: str | None
+    """In lower case, whitespace made single spaces; None if it has none."""
+
+
+def answer_of(text: str) -> str:
+    """Where a completion has its boxes: in its last answer tags, else behind its thought."""
+    answer = between_answer_tags(text)
+    return after_thought(text) if answer is None else answer
+
+
+def last_box(text: str) -> Box | None:
+    """The last `[x1, y1, x2, y2]` in a completion's answer, inside JSON or not; None if there is none."""
+    found = boxes_in(answer_of(text))
+    return found[-1] if found else None
+
+
+def boxes_in(answer: str) -> list[Box | None]:
+    """All `[x1, y1, x2, y2]` of an answer, in order; None for one that has a number too large to be a coordinate."""
+    return [_as_box([float(number) for number in found.groups()]) for found in _BOX.finditer(answer)]
+
+
+def detections(text: str) -> list[Detection] | None:
+    """The objects that a completion's answer lists; None if it cannot be read as such a list.
+
+    The answer is JSON, in its last fences, bare, or with words around it: a list of `{"bbox_2d": [x1, y1, x2, y2],
+    "label": "..."}`, or one of them. A bare box is an object without a label, and what is neither is an object without
+    a box. `None`, `null` and `[]` say that there is no object.
+    """
+    answer = _in_fences(answer_of(text))
+    if plain(answer).strip("\"'`") == "none":
+        return []
+    value = _parsed(answer)
+    if value is _INVALID:
+        starts = [at for at in (answer.find("["), answer.find("{")) if at >= 0]
+        end = max(answer.rfind("]"), answer.rfind("}")) + 1
+        value = _parsed(answer[min(starts) : end]) if starts else _INVALID
+    return _listed(value)
+
+
+def has_json_box(answer: str) -> bool:
+    """Whether an answer is JSON, alone or in fences: an object with a box in it, or a list with such an object."""
+    answer = answer.strip()
+    value = _parsed(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
+    items = value if isinstance(value, list) else [value]
+    return any(_as_box(part) is not None for item in items if isinstance(item, dict) for part in item.values())
+
+
+def right_box(answer: Any, column: str) -> Box | None:
+    """The one box of a data row: four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
+
+    Args:
+        answer: Text may have answer tags around the box (VLM-R1's `<answer> [1, 2, 3, 4] </answer>`).
+        column: The data column, for messages.
+
+    Returns:
+        None if the row has none (None or empty text).
+
+    Raises:
+        ValueError: If it is not one box, or a box without an inside.
+    """
+    if answer is None or (isinstance(answer, str) and not answer):
+        return None
+    if isinstance(answer, str):
+        found = boxes_in(answer_of(answer))
+    else:
+        found = [detection.box for detection in _listed(answer) or ()]
+    if len(found) != 1 or found[0] is None:
+        raise ValueError(f"column {column!r} must hold one box, [x1, y1, x2, y2], got {answer!r:.200}.")
+    if not _has_inside(found[0]):
+        raise ValueError(f"column {column!r} must hold a box with x1 < x2 and y1 < y2, got {answer!r:.200}.")
+    return found[0]
+
+
+def right_detections(answer: Any, column: str) -> list[Detection] | None:
+    """The objects of a data row: a list of mappings with `bbox_2d` and `label`, or text with one (see `detections`).
+
+    Args:
+        answer: `[]` and the text `None` say that there is no object.
+        column: The data column, for messages.
+
+    Returns:
+        None if the row says nothing (None or empty text).
+
+    Raises:
+        ValueError: If it is no such list, or an object has no label or no box with an inside.
+    """
+    if answer is None or (isinstance(answer, str) and not answer):
+        return None
+    found = detections(answer) if isinstance(answer, str) else _listed(answer)
+    if found is None:
+        example = '[{"bbox_2d": [x1, y1, x2, y2], "label": "..."}]'
+        raise ValueError(f"column {column!r} must hold a list like {example}, got {answer!r:.200}.")
+    for number, detection in enumerate(found):
+        if detection.label is None or detection.box is None or not _has_inside(detection.box):
+            raise ValueError(
+                f"column {column!r} must give every object a label and a bbox_2d with x1 < x2 and y1 < y2, and object "
+                f"{number} has none, got {answer!r:.200}."
+            )
+    return found
+
+
+def _in_fences(answer: str) -> str:
+    """What the last code fences of an answer hold, the language left out; all of it without fences."""
+    before, closing, after = answer.rpartition(_FENCE)
+    if not closing:
+        return answer.strip()
+    _, opening, inside = before.rpartition(_FENCE)
+    inside = (inside if opening else after or before).strip()
+    return inside.removeprefix("json").lstrip()
+
+
+def _parsed(text: str) -> Any:
+    """What a JSON text says, `_INVALID` if it is none. Numbers are floats: a million digits are just infinite."""
+    try:
+        return json.loads(text, parse_int=float)
+    except (ValueError, RecursionError):  # the second of too many brackets
+        return _INVALID
+
+
+def _listed(value: Any) -> list[Detection] | None:
+    """The objects in parsed JSON or a data column; None if it is no list of anything."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if value is None:
+        return []
+    if isinstance(value, Mapping) or _as_box(value) is not None:
+        value = [value]
+    return [_as_detection(item) for item in value] if isinstance(value, list | tuple) else None
+
+
+def _as_detection(item: Any) -> Detection:
+    """One object; without a box or label where the item has none that can be read."""
+    if not isinstance(item, Mapping):
+        return Detection(_as_box(item), None)
+    label = item.get("label")
+    if isinstance(label, float) and label.is_integer():  # numbers of JSON texts are all floats
+        label = int(label)
+    return Detection(_as_box(item.get("bbox_2d")), plain(str(label)) if isinstance(label, str | int | float) else None)
+
+
+def _as_box(value: Any) -> Box | None:
+    """Four numbers as a box, None of anything else."""
+    if not isinstance(value, list | tuple) or len(value) != 4:
+        return None
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in value):
+        return None
+    if not all(abs(number) <= LARGEST for number in value):  # false of NaN too
+        return None
+    x1, y1, x2, y2 = map(float, value)
+    return x1, y1, x2, y2
+
+
+def _has_inside(box: Box) -> bool:
+    """Whether a box is more than a line or point, and not inverted."""
+    return box[0] < box[2] and box[1] < box[3]

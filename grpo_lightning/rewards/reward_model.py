@@ -1,0 +1,317 @@
+"""A reward model: a sequence classifier with one label, which scores a prompt and its completion."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from jinja2 import TemplateError
+
+from grpo_lightning.core.types import Message
+from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
+from grpo_lightning.rewards.classifier import Classifier, longest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Tokens = tuple[int, ...]
+
+
+class RewardModel(Reward):
+    """The score that a reward model gives a prompt with its completion.
+
+    The model is one of transformers' sequence classifiers with a single label; the score is its logit, as it is. A
+    chat prompt and the completion go through the reward model's own chat template; of a text prompt and the completion,
+    the text is put together and gets the tokenizer's special tokens once. Images cannot be scored. For a model that
+    writes its judgement there is `LLMJudge`.
+
+    The score of a sequence is the one it has alone, whatever it is batched with. Which token transformers reads the
+    score from depends on padding: the last one that is not `pad_token_id` of the model's config. Sequences are padded
+    with that id; where the config has none the last token is read, and the padding is an id that occurs in none of
+    them. The tokenizer's own pad token and side do not matter. A sequence that comes twice is scored once.
+
+    A sequence longer than the model takes is not cut: it is not scorable (None), which is said in a warning and logged
+    as `reward_model/too_long`, the share of such completions.
+
+    The weights load with the policy's, after all checks. Every rank holds a whole copy, under ZeRO-3 and FSDP2 as well,
+    and scores its own completions without the others. That costs each device 2 bytes per weight in bfloat16 (14 GB for
+    7 billion), 4 in float32, for the whole run or, with `offload`, during the call; and the activations of
+    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen, and no part of the module:
+    no optimizer, strategy or checkpoint sees it. Automatic mixed precision is off while it scores.
+
+    Args:
+        model: Hub name, folder, or a model in memory, which is frozen and moved.
+        tokenizer: Its tokenizer, or the name or folder of one; null: the model's own. A model in memory needs it.
+        revision: Branch, tag or commit of the model on the hub.
+        batch_size: Sequences per forward pass, of like length.
+        max_length: Tokens a sequence may have; null: as many as model and tokenizer take.
+        dtype: Precision of the weights; "auto" is that of the checkpoint. bfloat16 knows a score of 10 to 0.06.
+        device: Where it scores, "cpu" or "cuda:1", the same for all ranks; null: the policy's device of the rank.
+        offload: Wait on the CPU between calls, at the cost of a transfer there and back.
+    """
+
+    in_process = True
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        revision: str = "main",
+        batch_size: int = 16,
+        max_length: int | None = None,
+        dtype: Precision = "auto",
+        device: str | None = None,
+        offload: bool = False,
+    ) -> None:
+        """Raises: ValueError if an argument is out of range, or does not go with a model in memory."""
+        is_named = isinstance(model, str | Path)
+        if not is_named and not (hasattr(model, "config") and hasattr(model, "parameters")):
+            raise ValueError(f"model must be a hub name, a folder or a Transformers model, got {model!r:.80}.")
+        if not is_named and tokenizer is None:
+            raise ValueError("A reward model in memory needs its tokenizer: pass `tokenizer` (object, name or folder).")
+        if not is_named and (revision != "main" or dtype != "auto"):
+            raise ValueError(
+                f"revision ({revision}) and dtype ({dtype}) say how a name is loaded; the model given is in memory "
+                "already. Leave them out."
+            )
+        if dtype not in get_args(Precision):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(Precision))}, got {dtype!r}.")
+        for name, value in {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        self.source = Classifier(model, tokenizer, revision, dtype)
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.device = None if device is None else _device(device)
+        self.offload = offload
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._loaded: PreTrainedModel | None = None
+        self._rendered_roles: set[tuple[Any, ...]] = set()
+        self._place = self.device or torch.device("cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was loaded: it loads again where it is needed."""
+        return vars(self) | {"_tokenizer": None, "_loaded": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RewardModel:
+        """A copy that shares the model, which nothing changes."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The reward model's own."""
+        if self._tokenizer is None:
+            self._tokenizer = self.source.load_tokenizer()
+        return self._tokenizer
+
+    def check(self, max_completion_length: int) -> None:
+        """Check model and tokenizer, without the weights.
+
+        Raises:
+            FileNotFoundError: If there is no such model, or it has no tokenizer.
+            ValueError: If it is no sequence classifier with one label and a trained head, or takes too few tokens.
+        """
+        self.source.check()
+        limit = longest(self.source.load_config(), self.tokenizer, self.max_length)
+        if limit is not None and limit <= max_completion_length:
+            logger.warning(
+                "RewardModel: the model takes %d tokens, and a completion may have %d (sampling.max_completion_length) "
+                "beside its prompt: the longest are not scorable.",
+                limit,
+                max_completion_length,
+            )
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Check that a row has no images, and that the template takes its chat. Raises: ValueError if not."""
+        if image_sizes:
+            raise ValueError(f"RewardModel reads text, and the prompt has {len(image_sizes)} images.")
+        prompt = columns.get("prompts", "")
+        if isinstance(prompt, str):
+            return
+        # Templates refuse roles and their order: one prompt of each is enough.
+        roles = tuple(message.get("role") for message in prompt)
+        if roles not in self._rendered_roles:
+            self._rendered(prompt, "")
+            self._rendered_roles.add(roles)
+
+    def connect(self, device: torch.device) -> None:
+        """Load the weights, for the policy's device unless a setting names another. Raises: ValueError if they lack."""
+        self._place = self.device or device
+        waiting = torch.device("cpu") if self.offload else self._place
+        if self._loaded is None:
+            self._loaded = self.source.load(waiting)
+        elif self._loaded.device != waiting:  # it was called before the run
+            self._loaded.to(waiting)
+
+    def __call__(
+        self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None
+    ) -> list[float | None]:
+        """Score. Args: prompts, completions: [B]. Returns: [B], None where a sequence is too long.
+
+        Called outside of a run it loads the model first, onto the CPU unless `device` says otherwise.
+
+        Raises:
+            ValueError: If a prompt has images, or messages that the tokenizer has no template for.
+        """
+        if self._loaded is None:
+            self.connect(self._place)
+        assert self._loaded is not None
+        limit = longest(self._loaded.config, self.tokenizer, self.max_length)
+        sequences = [self.tokens(*pair) for pair in zip(prompts, completions, strict=True)]
+        fitting = {tokens for tokens in sequences if tokens and (limit is None or len(tokens) <= limit)}
+        too_long = sum(limit is not None and len(tokens) > limit for tokens in sequences)
+        if too_long:
+            logger.warning(
+                "RewardModel: %d of %d sequences have more than the %d tokens that the model takes, %d the longest, "
+                "and their completions are not scorable.",
+                too_long,
+                len(sequences),
+                limit,
+                max(map(len, sequences)),
+            )
+        if log_metric is not None and sequences:
+            log_metric(f"{self.name}/too_long", too_long / len(sequences))
+        scores = self._scores(fitting)
+        return [scores.get(tokens) for tokens in sequences]
+
+    def tokens(self, prompt: Content, completion: Content) -> Tokens:
+        """The tokens of a prompt and its completion, as the reward model reads them."""
+        text = completion_text(completion)
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer(prompt + text, verbose=False).input_ids)
+        rendered = self._rendered(prompt, text)
+        # The template has written them.
+        return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
+
+    def _rendered(self, prompt: Sequence[Message], text: str) -> str:
+        """A chat as the template writes it. Raises: ValueError if there is none, or it takes no such messages."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"The prompt is a chat, and the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
+                "chat template: give RewardModel.tokenizer one that has (`tokenizer.chat_template`, or "
+                "chat_template.jinja in its folder)."
+            )
+        messages = list(map(_as_text, prompt))
+        start = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+        messages.append({"role": "assistant", "content": f"{start or ''}{text}"})
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
+            raise ValueError(
+                f"The chat template of the reward model's tokenizer takes no messages of "
+                f"{', '.join(str(message.get('role')) for message in messages)}: {error}. Change the prompts (some "
+                "take no system prompt), or set another `tokenizer.chat_template`."
+            ) from error
+        return rendered
+
+    def _scores(self, sequences: set[Tokens]) -> dict[Tokens, float]:
+        """The score of every sequence."""
+        if not sequences:
+            return {}
+        # The longest first, so that too little memory shows at once; then by tokens, so that no order changes a chunk.
+        ordered = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
+        chunks = [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
+        with self._ready() as model:
+            return {
+                tokens: score
+                for chunk in chunks
+                for tokens, score in zip(chunk, score_chunk(model, chunk, self._place), strict=True)
+            }
+
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[PreTrainedModel]:
+        """Inside, the model is where it scores, and nothing is recorded or cast."""
+        assert self._loaded is not None
+        casts = torch.amp.is_autocast_available(self._place.type)
+        without = torch.autocast(self._place.type, enabled=False) if casts else contextlib.nullcontext()
+        # Weights that were moved in inference mode could not be moved outside of it.
+        with torch.inference_mode(False), torch.no_grad(), without:
+            if self.offload:
+                self._loaded.to(self._place)
+            try:
+                yield self._loaded
+            finally:
+                if self.offload:
+                    self._loaded.to("cpu")
+                    if self._place.type == "cuda":
+                        torch.cuda.empty_cache()  # or the room stays with the allocator
+
+
+def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.device) -> list[float]:
+    """The scores of some sequences in one forward pass, padded on the right.
+
+    Args:
+        model: A sequence classifier with one label.
+        chunk: Token ids of at least one sequence.
+        device: Where the model is.
+
+    Returns:
+        One score per sequence, as each has it alone.
+
+    Raises:
+        ValueError: If the model has no embedding for a token.
+    """
+    config: Any = model.config.get_text_config()
+    if (highest := max(map(max, chunk))) >= config.vocab_size:
+        raise ValueError(
+            f"The tokenizer of the reward model gives the token {highest}, and the model has {config.vocab_size}: it "
+            "belongs to another model. Leave RewardModel.tokenizer out, or give the model's."
+        )
+    with _padding(config, chunk) as pad:
+        if pad is None:  # every token of the vocabulary occurs
+            return [score for tokens in chunk for score in score_chunk(model, [tokens], device)]
+        width = max(map(len, chunk))
+        rows = [[*tokens, *[pad] * (width - len(tokens))] for tokens in chunk]
+        mask = [[1] * len(tokens) + [0] * (width - len(tokens)) for tokens in chunk]
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        logits = model(
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            **({"use_cache": False} if takes_cache else {}),
+        ).logits
+    scores: list[float] = logits.float()[:, 0].tolist()
+    return scores
+
+
+@contextlib.contextmanager
+def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
+    """Inside, the config has a pad token that changes no score. Yields: it, None if no token is free for it."""
+    own = config.pad_token_id
+    if len(chunk) == 1 or (own is not None and 0 <= own < config.vocab_size):
+        yield own or 0
+        return
+    used = set().union(*chunk)
+    config.pad_token_id = next((token for token in range(config.vocab_size) if token not in used), None)
+    try:
+        yield config.pad_token_id
+    finally:
+        config.pad_token_id = own
+
+
+def _as_text(message: Message) -> Message:
+    """A message whose text parts are one text. Raises: ValueError if it has other parts."""
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return dict(message)
+    if kinds := sorted({str(part.get("type")) for part in content} - {"text"}):
+        raise ValueError(f"RewardModel reads text, and the prompt has parts of type {', '.join(kinds)}.")
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _device(name: str) -> torch.device:
+    """The device of a name. Raises: ValueError if there is none of that name."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be like 'cpu' or 'cuda:1', or null, got {name!r}.") from error

@@ -1,0 +1,1 @@
+"""What a run needs around the algorithm: checks, checkpoints, metrics, evaluation, strategies."""

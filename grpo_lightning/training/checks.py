@@ -1,0 +1,316 @@
+"""What is wrong with a run: its settings, and whether loader, trainer and rollout agree."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.data.source import PromptBatch, PromptSource
+from grpo_lightning.policy.precision import check_masters, compute_dtype
+from grpo_lightning.rollout import dynamic_sampling
+from grpo_lightning.rollout.overlong import OverlongFilter
+from grpo_lightning.training import data_checks, rank_files
+from grpo_lightning.training.completeness import why_incomplete
+from grpo_lightning.training.micro_batches import Cycle, CycleShape
+from grpo_lightning.training.strategies import check_strategy, has_masters, reads, sharding_of
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from grpo_lightning.policy.loading import PolicyLoader
+    from grpo_lightning.policy.sharding import Sharding
+    from grpo_lightning.training.evaluation import Validation
+
+log = logging.getLogger(__name__)
+
+
+Settings = TypeVar("Settings")
+
+
+def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
+    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
+
+    Raises:
+        ValueError: If it is something else, or names a field that does not exist.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")
+    if unknown := [name for name in value or {} if name not in names]:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
+    return kind(**(value or {}))
+
+
+def optional(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
+    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
+    return None if value is None else settings_of(kind, value, key)
+
+
+@contextlib.contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Say which setting a library's complaint is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def check_factories(**factories: Any) -> None:
+    """Check what makes optimizer and scheduler. Raises: ValueError if it cannot be called."""
+    for name, factory in factories.items():
+        if factory is not None and not callable(factory):
+            raise ValueError(
+                f"model.{name} must be something to call with the parameters or the optimizer, got {factory!r}: write "
+                f"functools.partial(grpo_lightning.optimizers.AdamW, lr=1e-6), for example."
+            )
+
+
+def check_counts(*, num_generations: int, **counts: int) -> None:
+    """Check the numbers that make a cycle. Raises: ValueError if one is too small."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"model.{name} must be at least 1, got {count}.")
+    if num_generations < 2:
+        raise ValueError(
+            f"model.num_generations must be at least 2, got {num_generations}: a lone completion has no group to be "
+            "compared with."
+        )
+
+
+def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
+    """Raises: ValueError if a choice is none, or leaves nothing to correct."""
+    if old_logprobs not in ("recompute", "rollout"):
+        raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {old_logprobs!r}.")
+    filters = get_args(OverlongFilter)
+    if overlong_filter not in filters:
+        raise ValueError(f"model.overlong_filter must be one of {', '.join(filters)}, got {overlong_filter!r}.")
+    if old_logprobs == "rollout" and rollout_correction != "none":
+        raise ValueError(
+            f"model.objective.rollout_correction is {rollout_correction!r}, and model.old_logprobs 'rollout' takes the "
+            "engine's log-probs for the policy's: there is nothing to correct. Leave one of them out."
+        )
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check the distribution that training samples from, and warn of one that is not the trained one.
+
+    Raises:
+        ValueError: If it is greedy.
+    """
+    if sampling.is_greedy:
+        raise ValueError(
+            "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal and nothing would be "
+            "learned. Set it above 0."
+        )
+    if reshaping := sampling.reshaping:
+        log.warning(
+            "Sampling with %s draws from another distribution than the one that is trained (full softmax at "
+            "temperature %g); the importance ratio does not correct for it.",
+            ", ".join(f"{name}={value}" for name, value in reshaping.items()),
+            sampling.temperature,
+        )
+
+
+def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
+    """Raises: ValueError if validation asks for a reward that there is not, or for a name twice."""
+    validation.check_names(reward_names)
+    if validation.success is not None and validation.success not in reward_names:
+        raise ValueError(
+            f"validation.success names the reward that says what is solved, got {validation.success!r}; there are: "
+            f"{', '.join(reward_names)}."
+        )
+
+
+REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "it copies the module before its weights are loaded: take WeightAveraging",
+    "BatchSizeFinder": "data.batch_size says how much is trained on; for memory there are accumulate_grad_batches and "
+    "policy.chunk_size",
+    "LearningRateFinder": "it follows the loss, which stays about 0: try a few rates and compare reward/mean",
+    "GradientAccumulationScheduler": "a cycle has one length for the whole run: set accumulate_grad_batches",
+    "ModelPruning": "it looks for layers before the weights are loaded",
+    "BackboneFinetuning": "a language model has no backbone and head",
+}
+"""Lightning's callbacks that would do nothing here, or something else than they say, and why."""
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Check that the trainer does nothing that would train wrongly.
+
+    Raises:
+        ValueError: If it has a callback or a strategy that cannot work.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # Also of the class that every Trainer has with a fixed accumulation: that one schedules nothing.
+        is_idle = getattr(callback, "scheduling", None) == {0: trainer.accumulate_grad_batches}
+        for kind in type(callback).__mro__:
+            if kind.__name__ in REFUSED_CALLBACKS and kind.__module__.startswith("lightning") and not is_idle:
+                raise ValueError(f"{kind.__name__} does not work with GRPO: {REFUSED_CALLBACKS[kind.__name__]}.")
+    if trainer.accumulate_grad_batches < 1:
+        raise ValueError(f"trainer.accumulate_grad_batches must be at least 1, got {trainer.accumulate_grad_batches}.")
+    check_strategy(trainer)
+    clipping = (getattr(trainer.strategy, "config", None) or {}).get("gradient_clipping")
+    if clipping is not None and trainer.gradient_clip_val not in (None, clipping):
+        raise ValueError(
+            f"The strategy's DeepSpeed config clips gradients at {clipping} (gradient_clipping), and "
+            f"trainer.gradient_clip_val is {trainer.gradient_clip_val}: remove one of them."
+        )
+    check_before_loading(trainer)
+
+
+def check_before_loading(trainer: L.Trainer) -> None:
+    """Have the strategy refuse a checkpoint that is not complete. Lightning tells its path to nobody else.
+
+    Args:
+        trainer: Its strategy's `load_checkpoint` raises ValueError, naming what the checkpoint lacks.
+    """
+    load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
+
+    @functools.wraps(load)
+    def load_whole(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        path = Path(checkpoint_path)  # an address elsewhere (`s3://...`) is nothing here
+        is_deepspeed, is_sharded = (path / "latest").is_file(), (path / ".metadata").is_file()
+        kind: Literal["DeepSpeed", "FSDP2"] | None = "DeepSpeed" if is_deepspeed else "FSDP2" if is_sharded else None
+        if kind is not None and not reads(trainer.strategy, kind):
+            raise ValueError(
+                f"The checkpoint {path} is a folder of {kind}, which {type(trainer.strategy).__name__} cannot read: "
+                f"set trainer.strategy to {'zero1, zero2 or zero3, as it was' if is_deepspeed else 'fsdp2'}; or export "
+                "it (grpo-lightning export) and start from that."
+            )
+        if path.exists() and (why := why_incomplete(path)):
+            raise ValueError(
+                f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "
+                "takes the newest that is complete."
+            )
+        content = load(checkpoint_path, *args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING and (why := rank_files.why_missing(path, content.get("grpo"))):
+            raise ValueError(
+                f"No run can resume from the checkpoint {path}: {why}. Or give ckpt_path a checkpoint that was saved "
+                "at the end of a cycle."
+            )
+        return content
+
+    trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]
+
+
+def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
+    """Refuse a policy that was loaded unsharded, where the strategy shards it: each rank would train its own weights.
+
+    Args:
+        sharding: How the policy was loaded; None if it is not yet.
+        trainer: Of the run.
+
+    Raises:
+        ValueError: If it was loaded before the run.
+    """
+    if sharding is not None and not sharding.is_sharded and sharding_of(trainer.strategy).is_sharded:
+        raise ValueError(
+            f"The policy was loaded before trainer.fit (by load_from_checkpoint, load_state_dict, configure_model or a "
+            f"run with another strategy), and is unsharded: {type(trainer.strategy).__name__} shards it while it "
+            "loads. Make a new module for this run; to continue from a checkpoint, give trainer.fit its ckpt_path."
+        )
+
+
+def check_precision(loader: PolicyLoader, trainer: L.Trainer) -> None:
+    """Refuse weights so narrow that steps are lost to rounding. Raises: ValueError."""
+    check_masters(loader, trainer.precision, has_masters=has_masters(trainer))
+
+
+def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: int) -> dict[str, Any]:
+    """What a run says of how its policy is used, by the arguments of `PolicyLoader.load`."""
+    config = getattr(trainer.strategy, "config", None)
+    return {
+        "longest_row": data_checks.longest_row(loader, trainer, longest_completion),
+        "compute_dtype": compute_dtype(loader, trainer.precision, config),
+        "device_type": trainer.strategy.root_device.type,
+    }
+
+
+def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *, needs_more: bool) -> None:
+    """Check, where the loader can be seen yet, that it repeats the prompts of a cycle and fills its micro-batches.
+
+    Args:
+        trainer: That has it.
+        shape: Of a cycle.
+        num_generations: G.
+        needs_more: True if cycles ask for further prompts (dynamic sampling).
+
+    Raises:
+        ValueError: If it does not.
+    """
+    loader, cycle = trainer.fit_loop._data_source.instance, shape.num_micro_steps
+    if isinstance(loader, PromptSource) and loader.cycle != cycle:
+        raise ValueError(wrong_cycle(shape, loader.cycle, is_from_source=True))
+    if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "draws_more", False):
+        raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
+    if isinstance(loader, DataLoader | list) and cycle != 1:
+        raise ValueError(wrong_cycle(shape, 1, is_from_source=False))
+    owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
+    batch_size = getattr(owner, "batch_size", None)
+    micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout
+    if isinstance(batch_size, int) and batch_size * num_generations < micro_batches:
+        raise ValueError(
+            f"A rollout of {batch_size} prompts (data.batch_size) x {num_generations} completions "
+            f"(model.num_generations) cannot be cut into {micro_batches} micro-batches "
+            f"(trainer.accumulate_grad_batches {shape.accumulate_grad_batches} x model.updates_per_rollout "
+            f"{shape.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
+        )
+
+
+def wrong_cycle(shape: CycleShape, given: int, *, is_from_source: bool) -> str:
+    """What is wrong with a loader that gives every batch `given` times, and what to do."""
+    accumulate = shape.accumulate_grad_batches
+    cycle = f"cycle=module.cycle_length({accumulate})"
+    return (
+        f"A rollout is trained for {shape.num_micro_steps} micro-steps (accumulate_grad_batches {accumulate} "
+        f"x updates_per_rollout {shape.updates_per_rollout} x num_iterations {shape.num_iterations}), but the "
+        f"training loader gives every batch {given} time(s). "
+        + (
+            f"Give the PromptSource {cycle}."
+            if is_from_source
+            else f"Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., {cycle})."
+        )
+    )
+
+
+def check_cycle(shape: CycleShape, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
+    """Check that a micro-step can be trained.
+
+    Args:
+        shape: Of a cycle.
+        pending: The cycle that is trained on, if there is one.
+        batch: What the loader gave.
+        position: Of the micro-step in its cycle, as the trainer counts.
+
+    Raises:
+        RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's rollout
+            is lost.
+    """
+    cycle = shape.num_micro_steps
+    if batch.cycle != cycle:
+        raise RuntimeError(wrong_cycle(shape, batch.cycle, is_from_source=batch.is_from_source))
+    if batch.position != position:
+        raise RuntimeError(
+            f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint was "
+            "saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or start a new "
+            "run from its weights."
+        )
+    if position and (pending is None or pending.position != position):
+        raise RuntimeError(
+            f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
+            "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a "
+            "new run from its weights."
+        )

@@ -1,0 +1,364 @@
+"""Evaluating a policy on prompts: how completions are drawn, what counts as solved, and the numbers that come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.types import Group, SamplingParams
+from grpo_lightning.functional.pass_at_k import interval, pass_at_k
+from grpo_lightning.rewards import RewardSet, Scores
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Validation:
+    """How validation, test and prediction draw completions, and when one counts as solved."""
+
+    num_generations: int = 1
+    """Sampled completions per prompt."""
+
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What differs from the sampling of training: `{temperature: 0.6}`."""
+
+    greedy: bool = True
+    """Also take the greedy completion of every prompt (`val/greedy/...`)."""
+
+    success: str | None = None
+    """The reward, by name, that decides whether a completion solves its prompt; null is the first that compares with
+    what the row says is right (`Reward.says_solved`), else the first."""
+
+    success_value: float = 1.0
+    """The least value of that reward which counts as solved."""
+
+    pass_at: list[int] = dataclasses.field(default_factory=list)
+    """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone, where that is above 1."""
+
+    confidence: float = 0.95
+    """Of the intervals `.../low` and `.../high`."""
+
+    metrics: list[Metric] = dataclasses.field(default_factory=list)
+    """Numbers beside the rewards: torchmetrics whose `update` takes an `Evaluation`, `grpo_lightning.grounding.MeanIoU`
+    for example. A number is logged by the name of the metric (`name`, else its class), a mapping by its keys."""
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        fields = [field.name for field in dataclasses.fields(SamplingParams)]
+        is_greedy = isinstance(self.sampling, Mapping) and self.sampling.get("temperature") == 0
+        limits = [
+            ("num_generations", is_count(self.num_generations), "a whole number, at least 1"),
+            ("num_generations", not is_greedy or self.num_generations == 1, "1 at temperature 0: all would be equal"),
+            (
+                "pass_at",
+                all(is_count(k) and k <= self.num_generations for k in self.pass_at),
+                "whole numbers from 1 to num_generations",
+            ),
+            ("success_value", math.isfinite(self.success_value), "a finite number"),
+            ("confidence", 0 < self.confidence < 1, "between 0 and 1"),
+            (
+                "sampling",
+                isinstance(self.sampling, Mapping) and set(self.sampling) <= set(fields),
+                f"a mapping of what differs from training, of {', '.join(fields)}",
+            ),
+            (
+                "metrics",
+                all(isinstance(metric, Metric) for metric in self.metrics),
+                "a list of torchmetrics.Metric objects",
+            ),
+        ]
+        for name, is_valid, allowed in limits:
+            if not is_valid:
+                raise ValueError(f"validation.{name} must be {allowed}, got {getattr(self, name)!r}.")
+
+    def check_names(self, rewards: Sequence[str]) -> None:
+        """Check the metrics that say their name (`name`). Raises: ValueError if a reward or another one has it."""
+        taken = list(rewards)
+        for metric in self.metrics:
+            if isinstance(name := getattr(metric, "name", None), str):
+                check_untaken(taken, [name])
+                taken.append(name)
+
+    def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
+        """(completions per prompt, how they are drawn).
+
+        Args:
+            training: The sampling of rollouts.
+            is_greedy: The most likely completion alone.
+        """
+        sampling = dataclasses.replace(training, **self.sampling)
+        return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)
+
+
+def is_count(value: Any) -> bool:
+    """True for a whole number of at least 1."""
+    return type(value) is int and value >= 1
+
+
+@dataclass
+class Evaluation:
+    """Completions with their rewards."""
+
+    groups: list[Group]
+    scores: Scores
+
+    def of_source(self, source: str) -> Evaluation:
+        """The part of one source of the data."""
+        rows = [n for n, group in enumerate(self.groups) if group.prompt.source == source]
+        return Evaluation([self.groups[n] for n in rows], self.scores.select(rows))
+
+
+class FurtherMetrics(nn.ModuleList):
+    """Empty copies of the metrics of a `Validation`."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        super().__init__(metric.clone() for metric in metrics)
+
+    def each(self) -> Iterator[Metric]:
+        """The metrics."""
+        return cast(Iterator[Metric], iter(self))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for metric in self.each():
+            metric.reset()
+
+    def update(self, evaluation: Evaluation) -> None:
+        """Add an evaluation."""
+        for metric in self.each():
+            metric.update(evaluation)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers by name, over all ranks; what has no value is left out."""
+        found: dict[str, float] = {}
+        for metric in self.each():
+            value = metric.compute()
+            name = getattr(metric, "name", None) or type(metric).__name__
+            own = value if isinstance(value, Mapping) else {name: value}
+            found = joined(found, {str(key): float(number) for key, number in own.items()})
+        return {name: value for name, value in found.items() if value == value}
+
+
+def joined(numbers: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    """Numbers and those of metrics together. Raises: ValueError if a name is taken."""
+    check_untaken(numbers, others)
+    return numbers | others
+
+
+def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
+    """Check that no metric of validation has a name that is taken. Raises: ValueError naming it."""
+    if taken := sorted(set(names) & set(others)):
+        raise ValueError(
+            f"validation.metrics gives {taken[0]!r}, and so does a reward, or another metric. Leave it out if it is "
+            "the same number, or give the reward another name (WeightedReward.name)."
+        )
+
+
+class EvaluationTable(Metric):
+    """Sums up evaluations, of all ranks, completion by completion: batches of different size average right.
+
+    `compute` gives the means of `reward`, every reward by name, `length` (tokens) and `truncated` over the scorable
+    completions; `avg@G` and `pass@k` over prompts, each with the interval `/low`, `/high`; the numbers of
+    `validation.metrics`; and all of it for every source of the data (`source/<name>/...`) if there is more than one.
+    What has no value is left out.
+
+    Args:
+        rewards: Names of the rewards.
+        num_generations: G, completions per prompt.
+        validation: What counts as solved, and further metrics.
+        sources: Names of the data's sources, in the same order on every rank.
+        success: The reward that decides what is solved where `validation` names none; by default the first.
+    """
+
+    full_state_update = False
+    rows: list[Tensor]
+
+    def __init__(
+        self,
+        rewards: Sequence[str],
+        num_generations: int,
+        validation: Validation,
+        sources: Sequence[str] = (),
+        success: str | None = None,
+    ) -> None:
+        super().__init__()
+        # A rank may have no prompts, and still takes part in what the others gather.
+        kinds = {type(metric).__name__ for metric in (self, *validation.metrics)}
+        before = f"The ``compute`` method of metric ({'|'.join(sorted(kinds))}) was called before"
+        warnings.filterwarnings("ignore", message=before)
+        self.columns = ["source", "solved", "reward", *rewards, "length", "truncated"]
+        self.num_generations, self.validation, self.sources = num_generations, validation, list(sources)
+        self.success = validation.success or success or rewards[0]
+        self.metrics = FurtherMetrics(validation.metrics)
+        self.metrics_of_sources = nn.ModuleList(FurtherMetrics(validation.metrics) for _ in self.sources)
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+        self.reset()
+
+    @property
+    def of_sources(self) -> list[FurtherMetrics]:
+        """Of every source, its metrics."""
+        return cast(list[FurtherMetrics], list(self.metrics_of_sources))
+
+    def reset(self) -> None:
+        """Forget everything; a rank without prompts still has a table, of no rows, to gather."""
+        super().reset()
+        self.rows.append(torch.zeros(0, self.num_generations, len(self.columns), device=self.device))
+        for metrics in (self.metrics, *self.of_sources):
+            metrics.reset()
+
+    def update(self, evaluation: Evaluation) -> None:
+        """Add the rows [N, G, columns] of an evaluation."""
+        self.metrics.update(evaluation)
+        for name, metrics in zip(self.sources, self.of_sources, strict=True):
+            metrics.update(evaluation.of_source(name))
+        groups, scores = evaluation.groups, evaluation.scores
+        if not groups:  # a rank whose share of the batch is empty
+            return
+        completions = [group.completions for group in groups]
+        numbers = {name: place for place, name in enumerate(self.sources)}
+        source = [[numbers.get(group.prompt.source, -1)] * self.num_generations for group in groups]
+        deciding = scores.by_reward[self.success]
+        solved = (deciding >= self.validation.success_value).float().masked_fill(deciding.isnan(), torch.nan)
+        values = [
+            torch.tensor(source, dtype=torch.float32),
+            solved,
+            scores.total,
+            *scores.by_reward.values(),
+            torch.tensor([[len(c.token_ids) for c in row] for row in completions], dtype=torch.float32),
+            torch.tensor([[c.is_truncated for c in row] for row in completions], dtype=torch.float32),
+        ]
+        self.rows.append(torch.stack([value.cpu() for value in values], dim=2).to(self.device))
+
+    def compute(self) -> dict[str, float]:
+        """The numbers by name."""
+        rows = dim_zero_cat(self.rows).cpu()  # [N, G, columns]
+        self.warn_if_never_solved(rows)
+        numbers = joined(self.summary(rows), self.metrics.numbers())
+        of_sources: dict[str, float] = {}
+        for place in rows[:, 0, 0].unique().tolist():  # of all ranks: each of them asks for the same numbers
+            chosen = rows[rows[:, 0, 0] == place]
+            if place >= 0 and len(chosen) < len(rows):
+                name = self.sources[int(place)]
+                own = joined(self.summary(chosen), self.of_sources[int(place)].numbers())
+                of_sources |= {f"source/{name}/{key}": value for key, value in own.items()}
+        return numbers | of_sources
+
+    def warn_if_never_solved(self, rows: Tensor) -> None:
+        """Warn if the reward that decides gives many values, and never one that counts as solved."""
+        values = rows[..., self.columns.index(self.success, 3)]
+        values = values[~values.isnan()]
+        wanted = self.validation.success_value
+        if values.unique().numel() > 2 and values.max() < wanted:
+            warn_never_solved(self.success, wanted)
+
+    def summary(self, rows: Tensor) -> dict[str, float]:
+        """The numbers of some prompts' rows [N, G, columns]."""
+        means = dict(zip(self.columns[2:], rows[..., 2:].flatten(0, 1).nanmean(dim=0).tolist(), strict=True))
+        solved = rows[..., 1]
+        counts = solved.nansum(dim=1), (~solved.isnan()).sum(dim=1)
+        attempts = {f"avg@{self.num_generations}": 1}
+        all_at_once = [self.num_generations] if self.num_generations > 1 else []
+        attempts |= {f"pass@{k}": k for k in self.validation.pass_at or all_at_once if k <= self.num_generations}
+        for name, k in attempts.items():
+            chances = pass_at_k(*counts, k)
+            low, high = interval(chances, self.validation.confidence, self.num_generations if k == 1 else 1)
+            means |= {name: chances.nanmean().item(), f"{name}/low": low, f"{name}/high": high}
+        return {name: value for name, value in means.items() if value == value}
+
+
+@functools.cache  # once per process
+def warn_never_solved(reward: str, success_value: float) -> None:
+    """Warn that no completion counts as solved."""
+    logger.warning(
+        "Reward %r decides what counts as solved, and none of its values reached success_value %g. If it cannot, avg@G "
+        "and pass@G stay 0: lower model.validation.success_value, or name another reward in model.validation.success.",
+        reward,
+        success_value,
+    )
+
+
+def evaluation_tables(
+    rewards: RewardSet, validation: Validation, sources: Sequence[str], device: torch.device
+) -> dict[str, EvaluationTable]:
+    """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for.
+
+    Where sampling is greedy itself, its completions are not drawn twice.
+    """
+    has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
+    draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
+    return {
+        kind: EvaluationTable(rewards.names, size, validation, sources, rewards.success).to(device)
+        for kind, size in draws.items()
+    }
+
+
+def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
+    """The numbers of every table by their log names: `<stage>/...` of sampled, `<stage>/greedy/...` of greedy ones.
+
+    Args:
+        tables: Of each loader. With several, the names of the first one's begin with `<stage>/loader_0/...`.
+        stage: "val" or "test".
+    """
+    numbers: dict[str, float] = {}
+    for place, of_loader in enumerate(tables):
+        loader = f"{stage}/loader_{place}" if len(tables) > 1 else stage
+        for kind, table in of_loader.items():
+            prefix = f"{loader}/greedy" if kind == "greedy" else loader
+            numbers |= {f"{prefix}/{name}": value for name, value in table.compute().items()}
+    return numbers
+
+
+def means(evaluations: Sequence[Evaluation], validation: Validation | None = None) -> dict[str, float]:
+    """The numbers of several evaluations together, of this rank (see `EvaluationTable`)."""
+    if not evaluations:
+        return {}
+    num_generations = evaluations[0].scores.total.shape[1]
+    table = EvaluationTable(list(evaluations[0].scores.by_reward), num_generations, validation or Validation())
+    for evaluation in evaluations:
+        table.update(evaluation)
+    return table.compute()
+
+
+def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
+    """One record per completion; None where it is not scorable. Images are named, not held."""
+    scores = evaluation.scores
+    for n, group in enumerate(evaluation.groups):
+        prompt = group.prompt
+        content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+        for g, completion in enumerate(group.completions):
+            yield {
+                "source": prompt.source,
+                "prompt_index": prompt.index,
+                "row": prompt.where,
+                "prompt": content,
+                "completion": completion.text,
+                "length": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "reward": number(scores.total[n, g]),
+                "rewards": {name: number(values[n, g]) for name, values in scores.by_reward.items()},
+                "columns": {name: without_images(value) for name, value in prompt.columns.items()},
+            }
+
+
+def without_images(value: Any) -> Any:
+    """The value of a column, images as the texts that name them."""
+    if isinstance(value, ImageRef):
+        return str(value)
+    return [without_images(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def number(value: Tensor) -> float | None:
+    """The value, None for nan."""
+    return None if value.isnan() else value.item()

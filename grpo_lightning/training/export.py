@@ -1,0 +1,291 @@
+"""A checkpoint of a run to a folder that transformers loads.
+
+A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer, or the processor
+of a policy that sees images, are the policy's, as it was before training. So the policy is loaded first and the
+checkpoint laid over it. Adapters are merged into that copy, or written beside it as peft loads them. The copy is never
+quantised: adapters trained on 4 or 8 bits are merged into the full-precision weights, which differ from those of the
+run by the quantisation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.policy.families import sees_images
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import TRAINED
+from grpo_lightning.policy.quantization import Quantization
+from grpo_lightning.policy.saving import original_tokenizer, write_policy
+from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.trainable import limit_training
+from grpo_lightning.training import rank_files
+from grpo_lightning.training.checkpoint_files import num_trained, opened, policy_weights, run_config
+
+log = logging.getLogger(__name__)
+
+KEPT = (
+    "lora",
+    "freeze_layers",
+    "freeze_vision_modules",
+    "max_pixels",
+    "min_pixels",
+    "max_anyres_num",
+    "dtype",
+    "quantization",
+    "trust_remote_code",
+)
+"""Settings of the run's policy that hold for one given by hand as well."""
+
+
+@dataclass
+class Export:
+    """What was written."""
+
+    folder: Path
+    policy: str
+    """The policy that config, tokenizer and frozen weights came from."""
+
+    num_weights: int
+    num_from_policy: int
+    """Of them, those the checkpoint does not hold."""
+
+    dtype: torch.dtype
+    files: list[Path]
+    is_adapter: bool = False
+    """Adapters alone: the folder of the policy is needed to load them."""
+
+    quantization: Quantization = "none"
+    """Of the weights that the adapters were trained on; what is written never is."""
+
+    sees_images: bool = False
+    """True of a vision-language model, with its processor."""
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    policy: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    adapter: bool = False,
+    fill_missing: bool = False,
+    force: bool = False,
+) -> Export:
+    """Write a checkpoint's policy as a folder for `from_pretrained`: weights, config, generation config, tokenizer.
+
+    Of a policy that sees images the processor, too, with the limits of images that the run had.
+
+    Args:
+        checkpoint: A file of a run, or a folder of one that was saved in shards.
+        folder: Where it goes; made if it is not there.
+        policy: Name or folder of the policy before training; None takes the one the checkpoint or its run names.
+        dtype: Of the weights written; None keeps the checkpoint's, and under adapters the policy's.
+        adapter: Write the adapters alone, as a folder for peft, instead of merging them into the policy.
+        fill_missing: Take weights the checkpoint lacks from the policy, though nothing says that they were frozen.
+        force: Write into a folder that has files.
+
+    Raises:
+        FileNotFoundError: If the checkpoint or the policy is not there.
+        FileExistsError: If the folder has files and `force` is off.
+        ValueError: If the checkpoint is not one of a GRPO run, or does not fit the policy.
+        ModuleNotFoundError: If the checkpoint is DeepSpeed's and deepspeed is not installed.
+    """
+    folder = Path(folder)
+    check_target(folder, force=force)
+    with opened(Path(checkpoint)) as content:
+        weights = policy_weights(content, checkpoint)
+        if why := rank_files.why_missing(Path(checkpoint), content.get("grpo")):
+            log.warning("No run can resume from %s: %s. Its weights are complete, and are exported.", checkpoint, why)
+        loader = policy_loader(content, Path(checkpoint), policy)
+        if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
+            raise ValueError(f"{folder} is the folder of the policy itself, which is read: give another one.")
+        check_adapters(loader, weights, checkpoint, asks_for_adapter=adapter)
+        if loader.lora is not None:
+            loader.lora.check()
+        width = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+        try:
+            tokenizer, model = original_tokenizer(loader), load_policy(loader, width)
+        except FileNotFoundError as error:
+            if policy is not None:
+                raise
+            raise FileNotFoundError(
+                f"{error} So the run names its policy; if it is elsewhere, give it by --policy."
+            ) from error
+        num_from_policy = lay_over(model, weights, num_trained(content), fill_missing=fill_missing)
+    written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
+    if loader.lora is not None and not adapter:
+        # A copy that nothing trains: the numbers of one that is trained would not come back exactly.
+        model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
+    elif dtype is not None:
+        model.to(getattr(torch, dtype))
+    if adapter:
+        model.peft_config[TRAINED].base_model_name_or_path = str(loader.name)
+    write_policy(model, tokenizer, folder)
+    written = written or list(model.parameters())
+    return Export(
+        folder=folder,
+        policy=str(loader.name),
+        num_weights=sum(weight.numel() for weight in written),
+        num_from_policy=0 if adapter else num_from_policy,
+        dtype=written[0].dtype,
+        files=sorted(path for path in folder.iterdir() if path.is_file()),
+        is_adapter=adapter,
+        quantization=loader.quantization,
+        sees_images=sees_images(loader.load_config()),
+    )
+
+
+def check_target(folder: Path, *, force: bool) -> None:
+    """Raise FileExistsError where something would be overwritten unasked, NotADirectoryError for a file."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: give a folder to export to.")
+    if folder.exists() and any(folder.iterdir()) and not force:
+        raise FileExistsError(f"{folder} is not empty. Give another folder, or --force to write over its files.")
+
+
+def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
+    """Where the policy came from: as asked for, else as the checkpoint says, else as its run's `config.yaml` does.
+
+    Which part of it was trained, its precision and whether its code is trusted are as the run says it in any case; the
+    revision is if the name is the run's.
+    """
+    settings = dict(content.get("hyper_parameters") or {})
+    if settings.get("policy") is None:
+        settings = run_config(checkpoint)
+    named = settings.get("policy")
+    if isinstance(named, Mapping):
+        named = dict(named.get("init_args", named))
+        named = {name: value for name, value in named.items() if value is not None}
+    if policy is not None:
+        trained = named if isinstance(named, dict) else {}
+        kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
+        return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
+    if not named:
+        raise ValueError(f"{checkpoint} does not say which policy it was trained from: give it by --policy NAME.")
+    has_tokenizer = isinstance(named, dict) and "tokenizer" in named
+    return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
+
+
+def check_adapters(
+    loader: PolicyLoader, weights: Mapping[str, Tensor], checkpoint: str | Path, *, asks_for_adapter: bool
+) -> None:
+    """Raise ValueError if the checkpoint has adapters and the run is not known to, or the other way round."""
+    found = next((name for name in weights if ".lora_" in name), None)
+    if found is not None and loader.lora is None:
+        raise ValueError(
+            f"{checkpoint} holds LoRA adapters ({found} first), and nothing says their rank and alpha: neither the "
+            "checkpoint nor a config.yaml of its run. Load it with GRPOLightningModule.load_from_checkpoint and a "
+            "policy that has them (policy.lora)."
+        )
+    if found is None and (loader.lora is not None or asks_for_adapter):
+        raise ValueError(f"{checkpoint} holds no LoRA adapters, only whole weights: leave out --adapter.")
+
+
+def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
+    """The policy before training, its weights as wide as the checkpoint's, frozen and with adapters as they were.
+
+    A base under adapters is rounded as it was in the run, and computed with in the adapters' width.
+    """
+    if loader.lora is not None:
+        return limit_training(load_base(loader, getattr(torch, loader.dtype)).to(dtype), loader, Sharding())
+    return limit_training(load_base(loader, dtype), loader, Sharding())
+
+
+def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
+    """What the policy was loaded from; never quantised."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from grpo_lightning.policy.naming import naming
+
+    config = loader.load_config()
+    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
+    if loader.from_scratch:
+        return auto_class.from_config(config, **options).eval()
+    assert loader.name is not None
+    with naming("policy", loader.name):
+        return auto_class.from_pretrained(loader.name, revision=loader.revision, **options).eval()
+
+
+def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool) -> int:
+    """Put the checkpoint's weights in the model's place. Those the model knows to be frozen may be missing.
+
+    Tied weights have several names for one tensor: one of them is enough, and more must agree.
+
+    Args:
+        model: The policy before training.
+        weights: By the model's names.
+        trained: Parameters the optimizer trained, if it is known: exactly they may be all there is.
+        fill_missing: Allow weights to be missing although nothing says that they were frozen.
+
+    Returns:
+        Weights that stay the model's own.
+
+    Raises:
+        ValueError: If names or shapes are not the model's, tied weights differ, or trained weights are missing.
+    """
+    own = model.state_dict()
+    check_names_and_shapes(own, weights)
+    missing, given, num_kept = [], 0, 0
+    with torch.no_grad():
+        for names, parameter in tied_parameters(model):
+            values = [weights[name] for name in names if name in weights]
+            if not values and not parameter.requires_grad:
+                num_kept += parameter.numel()
+                continue
+            if not values:
+                missing.append((names[0], parameter.numel()))
+                continue
+            if any(not torch.equal(values[0], other) for other in values[1:]):
+                raise ValueError(
+                    f"{' and '.join(names)} are one weight in the policy and two in the checkpoint: it was trained "
+                    "from a policy that does not tie them. Name that one by --policy."
+                )
+            given += 1
+            parameter.copy_(values[0])
+        for name, buffer in model.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+    if missing and given != trained and not fill_missing:
+        raise ValueError(
+            f"The checkpoint lacks {len(missing)} weights of the policy, {missing[0][0]} first. "
+            + (
+                "Nothing in it says that they were frozen"
+                if trained is None
+                else f"{trained} weights were trained, and {given} are there"
+            )
+            + ". It may belong to another policy (--policy), or take them from the policy by --fill_missing."
+        )
+    return num_kept + sum(size for _, size in missing)
+
+
+def check_names_and_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if the checkpoint has a weight that the policy has not, or not in this shape."""
+    if unknown := [name for name in weights if name not in own]:
+        raise ValueError(
+            f"The checkpoint has {len(unknown)} weights that the policy does not have, {unknown[0]} first. It belongs "
+            "to another policy: name it by --policy."
+        )
+    for name, weight in weights.items():
+        if weight.shape != own[name].shape:
+            raise ValueError(
+                f"{name} is {list(weight.shape)} in the checkpoint and {list(own[name].shape)} in the policy: it "
+                "belongs to another one. Name it by --policy."
+            )
+
+
+def tied_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+    """Every parameter once, with all its names."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return [(names[key], parameters[key]) for key in names]

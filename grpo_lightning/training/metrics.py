@@ -1,0 +1,232 @@
+"""Metrics of an optimizer step: sums and counts, so that micro-batches and ranks of different size average right."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from grpo_lightning.core.messages import WarnOnce
+from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.types import Group, MicroBatch
+from grpo_lightning.functional import equal_groups, kl_divergence
+from grpo_lightning.objective import ObjectiveTerms
+from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.rewards import Scores
+from grpo_lightning.rollout.dynamic_sampling import Resampling
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
+"""What a metric is over the ranks: a mean over all their items, the sum or an extreme of their values, the seconds of
+the slowest one (a sum on each), or the total of all over such seconds."""
+
+OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
+    "mean": sum,
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "slowest": max,
+    "rate": sum,
+}
+
+
+@dataclass
+class Tally:
+    """What was added to one metric."""
+
+    kind: Kind
+    total: float | Tensor
+    count: float | Tensor = 0.0
+    """Items of a mean."""
+
+    per: str = ""
+    """Of a rate: the metric that holds its seconds."""
+
+
+class StepMetrics:
+    """Collects metrics over the micro-batches of an optimizer step, and over the ranks."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = {}
+
+    def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
+        """Add to a mean: `total` is a sum over `count` items."""
+        tally = self.tallies.setdefault(name, Tally("mean", 0.0))
+        tally.total, tally.count = tally.total + total, tally.count + count
+
+    def add_sum(self, name: str, value: float | Tensor) -> None:
+        """Add to a quantity that is reported as its sum over the step and the ranks."""
+        self._add("sum", name, value)
+
+    def add_seconds(self, name: str, value: float) -> None:
+        """Add to a time: the sum over the step, of the rank that took longest."""
+        self._add("slowest", name, value)
+
+    def add_rate(self, name: str, total: float, per: str) -> None:
+        """Add to a speed: the total of all ranks over the seconds in the metric `per`."""
+        self._add("rate", name, total, per)
+
+    def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
+        """Add to a least or largest value (`extreme` is `min` or `max`); nothing is added by no values."""
+        known = [float(self.tallies[name].total)] if name in self.tallies else []
+        if candidates := [*known, *values]:
+            self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to `time/<name>`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_seconds(f"time/{name}", time.perf_counter() - start)
+
+    def pop(self) -> dict[str, float]:
+        """The metrics of all ranks since the last call, the same on each. A mean over nothing is left out.
+
+        A collective: every rank calls it at the same place. Which metrics a rank has may differ.
+        """
+        own = {
+            name: Tally(tally.kind, float(tally.total), float(tally.count), tally.per)
+            for name, tally in self.tallies.items()
+        }
+        self.tallies = {}
+        return values_of(gather_objects(own))
+
+    def _add(self, kind: Kind, name: str, value: float | Tensor, per: str = "") -> None:
+        """Add to a total."""
+        tally = self.tallies.setdefault(name, Tally(kind, 0.0, per=per))
+        tally.total = tally.total + value
+
+
+def values_of(ranks: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
+    """The metrics of what each rank has collected, by name in order: ranks that log them must do so in one order."""
+    merged: dict[str, Tally] = {}
+    for name in sorted({name for tallies in ranks for name in tallies}):
+        parts = [tallies[name] for tallies in ranks if name in tallies]
+        first = parts[0]
+        total = OVER_RANKS[first.kind](float(part.total) for part in parts)
+        count = sum(float(part.count) for part in parts)
+        merged[name] = Tally(first.kind, total, count, first.per)
+    values = {}
+    for name, tally in merged.items():
+        divisor = {"mean": tally.count, "rate": merged[tally.per].total if tally.per else 0.0}.get(tally.kind, 1.0)
+        if divisor > 0:
+            values[name] = float(tally.total) / float(divisor)
+    return values
+
+
+def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
+    """Length (tokens), truncated share and speed of a rollout's completions, drawn in `time/rollout`.
+
+    The speed is that of all ranks together, by the seconds of the slowest.
+
+    `rollout/length_stopped` is the mean over those that ended by themselves: `rollout/length` says the less of what the
+    policy wants, the more of them the limit cuts.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    stopped = [len(completion.token_ids) for completion in completions if not completion.is_truncated]
+    metrics.add("rollout/length", sum(lengths), len(lengths))
+    metrics.add("rollout/length_stopped", sum(stopped), len(stopped))
+    metrics.add_extreme("rollout/length_min", lengths, min)
+    metrics.add_extreme("rollout/length_max", lengths, max)
+    metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
+    metrics.add_rate("rollout/tokens_per_second", sum(lengths), per="time/rollout")
+
+
+def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) -> None:
+    """What was sampled for nothing, and a warning when all rounds left a rollout with groups without a gradient."""
+    metrics.add("rollout/resample_rounds", done.rounds)
+    metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
+    metrics.add_sum("rollout/filled_groups", done.num_filled)
+    num_filled = sum(gather_objects(done.num_filled))
+    if num_filled and done.is_exhausted:
+        warn_once(
+            log,
+            "filled groups",
+            "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards, "
+            "or completions that the overlong filter all leaves out. They keep their places and teach nothing; "
+            "rollout/filled_groups counts them in every rollout. Raise dynamic_sampling.max_resample_times, or leave "
+            "out prompts that are always or never solved.",
+            done.rounds,
+            num_filled,
+        )
+
+
+def add_scores(metrics: StepMetrics, scores: Scores) -> None:
+    """Mean and spread within groups of every reward, groups that teach nothing, and what went wrong."""
+    total = scores.total
+    scorable = ~total.isnan()
+    metrics.add("reward/mean", total.nansum(), scorable.sum())
+    metrics.add("reward/std", *group_stds(total))
+    metrics.add("reward/not_scorable", (~scorable).sum(), scorable.numel())
+    metrics.add("reward/equal_groups", equal_groups(total).sum(), len(total))
+    for name, values in scores.by_reward.items():
+        metrics.add(f"reward/{name}", values.nansum(), (~values.isnan()).sum())
+        metrics.add(f"reward/std/{name}", *group_stds(values))
+    for name, count in scores.failures.items():
+        if count:
+            metrics.add_sum(f"reward/failures/{name}", count)
+    for name, value in scores.metrics.items():
+        metrics.add(f"reward/{name}", value)
+
+
+def group_stds(values: Tensor) -> tuple[float, int]:
+    """The unbiased standard deviations of the groups [N, G] with two values or more: their sum and their number."""
+    rows = [row[~row.isnan()] for row in values]
+    stds = [row.std().item() for row in rows if row.numel() > 1]
+    return sum(stds), len(stds)
+
+
+def add_sources(metrics: StepMetrics, groups: Sequence[Group], scores: Scores) -> None:
+    """Mean of the total and of every reward over the completions of each named source, `source/<source>/<reward>`."""
+    for name, values in {"reward": scores.total, **scores.by_reward}.items():
+        for group, row in zip(groups, values, strict=True):
+            if group.prompt.source:
+                metrics.add(f"source/{group.prompt.source}/{name}", row.nansum(), (~row.isnan()).sum())
+
+
+def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> None:
+    """The share of token slots in the micro-batches that hold padding."""
+    masks = [mask for batch in micro_batches for mask in (batch.prompt_mask, batch.attention_mask)]
+    metrics.add("rollout/padding", sum((~mask).sum() for mask in masks), sum(mask.numel() for mask in masks))
+
+
+def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, terms: ObjectiveTerms) -> None:
+    """Loss, KL, entropy, ratio and clip fractions of a micro-batch, over its trained tokens.
+
+    No metric depends on whether completions of advantage 0 are run through the policy. Entropy and KL are of all
+    completions; a completion that was skipped has the entropy that it had when it was sampled. The others are about
+    the policy loss, in which a completion of advantage 0 has no part: they are of those with an advantage.
+
+    `rollout_kl` is that of the engine's distribution to the policy's at the start of the cycle, nats per token.
+    """
+    of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
+    of_loss = {
+        "ratio": terms.ratio,
+        "ratio_clamped": terms.ratio_clamped,
+        "clip_fraction": terms.clipped_low | terms.clipped_high,
+        "clip_fraction_low": terms.clipped_low,
+        "clip_fraction_high": terms.clipped_high,
+        "rollout_weight": terms.rollout_weight,
+        "rollout_corrected": terms.is_corrected,
+    }
+    if batch.old_logprobs is not None and batch.old_logprobs is not batch.rollout_logprobs:
+        engine = kl_divergence(batch.rollout_logprobs, batch.old_logprobs, batch.completion_mask)
+        of_loss["rollout_kl"] = engine.detach()
+    trained = batch.completion_mask
+    in_loss = trained & (batch.advantages != 0)[:, None]
+    for per_token, mask in ((of_all, trained), (of_loss, in_loss)):
+        for name, values in per_token.items():
+            if values is not None:
+                metrics.add(f"policy/{name}", (values * mask).sum(), mask.sum())
+    entropy = (scores.entropy.detach() * trained).sum()
+    metrics.add("policy/entropy", entropy + batch.skipped_entropy, trained.sum() + batch.skipped_tokens)
+    metrics.add_sum("policy/loss", terms.loss.detach())

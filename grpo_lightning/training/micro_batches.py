@@ -1,0 +1,368 @@
+"""Cutting a rollout into the micro-batches of its optimizer steps.
+
+A rollout of N groups becomes `updates x accumulate` micro-batches. Which completions share an update is decided by
+their order in the data; which share a micro-batch inside an update changes memory and padding alone, never what is
+learned, because the loss is divided by the counts of the whole update.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_lightning.core import ranks
+from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
+from grpo_lightning.objective import StepCounts
+from grpo_lightning.policy.inputs import left_pad
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Row:
+    """A completion on its way into a micro-batch."""
+
+    group: int
+    """Index of its group in the rollout."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    advantage: float
+
+    number: int = -1
+    """Of the completion in its group."""
+
+    @property
+    def length(self) -> int:
+        """Completion tokens."""
+        return len(self.completion.token_ids)
+
+    @property
+    def mask(self) -> list[bool]:
+        """[T] True where trained on."""
+        return [True] * self.length if self.completion.mask is None else self.completion.mask
+
+    @property
+    def entropy(self) -> float:
+        """Nats, summed over the trained tokens. Without the engine's: minus the log-probs, whose mean it is."""
+        entropies = self.completion.entropies or []
+        if len(entropies) != self.length:  # the engine gives none, or the completion was edited since
+            entropies = [-logprob for logprob in self.completion.logprobs]
+        return sum(entropy for entropy, is_trained in zip(entropies, self.mask, strict=True) if is_trained)
+
+
+@dataclass
+class Turn:
+    """One micro-step of a cycle."""
+
+    batch: MicroBatch
+    counts: StepCounts
+    """Of the update this micro-batch belongs to."""
+
+    closes_update: bool
+    """True for the last micro-batch before the optimizer steps."""
+
+
+@dataclass(frozen=True)
+class CycleShape:
+    """How often a rollout is trained on."""
+
+    accumulate_grad_batches: int
+    """Micro-batches per update."""
+
+    updates_per_rollout: int
+    """Optimizer steps a rollout is divided over."""
+
+    num_iterations: int
+    """Epochs over a rollout."""
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of a cycle."""
+        return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+
+
+class Cycle:
+    """The micro-batches of one rollout, and how far training on them has come.
+
+    A cycle is `num_iterations` passes over `updates x accumulate` micro-batches.
+
+    Args:
+        micro_batches: updates x accumulate of them, in the order they are trained on.
+        counts: One per update.
+        num_iterations: Passes.
+        position: Micro-steps done.
+    """
+
+    def __init__(
+        self, micro_batches: list[MicroBatch], counts: list[StepCounts], num_iterations: int, position: int = 0
+    ) -> None:
+        self.micro_batches = micro_batches
+        self.counts = counts
+        self.num_iterations = num_iterations
+        self.position = position
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per update."""
+        return len(self.micro_batches) // len(self.counts)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every micro-batch has been trained on `num_iterations` times."""
+        return self.position == len(self.micro_batches) * self.num_iterations
+
+    def next(self) -> Turn:
+        """The next micro-step."""
+        index = self.position % len(self.micro_batches)
+        self.position += 1
+        return Turn(
+            batch=self.micro_batches[index],
+            counts=self.counts[index // self.accumulate],
+            closes_update=self.position % self.accumulate == 0,
+        )
+
+    def to(self, device: torch.device | str) -> Cycle:
+        """Itself, its micro-batches on `device`."""
+        self.micro_batches = [batch.to(device) for batch in self.micro_batches]
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages; no images.
+
+        Those are read again (`give_images`).
+        """
+        return {
+            "micro_batches": [vars(replace(batch.to("cpu"), vision=None)) for batch in self.micro_batches],
+            "counts": [tuple(counts) for counts in self.counts],
+            "num_iterations": self.num_iterations,
+            "position": self.position,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Cycle:
+        """The cycle `state_dict` was taken of, on the CPU."""
+        return cls(
+            [MicroBatch(**batch) for batch in state["micro_batches"]],
+            [StepCounts(*counts) for counts in state["counts"]],
+            state["num_iterations"],
+            state["position"],
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a rollout of all ranks: its i-th group is number `i * world_size + rank` of `num_groups`."""
+
+    num_groups: int
+    rank: int = 0
+    world_size: int = 1
+
+
+def plan_micro_batches(
+    groups: Sequence[Group],
+    advantages: Tensor,
+    *,
+    updates: int,
+    accumulate: int,
+    pad_id: int,
+    skip_zero_advantages: bool,
+    share: Share | None = None,
+) -> tuple[list[MicroBatch], list[StepCounts]]:
+    """Cut a rollout into `updates x accumulate` micro-batches.
+
+    Args:
+        groups: N groups of G completions.
+        advantages: [N, G].
+        updates: Optimizer steps the rollout is divided over.
+        accumulate: Micro-batches per update.
+        pad_id: Any token id.
+        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same, and
+            metrics find them in the first micro-batch of their update (`skipped_tokens`, `skipped_entropy`).
+        share: What part of the rollout of all ranks these groups are; None if they are all of it.
+
+    Returns:
+        The micro-batches in order, and the counts of every update (of this rank).
+    """
+    rows = [
+        [
+            Row(index, group.prompt_ids, completion, advantage, number)
+            for number, (completion, advantage) in enumerate(zip(group.completions, group_advantages, strict=True))
+        ]
+        for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
+    ]
+    micro_batches, counts = [], []
+    for update in split_updates(rows, updates, share or Share(len(groups))):
+        trained = [sum(row.mask) for row in update]
+        counts.append(StepCounts(sum(trained), sum(tokens > 0 for tokens in trained)))
+        kept = [
+            row
+            for row, tokens in zip(update, trained, strict=True)
+            if tokens and (row.advantage != 0 or not skip_zero_advantages)  # no token, no gradient
+        ]
+        parts = split_update(kept, accumulate)
+        batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
+        if skip_zero_advantages:
+            skipped = [row for row in update if row.advantage == 0]
+            batches[0].skipped_tokens = sum(sum(row.mask) for row in skipped)
+            batches[0].skipped_entropy = sum(row.entropy for row in skipped)
+        micro_batches += batches
+    return micro_batches, counts
+
+
+def plan_over_ranks(
+    groups: Sequence[Group],
+    advantages: Tensor,
+    *,
+    num_chunks: Callable[[MicroBatch], int],
+    **settings: Any,
+) -> tuple[list[MicroBatch], list[StepCounts]]:
+    """Cut the rollout of all ranks into micro-batches; every rank takes part and gets its own.
+
+    Args:
+        groups: N groups of G completions, of this rank; may be none.
+        advantages: [N, G].
+        num_chunks: Forward calls that a micro-batch needs.
+        **settings: Of `plan_micro_batches`.
+
+    Returns:
+        The micro-batches in order, with as many forward calls as the rank that needs the most (sharded weights are
+        gathered by all), and the counts of every update over all ranks.
+    """
+    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups))))
+    share = Share(num_groups, ranks.rank(), ranks.world_size())
+    micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
+    most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
+    for batch, number in zip(micro_batches, most, strict=True):
+        batch.num_chunks = number
+    return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
+
+
+def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:
+    """Give micro-batches the images of their prompts.
+
+    Args:
+        micro_batches: Of one rollout.
+        vision: Of all groups of the rollout, in their order; None if the policy sees no images.
+    """
+    for batch in micro_batches if vision else ():
+        assert vision is not None
+        prompts = [vision.prompts[number] if number >= 0 else PromptVision() for number in batch.groups]
+        batch.vision = VisionInputs(prompts, vision.blank)
+
+
+def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[list[Row]]:
+    """Whole groups to each update, in order; completions where all ranks together have fewer groups than updates.
+
+    By their numbers among the groups of all ranks: which update trains on a group does not depend on how many ranks
+    there are.
+    """
+    numbers = range(share.rank, share.rank + len(groups) * share.world_size, share.world_size)
+    units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
+    if share.num_groups < updates:
+        size = len(groups[0]) if groups else 1
+        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group)]
+        num_units *= size
+    bounds = [round(i * num_units / updates) for i in range(updates + 1)]
+    return [
+        [row for number, unit in units if first <= number < last for row in unit]
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
+    """One update's completions to `parts` micro-batches of balanced padded cost.
+
+    Either whole groups share a micro-batch, so that every prompt runs once, or completions of like length do, so that
+    there is less padding but a prompt may run in several: whichever costs fewer token slots. Fewer groups than
+    micro-batches are not kept whole: micro-batches are there to be small.
+    """
+    if parts == 1:
+        return [rows]
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    units: list[list[list[Row]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
+    if len(groups) >= parts:
+        units.insert(0, sorted(groups.values(), key=lambda group: max(row.length for row in group)))
+    plans = [
+        balanced_split(unit, parts, lambda part: padded_cost([row for group in part for row in group]))
+        for unit in units
+    ]
+    splits = [
+        [sorted((row for group in part for row in group), key=lambda row: row.group) for part in plan] for plan in plans
+    ]
+    return min(splits, key=lambda plan: sum(map(padded_cost, plan)))
+
+
+def padded_cost(rows: list[Row]) -> int:
+    """Token slots a micro-batch of these completions takes: its prompts once, its completions padded to the longest."""
+    if not rows:
+        return 0
+    prompts = {row.group: len(row.prompt_ids) for row in rows}
+    return len(prompts) * max(prompts.values()) + len(rows) * max(row.length for row in rows)
+
+
+def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
+    """Cut a list into `parts` runs so that the costliest run is as cheap as can be (bisection on its cost)."""
+
+    def cut(limit: int) -> list[list[Item]]:
+        runs, start = [], 0
+        while start < len(items):
+            ends = range(start + 1, len(items) + 1)  # a longer run never costs less
+            end = max(start + 1, start + bisect_right(ends, limit, key=lambda end: cost(items[start:end])))
+            runs.append(items[start:end])
+            start = end
+        return runs
+
+    low, high = 0, cost(items)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= parts else (middle + 1, high)
+    runs = cut(high)
+    return runs + [[] for _ in range(parts - len(runs))]
+
+
+def collate(rows: list[Row], pad_id: int) -> MicroBatch:
+    """Completions to a padded micro-batch, their prompts stored once."""
+    prompts = {row.group: row.prompt_ids for row in rows}
+    prompt_ids, prompt_mask = left_pad(list(prompts.values()), pad_id)
+    position = {group: i for i, group in enumerate(prompts)}
+    width = max(1, *(row.length for row in rows)) if rows else 1
+
+    def padded(values: Callable[[Row], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[*values(row), *[fill] * (width - row.length)] for row in rows], dtype=dtype)
+
+    return MicroBatch(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        prompt_index=torch.tensor([position[row.group] for row in rows]),
+        groups=list(prompts),
+        numbers=[row.number for row in rows],
+        completion_ids=padded(lambda row: row.completion.token_ids, pad_id, torch.long),
+        attention_mask=padded(lambda row: [True] * row.length, False, torch.bool),
+        completion_mask=padded(lambda row: row.mask, False, torch.bool),
+        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+        rollout_logprobs=padded(lambda row: row.completion.logprobs, 0.0, torch.float32),
+        ref_logprobs=padded(lambda row: row.completion.ref_logprobs or [0.0] * row.length, 0.0, torch.float32)
+        if any(row.completion.ref_logprobs is not None for row in rows)
+        else None,
+    )
+
+
+def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
+    """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step.
+
+    Args:
+        groups: Of this rank; one of their tokens stands in, or a padding token if it has none.
+        pad_id: Any token id.
+    """
+    row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
+    token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])
+    return collate([Row(row.group, row.prompt_ids, token, 0.0)], pad_id)

@@ -1,0 +1,428 @@
+"""Strategies for several devices, and what Lightning's own would do wrong.
+
+trainer: {strategy: zero3}                                        # zero1, zero2, zero3, zero3_offload, fsdp2, ddp
+trainer: {strategy: {class_path: grpo_lightning.GRPODeepSpeedStrategy, init_args: {stage: 3}}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.strategies.deepspeed import remove_module_hooks
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
+
+from grpo_lightning.core import ranks
+from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
+from grpo_lightning.training.checkpoint_files import opened
+
+log = logging.getLogger(__name__)
+
+
+class GRPODeepSpeedStrategy(DeepSpeedStrategy):
+    """DeepSpeed ZeRO with the loss divided once; runs on CPUs as well, over gloo.
+
+    Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed divides it again: with Lightning's own
+    strategy gradients are that much too small, and clipping that much too loose. AdamW hides it in every plot.
+
+    Args:
+        stage: 1 shards optimizer states, 2 gradients as well, 3 weights as well.
+        config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the arguments. In a file for
+            transformers' Trainer, "auto" is the setting of this run: of the trainer, or of the argument of that name.
+        stage3_prefetch_bucket_size: Stage 3: numbers gathered ahead of their use. 0, because the order of modules
+            differs between sampling, scoring and training: weights prefetched for another pass are gathered in vain.
+        stage3_param_persistence_threshold: Stage 3: weights of fewer numbers than this stay whole on every device.
+        sub_group_size: Stage 3: numbers that the optimizer steps at a time; more need more memory at once.
+        exclude_frozen_parameters: Keep frozen weights out of checkpoints; they come from the policy's folder.
+        logging_batch_size_per_gpu: For DeepSpeed's throughput logging alone.
+        **kwargs: Of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        config: str | Path | dict[str, Any] | None = None,
+        stage3_prefetch_bucket_size: int = 0,
+        stage3_param_persistence_threshold: int = 100_000,
+        sub_group_size: int = 1_000_000_000,
+        exclude_frozen_parameters: bool = True,  # noqa: FBT001, FBT002 - a YAML key
+        logging_batch_size_per_gpu: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise ValueError(f"strategy.stage must be 1, 2 or 3, got {stage!r}.")
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
+        super().__init__(
+            stage=stage,
+            config=config,
+            sub_group_size=sub_group_size,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            logging_batch_size_per_gpu=logging_batch_size_per_gpu,
+            **kwargs,
+        )
+        self.config: dict[str, Any] = copy.deepcopy(self.config)  # the caller's mapping stays as it is
+        defaults = {name: p.default for name, p in inspect.signature(DeepSpeedStrategy.__init__).parameters.items()}
+        own = {
+            "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
+            "stage3_param_persistence_threshold": stage3_param_persistence_threshold,
+            "sub_group_size": sub_group_size,
+        }
+        fill_auto(self.config, defaults | own | kwargs)
+        # Lightning looks for it without asking when it validates under stage 3.
+        self.config.setdefault("zero_allow_untested_optimizer", True)
+        # With states on the CPU, DeepSpeed asks for an optimizer of its own, which it has to compile: any one serves.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
+        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would get another optimizer
+            # Or micro-batches are added up in 16 bits, where the small ones are lost.
+            self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+        if self.zero_stage_3:
+            settings = self.config["zero_optimization"]
+            for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+                settings.setdefault(name, own[name])
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if the run has no accelerator."""
+        return self.root_device.type == "cpu"
+
+    def _format_config(self) -> None:
+        """Lightning's; `bf16` and `fp16` whose `enabled` is "auto" follow from the trainer's precision."""
+        for name, prefix in (("bf16", "bf16-"), ("fp16", "16-")):
+            block = self.config.get(name, {})
+            if block.get("enabled") == AUTO:
+                block["enabled"] = self.precision_plugin.precision.startswith(prefix)
+        super()._format_config()
+
+    def setup_environment(self) -> None:
+        """Lightning's, without its refusal of CPUs."""
+        if self.is_on_cpu:
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Lightning's, without asking CPUs for their index."""
+        if not self.is_on_cpu:
+            super().setup_distributed()
+            return
+        # Its own collectives for CPUs are compiled in the first run, and a compiler that was killed leaves a lock that
+        # every later run waits for, without a word: gloo's serve.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        """Lightning's, with a device index that CPUs have as well."""
+        if not self.is_on_cpu:
+            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        return self._engine_on_cpu(
+            model,
+            config=self.config,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+        )
+
+    def _initialize_deepspeed_inference(self, model: Any) -> None:
+        """Lightning's, with a device index that CPUs have as well."""
+        if not self.is_on_cpu:
+            super()._initialize_deepspeed_inference(model)
+            return
+        kept = ("fp16", "bf16", "zero_optimization", "zero_allow_untested_optimizer")
+        config = {name: self.config[name] for name in kept if name in self.config}
+        if not self.zero_stage_3:  # the other stages shard nothing that inference has
+            config.pop("zero_optimization", None)
+        remove_module_hooks(model)
+        config["train_micro_batch_size_per_gpu"] = 1
+        self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Lightning's; evaluation without inference mode, whose tensors no later pass may train on."""
+        leave_inference_mode(trainer)
+        super().setup(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's; weights alone (`save_weights_only`) become one file of whole weights.
+
+        DeepSpeed keeps its weights with the optimizer's states, and would save them all.
+        """
+        if "optimizer_states" in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        module: Any = self.lightning_module
+        weights = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                whole = module.sharding.whole(parameter)  # every rank takes part
+                if self.is_global_zero:
+                    weights[name] = whole.to("cpu", copy=True)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint | {"state_dict": weights}, filepath)
+        self.barrier("weights")
+
+    def load_checkpoint(  # Lightning calls it by position
+        self,
+        checkpoint_path: Any,
+        weights_only: bool | None = None,  # noqa: FBT001
+    ) -> dict[str, Any]:
+        """Lightning's; where nothing is trained, stage 3's weights come from the optimizer's float32 ones, or a file.
+
+        DeepSpeed keeps them nowhere else, and cannot load them without the optimizer.
+        """
+        module: Any = self.lightning_module
+        is_training = module.trainer.state.fn == TrainerFn.FITTING
+        is_folder = Path(checkpoint_path).is_dir()
+        if is_training or self.load_full_weights or (is_folder and not self.zero_stage_3):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(self.broadcast(checkpoint_path))
+        content: dict[str, Any] = {}
+        weights: dict[str, torch.Tensor] = {}
+        error: OSError | ValueError | None = None
+        if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
+            try:
+                with opened(path) as joined:
+                    weights = joined.get("state_dict", {})  # what is missing is said below, on every rank
+                    content = {name: value for name, value in joined.items() if name != "state_dict"}
+            except (OSError, ValueError) as failure:  # the other ranks wait to hear of it
+                error = failure
+        for failed in ranks.gather_objects(error):
+            if failed is not None:
+                raise failed
+        names: set[str] = self.broadcast(set(weights))
+        content = self.broadcast(content)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in names:
+                    module.sharding.assign(parameter, weights.get(name))
+                elif parameter.requires_grad:
+                    raise RuntimeError(
+                        f"The checkpoint {path} lacks {name}, which is trained. It belongs to another policy: give the "
+                        "one it was taken of."
+                    )
+        return content
+
+    def _engine_on_cpu(self, model: Any, **settings: Any) -> tuple[Any, Any]:
+        """An engine and its optimizer."""
+        import deepspeed
+
+        place = argparse.Namespace(device_rank=self.local_rank)
+        engine, optimizer, _, _ = deepspeed.initialize(args=place, model=model, dist_init_required=False, **settings)
+        return engine, optimizer
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The backward pass of a loss that Lightning has divided by the accumulation already."""
+        kwargs.setdefault("scale_wrt_gas", False)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+
+AUTO = "auto"
+"""What transformers' Trainer fills in, in a DeepSpeed file."""
+
+OF_THE_TRAINER = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+"""Keys that Lightning and DeepSpeed fill in where they are missing."""
+
+
+def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Fill in the "auto" values of a DeepSpeed file for transformers' Trainer; precision is left to `_format_config`.
+
+    Args:
+        config: Of DeepSpeed; changed in place.
+        arguments: Of the strategy, defaults included: "auto" in `zero_optimization` is the argument of that name.
+
+    Raises:
+        ValueError: If an optimizer or schedule has settings of its own, or nothing here decides an "auto".
+    """
+    for name in OF_THE_TRAINER:
+        if config.get(name) == AUTO:
+            del config[name]
+    zero = config.get("zero_optimization", {})
+    zero.update({name: arguments[name] for name, value in zero.items() if value == AUTO and name in arguments})
+    for name in ("optimizer", "scheduler"):
+        if name not in config:
+            continue
+        block = config.pop(name)
+        if own := {key: value for key, value in block.get("params", {}).items() if value != AUTO}:
+            raise ValueError(
+                f"strategy.config.{name} ({block.get('type')}) has settings of its own, {own}: they would "
+                f"replace those of model.{name}. Set them there, and remove the block."
+            )
+        log.info("strategy.config.%s (%s) is left out: model.%s is used.", name, block.get("type"), name)
+    _refuse_auto(config, "strategy.config")
+
+
+def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
+    """Raise ValueError for an "auto" that nothing here decides, naming the first."""
+    for name, value in config.items():
+        if value == AUTO and (key, name) not in (
+            ("strategy.config.bf16", "enabled"),
+            ("strategy.config.fp16", "enabled"),
+        ):
+            raise ValueError(
+                f"{key}.{name} is 'auto', and no setting of this run decides it: leave it out, or give the number."
+            )
+        if isinstance(value, Mapping):
+            _refuse_auto(value, f"{key}.{name}")
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """FSDP2: weights, gradients and optimizer states sharded over all devices, gathered layer by layer.
+
+    Args:
+        data_parallel_size: Devices over which weights are sharded; "auto" is all of them.
+        save_distributed_checkpoint: Every rank writes its shard; false gathers one file on rank 0.
+        process_group_backend: Null takes what fits the devices.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,  # noqa: FBT001, FBT002 - a YAML key
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(data_parallel_size, 1, save_distributed_checkpoint, process_group_backend)
+
+    def setup_environment(self) -> None:
+        """Shard over all devices: Lightning's "auto" means the nodes."""
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Lightning's; evaluation without inference mode, whose tensors no later pass may train on."""
+        leave_inference_mode(trainer)
+        super().setup(trainer)
+
+    @property
+    def shard_options(self) -> dict[str, Any]:
+        """What `fully_shard` is told: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        options: dict[str, Any] = {}
+        if self.precision_plugin.precision == "bf16-mixed":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        return options
+
+
+def leave_inference_mode(trainer: L.Trainer) -> None:
+    """Let the evaluation loops run without gradients only: sharded weights are gathered into buffers that stay."""
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop.inference_mode = False
+
+
+def run_uncompiled(module: L.LightningModule) -> None:
+    """Undo `trainer.fit(torch.compile(module))`: sampling, rewards and caches inside a step cannot be compiled."""
+    if module._compiler_ctx is not None:
+        to_uncompiled(module)
+        log.warning(
+            "The trainer was given torch.compile(module): the module runs without the compilation, as a step samples, "
+            "scores and calls rewards."
+        )
+
+
+def sharding_of(strategy: Strategy) -> Sharding:
+    """How a strategy lays the policy's weights over the processes."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return Partitioned(strategy) if strategy.zero_stage_3 else PartitionedGradients(strategy)
+    if isinstance(strategy, ModelParallelStrategy):
+        return FullyShard(strategy.device_mesh["data_parallel"], getattr(strategy, "shard_options", {}))
+    return Sharding()
+
+
+def has_masters(trainer: L.Trainer) -> bool:
+    """True if steps are taken on float32 copies of 16-bit weights, as DeepSpeed does in its 16-bit modes."""
+    return isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.precision != "32-true"
+
+
+def reads(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
+    """True if a strategy reads the folders that DeepSpeed or FSDP2 writes."""
+    return isinstance(strategy, DeepSpeedStrategy if kind == "DeepSpeed" else ModelParallelStrategy)
+
+
+INSTEAD = {
+    "DeepSpeedStrategy": "it divides the loss by accumulate_grad_batches twice. Set trainer.strategy to zero1, zero2, "
+    "zero3 or zero3_offload, or to grpo_lightning.GRPODeepSpeedStrategy, which takes the same arguments",
+    "FSDPStrategy": "it flattens the weights that sampling and scoring need. Set trainer.strategy to fsdp2 "
+    "(grpo_lightning.FSDP2Strategy)",
+}
+"""What to say of strategies by name."""
+
+
+def is_supported(kind: type[Strategy]) -> bool:
+    """True for a strategy that trains what one device would, whatever its arguments are."""
+    if issubclass(kind, (GRPODeepSpeedStrategy, FSDP2Strategy, SingleDeviceStrategy)):
+        return True
+    return issubclass(kind, DDPStrategy) and not issubclass(kind, DeepSpeedStrategy)  # which is one of them
+
+
+def check_strategy(trainer: L.Trainer) -> None:
+    """Check that the strategy trains what one device would.
+
+    Raises:
+        ValueError: If it does not, naming the one that does.
+    """
+    strategy = trainer.strategy
+    kind = type(strategy)
+    if is_supported(kind):
+        return
+    if isinstance(strategy, ModelParallelStrategy):
+        if strategy._tensor_parallel_size != 1:
+            raise ValueError(
+                f"trainer.strategy ModelParallelStrategy has tensor_parallel_size {strategy._tensor_parallel_size!r}, "
+                "which for Lightning is the devices of a node unless it is a number: the policy is sharded over data "
+                "only. Set trainer.strategy to fsdp2, or tensor_parallel_size to 1 and data_parallel_size to the "
+                "number of devices."
+            )
+        return
+    reason = next((why for name, why in INSTEAD.items() if name in [base.__name__ for base in kind.__mro__]), None)
+    raise ValueError(
+        f"trainer.strategy {kind.__name__} does not train by GRPO: "
+        f"{reason or 'set it to ddp, fsdp2, zero1, zero2, zero3 or zero3_offload'}."
+    )
+
+
+def _register() -> None:
+    """Make the short names known to the Trainer."""
+    names: dict[str, dict[str, Any]] = {
+        "zero1": {"stage": 1},
+        "zero2": {"stage": 2},
+        "zero3": {"stage": 3},
+        "zero3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    }
+    for name, settings in names.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, GRPODeepSpeedStrategy, description=f"DeepSpeed ZeRO {settings}", **settings)
+    if "fsdp2" not in StrategyRegistry:
+        StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all devices")
+
+
+_register()
