@@ -32,7 +32,7 @@ from grpo_lightning.demo.solutions import TASKS
 from grpo_lightning.tasks.prepare import entries, row
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
-from tests.planning.real_shapes import published, reward_model_0_6b
+from tests.cli.plan.real_shapes import published, reward_model_0_6b
 from tests.tiny_models import tiny_classifier, tiny_model, tiny_tokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -17,8 +17,8 @@ from torch.distributed.run import get_args_parser
 
 from grpo_lightning.cli.main import main, parse
 from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from tests.cli.plan.real_shapes import published
 from tests.pages import blocks, read, tables
-from tests.planning.real_shapes import published
 from tests.test_docs import RECIPE
 from tests.tiny_models import tiny_tokenizer
 

@@ -11,8 +11,8 @@ from grpo_lightning.cli.plan.shape import meta_model, shape_of
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.policy.families import FAMILIES
 from grpo_lightning.policy.tokenizers import SETTINGS
+from tests.cli.plan.real_shapes import qwen2_5_vl_3b
 from tests.pages import read, tables
-from tests.planning.real_shapes import qwen2_5_vl_3b
 
 PAGE = read("vision.md")
 RECIPES = Path(__file__).parents[1] / "recipes" / "vlm"

@@ -18,7 +18,7 @@ from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training import completeness
 from tests import tiny_vlms
-from tests.cli.test_resuming import WHOLE, cut, saved
+from tests.cli.test_resume import WHOLE, cut, saved
 from tests.module_runs import are_equal, make_trainer, weights_of
 from tests.test_module_resume import CYCLE, KillAt, KilledError, train, two_updates
 from tests.test_module_vision import vision_module

@@ -19,8 +19,8 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local import LocalEngine
 from tests.policy.adapters import loader_of
+from tests.rollout.test_dynamic_sampling import OPEN, only_open, run, varied
 from tests.rollout.test_local import connected, cut, generated, greedy, make_prompts, token_ids, two_stops
-from tests.test_dynamic_sampling import OPEN, only_open, run, varied
 from tests.tiny_models import EOS, PAD, VOCAB, tiny_model, tiny_tokenizer
 
 

@@ -11,7 +11,7 @@ import yaml
 from grpo_lightning.cli.plan import command as plan
 from grpo_lightning.cli.plan import lengths as plan_lengths
 from tests import tiny_vlms
-from tests.planning.real_shapes import internvl3_2b, qwen2_5_vl_3b
+from tests.cli.plan.real_shapes import internvl3_2b, qwen2_5_vl_3b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.vision_prompts import encoder_of, prompt_of
 
@@ -129,10 +129,10 @@ def test_published_models(recipe, said, config, weights, tower):
 
 
 def test_prompts_are_assumed_with_an_image(recipe, said):
-    args = recipe(data={"datasets": [{"json_path": "later.jsonl"}], "prepare": "tests.cli.test_plan_vision.nothing"})
+    args = recipe(data={"datasets": [{"json_path": "later.jsonl"}], "prepare": "tests.cli.plan.test_vision.nothing"})
     out = said(args)
     assert "Longest prompt: 524 tokens (assumed and an image of 12, the most that the processor makes of one, as" in out
-    short = recipe(data={"datasets": [{"json_path": "later.jsonl"}], "prepare": "tests.cli.test_plan_vision.nothing"})
+    short = recipe(data={"datasets": [{"json_path": "later.jsonl"}], "prepare": "tests.cli.plan.test_vision.nothing"})
     assert "Longest prompt: 40 tokens (data.max_prompt_length)" in said([*short, "--data.max_prompt_length=40"])
 
 

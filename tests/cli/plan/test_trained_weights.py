@@ -9,7 +9,7 @@ from grpo_lightning.cli.plan.trained_weights import TrainedWeights, trained_weig
 from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters
-from tests.planning.real_shapes import llama_1b
+from tests.cli.plan.real_shapes import llama_1b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

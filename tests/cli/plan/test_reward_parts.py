@@ -8,7 +8,7 @@ import torch
 from grpo_lightning.cli.plan.parts import ALWAYS
 from grpo_lightning.cli.plan.reward_parts import reward_models_of, reward_parts
 from grpo_lightning.rewards import ByMethod, Cosine, Format, LLMJudge, Reward, RewardModel, WeightedReward
-from tests.planning.real_shapes import reward_model_0_6b
+from tests.cli.plan.real_shapes import reward_model_0_6b
 from tests.tiny_models import tiny_classifier, tiny_tokenizer
 
 

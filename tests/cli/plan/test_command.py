@@ -23,7 +23,7 @@ from grpo_lightning.cli.plan.memory_table import Described
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local import LocalEngine
-from tests.planning.real_shapes import llama_1b, llama_70b
+from tests.cli.plan.real_shapes import llama_1b, llama_70b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 # jsonargparse from 4.49 on has another name for the method that `instantiate` calls; the old one serves all versions.

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_lightning.cli.plan.shape import ModelShape, count_matrix_weights, meta_model, shape_of
-from tests.planning.real_shapes import llama_1b, qwen_1_5b
+from tests.cli.plan.real_shapes import llama_1b, qwen_1_5b
 from tests.tiny_models import FAMILIES, MAMBA, tiny_model
 from tests.tiny_vlms import build
 

@@ -26,8 +26,8 @@ from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine
-from tests.planning.measured import peak_bytes, ragged_batch, saved_bytes
-from tests.planning.real_shapes import llama_1b, qwen_1_5b
+from tests.cli.plan.measured import peak_bytes, ragged_batch, saved_bytes
+from tests.cli.plan.real_shapes import llama_1b, qwen_1_5b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 FP32, BF16, MIXED = Precision(4, 4), Precision(2, 2), Precision(4, 2, is_mixed=True)

@@ -21,7 +21,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.vision import features_in
 from tests import tiny_vlms
-from tests.planning.real_shapes import internvl3_2b, qwen2_5_vl_3b
+from tests.cli.plan.real_shapes import internvl3_2b, qwen2_5_vl_3b
 from tests.vision_prompts import encoder_of, prompt_of
 
 FP32 = Precision(4, 4)
