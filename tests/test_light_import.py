@@ -28,6 +28,19 @@ def test_the_package_loads_nothing_heavy():
     assert heavy.isdisjoint(loaded.split())
 
 
+def test_short_commands_load_nothing_heavy():
+    loaded = run("""
+        import contextlib, io, sys
+        from grpo_lightning.cli import main
+        with contextlib.redirect_stdout(io.StringIO()):
+            for args in (["--version"], ["--help"], ["recipes", "list"], ["plan", "--help"], ["export", "--help"]):
+                with contextlib.suppress(SystemExit):
+                    main(args)
+        print(*sorted({name.partition(".")[0] for name in sys.modules}))
+    """)
+    assert {"torch", "transformers", "lightning", "datasets", "jsonargparse", *OPTIONAL}.isdisjoint(loaded.split())
+
+
 def test_the_module_asks_for_no_optional_package():
     """Only what our own files import counts: lightning and transformers load some of these by themselves.
 

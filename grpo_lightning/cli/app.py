@@ -88,7 +88,8 @@ class GRPOCLI(LightningCLI):
         if rank():  # every rank says the same
             logging.getLogger("grpo_lightning").setLevel(logging.WARNING)
         # The fields of dataclasses (objective, sampling) are described below them, which is not read by default.
-        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        asks_for_help = any("help" in arg or arg == "-h" for arg in args)
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=asks_for_help)  # they take a second
         return cls(
             args,
             model_class=module_class or GRPOLightningModule,

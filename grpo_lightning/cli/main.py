@@ -55,7 +55,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             print(help_text())
         elif given[0] == "--version":
             print(f"grpo-lightning {version('grpo-lightning')}")
-        elif given[0] == "plan" and module_class is not None:  # of the others, none reads a recipe
+        elif given[0] == "plan":  # the only one of them that reads a recipe
             import_module("grpo_lightning.cli.plan.command").run(given[1:], module_class)
         elif given[0] in OWN_COMMANDS:
             import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])

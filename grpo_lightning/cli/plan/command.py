@@ -37,9 +37,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         FileNotFoundError: If the data are not there, neither --prompt_tokens nor data.prepare replaces them; or, after
             the arithmetic of the batches, if the policy is not.
     """
-    from grpo_lightning.cli.plan.tables import print_plan, print_translation
-
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
+        from grpo_lightning.cli.plan.tables import print_translation
         from grpo_lightning.cli.plan.translate import translate
 
         script = parse_script(args)
@@ -47,6 +46,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         return
     own, fit_args = plan_parser().parse_known_args(args)
     from grpo_lightning.cli.main import instantiate, parse
+    from grpo_lightning.cli.plan.tables import print_plan
 
     config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from grpo_lightning.policy.families import sees_images
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -63,6 +61,8 @@ def longest_prompt(
     Raises:
         ValueError: If what is given could not be trained on.
     """
+    from grpo_lightning.policy.families import sees_images
+
     if given is not None and given < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {given}.")
     if given_image_tokens is not None and not 0 <= given_image_tokens <= (given or 0):
