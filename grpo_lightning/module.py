@@ -232,7 +232,7 @@ class GRPOLightningModule(L.LightningModule):
             batch.old_logprobs = scores.logprobs.detach()
         longest = self.sampling.max_completion_length
         terms = self.objective(scores.logprobs, batch, turn.counts, longest, entropy=scores.entropy)
-        add_update(self.metrics, batch, scores, terms)
+        add_update(self.metrics, batch, terms)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle

@@ -334,13 +334,6 @@ class MicroBatch:
     vision: VisionInputs | None = None
     """The images of the prompts; None if the policy sees none."""
 
-    skipped_tokens: int = 0
-    """Trained tokens of completions of advantage 0 that were left out of this micro-batch: the passes skip them, the
-    metrics do not."""
-
-    skipped_entropy: float = 0.0
-    """Nats: the sum of the policy's entropies at those tokens when they were drawn."""
-
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`."""
         from torch import Tensor

@@ -51,6 +51,6 @@ class RolloutEngine(Protocol):
 
         Returns:
             N lists of G completions, in the order of the prompts. Their `entropies` are optional: `policy/entropy`
-            takes them for completions that are not run through the policy, or minus the log-probs without.
+            takes minus the log-probs without.
         """
         ...

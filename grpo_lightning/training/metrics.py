@@ -13,10 +13,9 @@ from torch import Tensor
 
 from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.ranks import gather_objects
-from grpo_lightning.core.types import Group, MicroBatch
+from grpo_lightning.core.types import Completion, Group, MicroBatch
 from grpo_lightning.functional import equal_groups, kl_divergence
 from grpo_lightning.objective import ObjectiveTerms
-from grpo_lightning.policy.scorer import TokenScores
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
 
@@ -123,7 +122,9 @@ def values_of(ranks: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
 
 
 def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
-    """Length (tokens), truncated share and speed of a rollout's completions, drawn in `time/rollout`.
+    """Length (tokens), truncated share, entropy and speed of a rollout's completions, sampled in `time/rollout`.
+
+    The entropy is that of the policy when it sampled them, over all their tokens: no later pass changes it.
 
     The speed is that of all ranks together, by the seconds of the slowest.
 
@@ -137,8 +138,17 @@ def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     metrics.add("rollout/length_stopped", sum(stopped), len(stopped))
     metrics.add_extreme("rollout/length_min", lengths, min)
     metrics.add_extreme("rollout/length_max", lengths, max)
+    metrics.add("policy/entropy", sum(entropy_of(completion) for completion in completions), sum(lengths))
     metrics.add("rollout/truncated", sum(c.is_truncated for c in completions), len(completions))
     metrics.add_rate("rollout/tokens_per_second", sum(lengths), per="time/rollout")
+
+
+def entropy_of(completion: Completion) -> float:
+    """Nats, summed over a completion's tokens. Without the engine's: minus its log-probs, whose mean it is."""
+    entropies = completion.entropies or []
+    if len(entropies) != len(completion.token_ids):  # the engine gives none, or the completion was edited since
+        return -sum(completion.logprobs)
+    return sum(entropies)
 
 
 def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) -> None:
@@ -199,12 +209,12 @@ def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> No
     metrics.add("rollout/padding", sum((~mask).sum() for mask in masks), sum(mask.numel() for mask in masks))
 
 
-def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, terms: ObjectiveTerms) -> None:
-    """Loss, KL, entropy, ratio and clip fractions of a micro-batch, over its trained tokens.
+def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
+    """Loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    No metric depends on whether completions of advantage 0 are run through the policy. Entropy and KL are of all
-    completions; a completion that was skipped has the entropy that it had when it was sampled. The others are about
-    the policy loss, in which a completion of advantage 0 has no part: they are of those with an advantage.
+    No metric depends on whether completions of advantage 0 are run through the policy. The KL is of all completions,
+    which are all run where there is a reference. The others are about the policy loss, in which a completion of
+    advantage 0 has no part: they are of those with an advantage.
 
     `rollout_kl` is that of the engine's distribution to the policy's at the start of the cycle, nats per token.
     """
@@ -227,6 +237,4 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, scores: TokenScores, ter
         for name, values in per_token.items():
             if values is not None:
                 metrics.add(f"policy/{name}", (values * mask).sum(), mask.sum())
-    entropy = (scores.entropy.detach() * trained).sum()
-    metrics.add("policy/entropy", entropy + batch.skipped_entropy, trained.sum() + batch.skipped_tokens)
     metrics.add_sum("policy/loss", terms.loss.detach())

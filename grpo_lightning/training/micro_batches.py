@@ -48,14 +48,6 @@ class Row:
         """[T] True where trained on."""
         return [True] * self.length if self.completion.mask is None else self.completion.mask
 
-    @property
-    def entropy(self) -> float:
-        """Nats, summed over the trained tokens. Without the engine's: minus the log-probs, whose mean it is."""
-        entropies = self.completion.entropies or []
-        if len(entropies) != self.length:  # the engine gives none, or the completion was edited since
-            entropies = [-logprob for logprob in self.completion.logprobs]
-        return sum(entropy for entropy, is_trained in zip(entropies, self.mask, strict=True) if is_trained)
-
 
 @dataclass
 class Turn:
@@ -184,7 +176,6 @@ def plan_micro_batches(
         accumulate: Micro-batches per update.
         pad_id: Any token id.
         skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same, and
-            metrics find them in the first micro-batch of their update (`skipped_tokens`, `skipped_entropy`).
         share: What part of the rollout of all ranks these groups are; None if they are all of it.
 
     Returns:
@@ -208,10 +199,6 @@ def plan_micro_batches(
         ]
         parts = split_update(kept, accumulate)
         batches = [collate(part, pad_id) if part else idle_micro_batch(rows, pad_id) for part in parts]
-        if skip_zero_advantages:
-            skipped = [row for row in update if row.advantage == 0]
-            batches[0].skipped_tokens = sum(sum(row.mask) for row in skipped)
-            batches[0].skipped_entropy = sum(row.entropy for row in skipped)
         micro_batches += batches
     return micro_batches, counts
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.objective import ObjectiveTerms
-from grpo_lightning.policy.scorer import TokenScores
 from grpo_lightning.rewards import Scores
 from grpo_lightning.training.metrics import (
     StepMetrics,
@@ -71,7 +70,7 @@ def test_rollout_by_hand():
     metrics.add_sum("time/rollout", 2.0)
     lengths = [[3, 1], [6, 2]]
     groups = [
-        Group(Prompt(""), [5], [Completion([7] * n, [0.0] * n, "length" if n == 6 else "stop") for n in row])
+        Group(Prompt(""), [5], [Completion([7] * n, [-0.5] * n, "length" if n == 6 else "stop") for n in row])
         for row in lengths
     ]
     add_rollout(metrics, groups)
@@ -83,7 +82,20 @@ def test_rollout_by_hand():
         "rollout/length_max": 6.0,
         "rollout/truncated": 0.25,
         "rollout/tokens_per_second": 6.0,
+        "policy/entropy": 0.5,
     }
+
+
+def test_entropies_are_the_engines_or_minus_the_log_probs():
+    """By hand: 1 + 2 nats of the engine's two tokens; 0.5 of one without; 3 of one edited since."""
+    told, untold, edited = (
+        Completion([7] * n, [-logprob] * n, "stop") for n, logprob in ((2, 9.0), (1, 0.5), (1, 3.0))
+    )
+    told.entropies, edited.entropies = [1.0, 2.0], [1.0, 2.0]
+    metrics = StepMetrics()
+    metrics.add_sum("time/rollout", 1.0)
+    add_rollout(metrics, [Group(Prompt(""), [5], [told, untold, edited])])
+    assert metrics.pop()["policy/entropy"] == pytest.approx((3 + 0.5 + 3) / 4)
 
 
 def test_completions_that_are_all_cut_have_no_length_of_their_own():
@@ -173,12 +185,11 @@ def test_padding_by_hand():
 def update_of(batch, scale):
     shape = batch.completion_mask.shape
     values = scale * torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
-    scores = TokenScores(values, 2 * values)
     low = torch.zeros(shape, dtype=torch.bool)
     high = torch.zeros(shape, dtype=torch.bool)
     low[0, 0] = high[0, 1] = True
     terms = ObjectiveTerms(torch.tensor(scale, requires_grad=True), 3 * values, low, high, values)
-    return batch, scores, terms._replace(ratio_clamped=values == 3, kl_clamped=values < 3)
+    return batch, terms._replace(ratio_clamped=values == 3, kl_clamped=values < 3)
 
 
 def test_updates_by_hand():
@@ -190,7 +201,6 @@ def test_updates_by_hand():
     )
     ratio = (1 + 2 + 3 + 4 + 30) / 5
     assert metrics.pop() == {
-        "policy/entropy": pytest.approx(2 * ratio),
         "policy/ratio": pytest.approx(ratio),
         "policy/clip_fraction": pytest.approx(2 / 5),
         "policy/clip_fraction_low": pytest.approx(1 / 5),
@@ -202,19 +212,15 @@ def test_updates_by_hand():
     }
 
 
-def test_completions_without_an_advantage_have_an_entropy_and_a_kl_and_no_ratio():
-    """By hand: the second completion's token is in the batch; 5 others of 7 nats together were left out of it."""
+def test_completions_without_an_advantage_have_a_kl_and_no_ratio():
+    """By hand: the second completion has one token."""
     metrics = StepMetrics()
-    batch, scores, terms = update_of(
-        micro_batch([[True, True, True], [True, False, False]], ref=torch.zeros(2, 3)), 1.0
-    )
+    batch, terms = update_of(micro_batch([[True, True, True], [True, False, False]], ref=torch.zeros(2, 3)), 1.0)
     batch.advantages = torch.tensor([-1.0, 0.0])
-    batch.skipped_tokens, batch.skipped_entropy = 5, 7.0
     batch.old_logprobs = torch.full((2, 3), math.log(0.5))
     batch.old_logprobs[1] = -9.0
-    add_update(metrics, batch, scores, terms._replace(rollout_weight=terms.ratio, is_corrected=terms.ratio > 2))
+    add_update(metrics, batch, terms._replace(rollout_weight=terms.ratio, is_corrected=terms.ratio > 2))
     values = metrics.pop()
-    assert values["policy/entropy"] == pytest.approx((2 + 4 + 6 + 8 + 7) / 9)
     assert values["policy/kl"] == pytest.approx(3 * (1 + 2 + 3 + 4) / 4)
     assert values["policy/kl_clamped"] == pytest.approx(2 / 4)
     assert values["policy/ratio"] == pytest.approx(2)
@@ -234,10 +240,10 @@ def test_no_reference_no_kl():
 def test_a_correction_by_hand():
     """Over the trained tokens; the engine was sure of every token, the policy gave it half the probability."""
     metrics = StepMetrics()
-    batch, scores, terms = update_of(micro_batch([[True, True, False], [True, False, False]]), 1.0)
+    batch, terms = update_of(micro_batch([[True, True, False], [True, False, False]]), 1.0)
     batch.old_logprobs = torch.full((2, 3), math.log(0.5))
     weight = torch.tensor([[0.5, 2.0, 9.0], [0.5, 9.0, 9.0]])
-    add_update(metrics, batch, scores, terms._replace(rollout_weight=weight, is_corrected=weight == 2.0))
+    add_update(metrics, batch, terms._replace(rollout_weight=weight, is_corrected=weight == 2.0))
     found = metrics.pop()
     assert found["policy/rollout_kl"] == pytest.approx(0.5 + math.log(2) - 1)
     assert found["policy/rollout_weight"] == pytest.approx(1.0)

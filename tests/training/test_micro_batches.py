@@ -397,22 +397,6 @@ OBJECTIVES = {
 }
 
 
-def test_the_entropy_of_what_is_skipped_stays_with_its_update():
-    """In the first micro-batch of each update, also where that trains on nothing."""
-    groups = [group_of([3, 4], [2, 1, 3]), group_of([5], [1, 2, 2], masks=[None, [True, False]])]
-    for group in groups:
-        for completion in group.completions[1:]:
-            completion.entropies = [0.5 + token for token in range(len(completion.token_ids))]
-    advantages = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]])
-    batches, _ = plan(groups, advantages, updates=2, accumulate=2, skip=True)
-    # Of the first group one token is skipped; of the second the log-prob -1 of one, 0.5 of the other two's first
-    # (the second of one is not trained on) and 1.5.
-    assert [batch.skipped_tokens for batch in batches] == [1, 0, 4, 0]
-    assert [batch.skipped_entropy for batch in batches] == [0.5, 0.0, 1 + 0.5 + 0.5 + 1.5, 0.0]
-    batches, _ = plan(groups, advantages, updates=2, accumulate=2, skip=False)
-    assert not any(batch.skipped_tokens or batch.skipped_entropy for batch in batches)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_gradient_does_not_depend_on_how_an_update_is_cut(name):
     # In float64: float32's own rounding is 1e-6 to 2e-6.
