@@ -421,7 +421,7 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
     assert f"Skipped {half}: it was not written to its end." in caplog.messages
     assert f"Checkpoint: {whole}, the newest of runs/recipe." in caplog.messages
     assert (first.trainer.global_step, second.trainer.global_step) == (2, 3)
-    assert second.model.rollout_index == 3, "rollouts go on counting"
+    assert second.model.run.rollout_index == 3, "rollouts go on counting"
     assert files("runs/recipe") == {"version_0"}
     folder = Path("runs/recipe/version_0")
     steps = [row["step"] for row in logged(folder / "metrics.csv") if "policy/loss" in row]
