@@ -22,7 +22,7 @@ from controlled_runs import TRAINED, ControlledRuns, Runs
 
 from grpo_lightning.cli import main as run_cli
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.record import Rollout, per_completion
+from grpo_lightning.rollout.groups import Rollout, per_completion
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 

@@ -24,7 +24,7 @@ from controlled_runs import TRAINED, ControlledRuns, Runs
 from grpo_lightning.cli import main as run_cli
 from grpo_lightning.demo.solutions import TASKS
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.record import Rollout
+from grpo_lightning.rollout.groups import Rollout
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart_reasoning_gym.yaml"
 SUMMARY = "runs/quickstart_reasoning_gym/version_0/summary.json"

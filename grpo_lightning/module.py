@@ -37,20 +37,26 @@ from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.sync_reference import RunReference, SyncReference
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
-from grpo_lightning.rewards.scoring import Scoring
+from grpo_lightning.rewards.reward_set import Scoring
 from grpo_lightning.rewards.trainer_state import TrainerState
-from grpo_lightning.rollout import dynamic_sampling, overlong
+from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
 from grpo_lightning.rollout.engine import RolloutEngine
-from grpo_lightning.rollout.groups import GroupSource, kl_to_reference, vision_of
+from grpo_lightning.rollout.groups import (
+    GroupSource,
+    OverlongFilter,
+    Rollout,
+    kl_to_reference,
+    mask_truncated,
+    per_completion,
+    vision_of,
+    without_truncated,
+)
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout.record import Rollout, per_completion
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import box_checks, checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor
-from grpo_lightning.training.empty_updates import empty_reason, num_empty_updates
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
-from grpo_lightning.training.hooks import notify
 from grpo_lightning.training.metrics import (
     StepMetrics,
     add_padding,
@@ -59,10 +65,12 @@ from grpo_lightning.training.metrics import (
     add_scores,
     add_sources,
     add_update,
+    empty_reason,
+    num_empty_updates,
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
-from grpo_lightning.training.own_callbacks import own_callbacks
 from grpo_lightning.training.run_state import RunState
+from grpo_lightning.training.step_callbacks import notify, own_callbacks
 from grpo_lightning.training.strategies import run_uncompiled, sharding_of
 from grpo_lightning.training.whole_cycles import check_validation_interval, keep_overfit_batches, round_up_limits
 
@@ -120,7 +128,7 @@ class GRPOLightningModule(L.LightningModule):
         updates_per_rollout: int = 1,
         old_logprobs: Literal["recompute", "rollout"] = "recompute",
         dynamic_sampling: DynamicSampling | None = None,
-        overlong_filter: overlong.OverlongFilter = "none",
+        overlong_filter: OverlongFilter = "none",
         seed: int | None = None,
     ) -> None:
         arguments = dict(locals())
@@ -266,7 +274,7 @@ class GRPOLightningModule(L.LightningModule):
         with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
             rollout = self.sample(prompts) if numbers is None else self.sample(prompts, numbers)
         add_rollout(self.metrics, rollout.groups)
-        overlong.mask_truncated(rollout.groups, self.overlong_filter)
+        mask_truncated(rollout.groups, self.overlong_filter)
         rollout = self.score_rewards(rollout)
         groups = rollout.groups
         rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
@@ -277,7 +285,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.reference is not None and self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
-        return Rollout(groups, scores, overlong.without_truncated(rewards, groups, self.overlong_filter))
+        return Rollout(groups, scores, without_truncated(rewards, groups, self.overlong_filter))
 
     def start_cycle(self, rollout: Rollout) -> None:
         """Begin to train on a rollout.

@@ -12,7 +12,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
-from grpo_lightning.rollout.record import Rollout
+from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.micro_batches import Cycle, collate
 from grpo_lightning.training.micro_batches import Row as CompletionRow
 from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of

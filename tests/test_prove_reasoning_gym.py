@@ -14,7 +14,7 @@ pytest.importorskip("reasoning_gym")
 
 from benchmarks import versus_trl
 from grpo_lightning.demo.solutions import TASKS
-from grpo_lightning.rollout.record import Rollout
+from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.run_state import RunState
 
 

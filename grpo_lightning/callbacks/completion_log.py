@@ -21,7 +21,7 @@ from grpo_lightning.callbacks.run_files import (
 from grpo_lightning.core.ranks import gather_objects
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.record import Rollout
+from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.evaluation import Evaluation, records
 
 

@@ -12,7 +12,7 @@ import lightning as L
 
 from grpo_lightning.callbacks.run_files import run_folder
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.training.step_log import logged_this_step
+from grpo_lightning.training.step_callbacks import logged_this_step
 
 HEADINGS = {
     "reward/mean": ("Reward", ""),

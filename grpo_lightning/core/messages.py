@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -135,3 +135,15 @@ def quiet_libraries(*, has_validation: bool) -> None:
         warnings.filterwarnings("ignore", message=message)
     # The bars of single tensors ("Loading weights: 27/27") tear the lines of the run's own bar.
     transformers_logging.disable_progress_bar()
+
+
+MAX_NAMED = 20
+"""Problems that a message names."""
+
+
+def listed(problems: Sequence[str]) -> str:
+    """A line for each of the first problems, and one that says how many more there are."""
+    lines = [f"- {problem}" for problem in problems[:MAX_NAMED]]
+    if len(problems) > MAX_NAMED:
+        lines.append(f"- and {len(problems) - MAX_NAMED} more.")
+    return "\n".join(lines)

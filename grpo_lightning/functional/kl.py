@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_lightning.functional.log_ratios import MAX_LOG_RATIO
+from grpo_lightning.functional.losses import MAX_LOG_RATIO
 
 MAX_K3 = 10.0
 """Nats per token. k3 grows as exp(d): unbounded, one token that the policy has all but lost is the whole loss. The

@@ -1,4 +1,4 @@
-"""The pieces of the policy loss: ratio, surrogate, and what was clipped.
+"""The pieces of the policy loss: ratio, surrogate, what was clipped, and off-policy correction.
 
 A paper is one choice of each piece, made by the caller. Left out on purpose: the sum over tokens (`masking.aggregate`)
 and the KL term (`kl.kl_divergence`), which are pieces of their own.
@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_lightning.functional.log_ratios import MAX_LOG_RATIO, bounded_exp
 from grpo_lightning.functional.masking import masked_mean
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
@@ -30,7 +29,7 @@ def importance_ratio(
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
-    Exponents are clipped to -20 and 20, with a gradient of 0 outside (`log_ratios.py`; `is_ratio_clamped` says where).
+    Exponents are clipped to -20 and 20, with a gradient of 0 outside (`bounded_exp`; `is_ratio_clamped` says where).
 
     Args:
         logprobs: [B, T] nats, of the policy now.
@@ -194,3 +193,88 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         bool, shaped as the loss; padding is never True at token level.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
+
+
+MAX_LOG_RATIO = 20.0
+"""Nats. exp overflows float32 above 88.7 and the gradient is then nan even where the loss is clipped to a finite value;
+a ratio of exp(20) = 5e8 already means that the two distributions have nothing in common. The bound of verl, OpenRLHF
+and ms-swift."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clip(log_ratio, -20, 20)), with a gradient of 0 outside. Args: log_ratio: [...] nats."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def rollout_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence"],
+    outside: Literal["truncate", "mask"],
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Tensor:
+    """Weigh the loss by how likely the policy was to draw what the engine drew.
+
+        d = old_logprobs - rollout_logprobs
+        token:     w[b, t] = exp(d[b, t])
+        sequence:  w[b]    = exp( sum over trained t of d[b, t] )
+        truncate:  min(max(w, low), high)
+        mask:      w where low <= w <= high, else 0
+
+    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"); masked per token it is IcePop (Ling team 2025, arXiv:2510.18855). A sequence's weight is a product over
+    its tokens: long completions leave any fixed range. Exponents are clipped to -20 and 20 (`bounded_exp`).
+
+    Args:
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle.
+        rollout_logprobs: [B, T] nats, of the engine when it drew the tokens.
+        mask: [B, T] bool, True where a token is trained on; the others count as equal.
+        level: A weight per token, or one per completion.
+        outside: What becomes of weights outside of [low, high].
+        low: Least weight.
+        high: Largest weight.
+
+    Returns:
+        [B, T] for tokens, [B, 1] for sequences; a constant. Exactly 1 where both distributions agree and 1 is allowed.
+
+    Raises:
+        ValueError: If level or outside are none of these.
+    """
+    difference = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
+    if level == "sequence":
+        difference = difference.sum(dim=1, keepdim=True)
+    elif level != "token":
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}.")
+    weights = bounded_exp(difference)
+    if outside == "truncate":
+        return weights.clamp(low, high)
+    if outside == "mask":
+        return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+    raise ValueError(f"outside must be 'truncate' or 'mask', got {outside!r}.")
+
+
+def keeps_sequence(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, advantages: Tensor, *, threshold: float
+) -> Tensor:
+    """Leave out completions of negative advantage that the policy by now would hardly draw.
+
+        kept[b] = A[b] >= 0  or  mean over trained t of (rollout_logprobs - logprobs) <= threshold
+
+    To push down what is already unlikely teaches little and destabilises (DeepSeek-V3.2, arXiv:2512.02556, sec. 3.1,
+    "off-policy sequence masking").
+
+    Args:
+        logprobs: [B, T] nats, of the policy now.
+        rollout_logprobs: [B, T] nats, of what drew the tokens.
+        mask: [B, T] bool, True where a token is trained on.
+        advantages: [B, 1].
+        threshold: Nats per token.
+
+    Returns:
+        [B, 1] bool, True where a completion is trained on.
+    """
+    moved = masked_mean(torch.where(mask, rollout_logprobs - logprobs, 0.0).detach(), mask, dim=1)
+    return (advantages >= 0) | (moved.unsqueeze(1) <= threshold)

@@ -1,15 +1,16 @@
-"""Rows that a reward cannot judge, found before a run and not in the middle of it."""
+"""Rewards against the data, before a run: which rewards apply where, missing columns, rows that cannot be judged."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from grpo_lightning.core.listing import listed
+from grpo_lightning.core.messages import listed
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.rewards.base import WeightedReward
-from grpo_lightning.rewards.sources import applies
+from grpo_lightning.rewards.base import CONTRACT, METHOD_COLUMN, WeightedReward
 
 log = logging.getLogger(__name__)
 
@@ -103,3 +104,117 @@ class _Problems:
         """How many they are, and the first of them."""
         counts = ", ".join(f"{count} by {name!r}" for name, count in self.rewards.items())
         return f"{len(self.rows)} rows cannot be judged ({counts}):\n{listed(self.lines)}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts of one origin to which the same rewards apply."""
+
+    name: str
+    """The mixture entry they came from; may be empty."""
+
+    columns: tuple[str, ...]
+    """The columns of all of them together."""
+
+    rewards: tuple[str, ...] | None = None
+    """Names of the rewards that apply to them; None for all."""
+
+    method: str = ""
+    """The first method that one of them names in `accu_reward_method`; empty if none does."""
+
+    def uses(self, reward: str) -> bool:
+        """Whether a reward applies to these prompts."""
+        return self.rewards is None or reward in self.rewards
+
+
+def applies(prompt: Prompt, reward: str) -> bool:
+    """Whether a reward is called with a prompt."""
+    return prompt.rewards is None or reward in prompt.rewards
+
+
+def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
+    """The sources of some prompts, in the order they come in.
+
+    Raises:
+        ValueError: If the rewards of a prompt are text instead of a list of names.
+    """
+    columns: dict[tuple[str, tuple[str, ...] | None], dict[str, None]] = {}
+    methods: dict[tuple[str, tuple[str, ...] | None], str] = {}
+    for prompt in prompts:
+        if isinstance(prompt.rewards, str):
+            raise ValueError(
+                f"The rewards of a prompt must be a list of names, got {prompt.rewards!r} for "
+                f"{prompt.label}: write [{prompt.rewards!r}]."
+            )
+        key = (prompt.source, None if prompt.rewards is None else tuple(prompt.rewards))
+        columns.setdefault(key, {}).update(dict.fromkeys(prompt.columns))
+        if (method := prompt.columns.get(METHOD_COLUMN)) not in (None, ""):
+            methods.setdefault(key, str(method))
+    return [Source(key[0], tuple(columns[key]), key[1], methods.get(key, "")) for key in columns]
+
+
+def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
+    """Check that rewards and data fit.
+
+    A column that some sources of a reward have and others lack is None in the rows of the others.
+
+    Args:
+        sources: Where the prompts come from.
+        rewards: The rewards of the run.
+        weights: By the name of the reward.
+
+    Raises:
+        ValueError: If a column has the name of an argument that every reward gets; prompts name an unknown reward, or
+            none of nonzero weight, or a method that none of their rewards reads; or no source that a reward applies to
+            has a column the reward needs.
+    """
+    for source in sources:
+        _check_names(source, weights)
+        _check_method(source, rewards)
+    for reward in rewards:
+        used = [source for source in sources if source.uses(reward.name)]
+        for column in reward.required_columns if used else ():
+            _check_column(reward.name, column, used)
+
+
+def _check_names(source: Source, weights: Mapping[str, float]) -> None:
+    """Check the column names of a source and the rewards it names."""
+    of = f" of {source.name!r}" if source.name else ""
+    if taken := [column for column in source.columns if column in CONTRACT]:
+        raise ValueError(f"Data columns {taken}{of} have the names of arguments that every reward gets: rename them.")
+    for name in source.rewards or ():
+        if name not in weights:
+            close = difflib.get_close_matches(str(name), weights, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"The prompts{of} name the reward {name!r}; there are: {', '.join(weights)}.{hint}")
+    if not any(weight for name, weight in weights.items() if source.uses(name)):
+        raise ValueError(
+            f"No reward of nonzero weight applies to the prompts{of} (rewards: {list(source.rewards or ())}): nothing "
+            f"would be learned from them. There are: {', '.join(weights)}."
+        )
+
+
+def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
+    """Check that a method named by the data has a reward that goes by it: it would be ignored without a word."""
+    if source.method and not any(reward.may_read(METHOD_COLUMN) for reward in rewards if source.uses(reward.name)):
+        of = f" of {source.name!r}" if source.name else ""
+        raise ValueError(
+            f"The prompts{of} name the method {source.method!r} in {METHOD_COLUMN!r}, and none of the rewards that "
+            f"apply to them reads that: add the reward ByMethod, or leave {METHOD_COLUMN} out."
+        )
+
+
+def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
+    """Check that a source to which a reward applies has a column; say which others lack it."""
+    lacking = [source for source in used if column not in source.columns]
+    names = ", ".join(repr(source.name) for source in lacking if source.name)
+    if len(lacking) < len(used):
+        if lacking:
+            log.warning("Reward %r gets None for the column %r, which the prompts of %s lack.", reward, column, names)
+        return
+    have = ", ".join(dict.fromkeys(name for source in used for name in source.columns)) or "none"
+    raise ValueError(
+        f"Reward {reward!r} needs the data column {column!r}, which the data{' of ' + names if names else ''} do not "
+        f"have; they have: {have}. Tell the reward which one it is (answer_column, if it has that), rename a column "
+        "(columns in the data set's entry), or give the parameter a default."
+    )

@@ -20,8 +20,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import equal_groups
-from grpo_lightning.rollout import overlong
-from grpo_lightning.rollout.record import Rollout, joined
+from grpo_lightning.rollout.groups import Rollout, is_emptied, joined
 
 
 @dataclass
@@ -47,7 +46,7 @@ class DynamicSampling:
         """[N] bool, True for groups of a scored rollout without a gradient."""
         assert rollout.rewards is not None
         assert rollout.scores is not None
-        is_idle = equal_groups(rollout.rewards) | overlong.is_emptied(rollout.groups)
+        is_idle = equal_groups(rollout.rewards) | is_emptied(rollout.groups)
         if self.reward is None:
             return is_idle
         named = rollout.scores.by_reward.get(self.reward)

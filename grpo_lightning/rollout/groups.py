@@ -1,10 +1,10 @@
-"""From prompts to groups: encode, draw, and put together what belongs together."""
+"""A rollout: prompts are encoded and sampled into groups, and the `Rollout` of them travels through a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,11 @@ from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams,
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
+from grpo_lightning.rewards.scores import Scores, joined_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
+
+if TYPE_CHECKING:
+    from grpo_lightning.core.types import Group
 
 
 class GroupSource(NamedTuple):
@@ -86,3 +90,82 @@ def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, shar
         return None
     vision = [group.vision for group in groups]
     return encoder.vision_inputs(vision, needs_blank=needs_blank(policy, vision, is_sharded=sharding.is_sharded))
+
+
+OverlongFilter = Literal["none", "loss", "group"]
+"""What becomes of truncated completions (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4). Their rewards say
+little: a right chain of thought that was truncated looks like a wrong one. `none` trains on them as on all others. `loss`
+does not, and still counts their rewards in their groups' mean and spread. `group` leaves them out of these too: they are
+not scorable."""
+
+
+def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:
+    """Train on no token of the completions that were cut, unless the filter is "none"."""
+    if overlong_filter == "none":
+        return
+    for group in groups:
+        for completion in group.completions:
+            if completion.is_truncated:
+                completion.mask = [False] * len(completion.token_ids)
+
+
+def is_emptied(groups: Sequence[Group]) -> Tensor:
+    """[N] bool, True for groups of which no token is trained on."""
+    masks = [[completion.mask for completion in group.completions] for group in groups]
+    return torch.tensor([all(mask is not None and not any(mask) for mask in row) for row in masks], dtype=torch.bool)
+
+
+def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
+    """The rewards, without those that the filter leaves out of their groups. Args: rewards: [N, G].
+
+    Returns:
+        [N, G]; with the filter "group" nan (not scorable) for completions that were cut.
+    """
+    if overlong_filter != "group":
+        return rewards
+    truncated = [[completion.is_truncated for completion in group.completions] for group in groups]
+    return rewards.masked_fill(torch.tensor(truncated, dtype=torch.bool).view_as(rewards), torch.nan)
+
+
+@dataclass
+class Rollout:
+    """This rank's part of a rollout. Every verb fills in the next field."""
+
+    groups: list[Group]
+    """N prompts with G completions each."""
+
+    scores: Scores | None = None
+    """The value of every reward, what the rewards logged, and their failures."""
+
+    rewards: Tensor | None = None
+    """[N, G] float32: what completions are compared by; NaN where one is not scorable or is left out of its group."""
+
+    advantages: Tensor | None = None
+    """[N, G] float32."""
+
+    def select(self, rows: Sequence[int]) -> Rollout:
+        """Those of some of the groups of a scored rollout, in the order given."""
+        assert self.scores is not None
+        assert self.rewards is not None
+        rows = list(rows)
+        return Rollout([self.groups[row] for row in rows], self.scores.select(rows), self.rewards[rows])
+
+
+def joined(parts: Sequence[Rollout]) -> Rollout:
+    """Scored rollouts as one, their groups one after the other."""
+    scores = [part.scores for part in parts if part.scores is not None]
+    rewards = [part.rewards for part in parts if part.rewards is not None]
+    return Rollout([group for part in parts for group in part.groups], joined_scores(scores), torch.cat(rewards))
+
+
+def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
+    """The values [N, G] that a verb gave. Raises: ValueError naming it, if there is not one per completion."""
+    sizes = {len(group.completions) for group in groups}
+    shape = None if values is None else tuple(values.shape)
+    if values is None or values.ndim != 2 or len(values) != len(groups) or not sizes <= {values.shape[1]}:
+        size = sizes.pop() if len(sizes) == 1 else "G"
+        raise ValueError(
+            f"`{verb}` must return the Rollout with `{name}` [{len(groups)}, {size}], one number per completion; got "
+            f"{'none' if shape is None else f'the shape {list(shape)}'}."
+        )
+    return values

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.core.listing import listed
+from grpo_lightning.core.messages import listed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
 from grpo_lightning.data.readable import known_prompts, source_names

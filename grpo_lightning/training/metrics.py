@@ -1,4 +1,7 @@
-"""Metrics of an optimizer step: sums and counts, so that micro-batches and ranks of different size average right."""
+"""Metrics of an optimizer step: sums and counts, so that micro-batches and ranks of different size average right.
+
+Also counted: optimizer steps in which no completion has an advantage, with the reason in words.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.ranks import gather_objects
 from grpo_lightning.core.types import Completion, Group, MicroBatch
@@ -18,6 +23,7 @@ from grpo_lightning.functional import equal_groups, kl_divergence
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
+from grpo_lightning.rollout.groups import OverlongFilter, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -238,3 +244,30 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
             if values is not None:
                 metrics.add(f"policy/{name}", (values * mask).sum(), mask.sum())
     metrics.add_sum("policy/loss", terms.loss.detach())
+
+
+def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
+    """The number of a cycle's updates in which no completion of any rank has an advantage. A collective."""
+    is_taught = [((batch.advantages != 0)[:, None] & batch.completion_mask).any() for batch in micro_batches]
+    of_updates = torch.stack(is_taught).view(updates_per_rollout, -1).any(dim=1)
+    return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
+
+
+def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completion_length: int) -> str:
+    """The likeliest reason why completions of a rollout have no advantage. A collective."""
+    completions = [completion for group in rollout.groups for completion in group.completions]
+    num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
+    num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())
+    total = torch.tensor([len(completions), num_masked, num_scorable])
+    num_completions, num_masked, num_scorable = ranks.sum_over_ranks(total).tolist()
+    if num_masked == num_completions:
+        return (
+            f"all were truncated at {max_completion_length} tokens, and overlong_filter {overlong_filter!r} leaves "
+            "them out. Raise sampling.max_completion_length"
+        )
+    if rollout.scores is not None and not num_scorable:
+        return "no completion could be scored, every reward gave None. See which rows and completions they apply to"
+    return (
+        "the completions of every group that are trained on have equal rewards. The task may be too hard or too easy; "
+        "model.dynamic_sampling replaces such groups"
+    )

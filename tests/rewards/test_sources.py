@@ -7,7 +7,7 @@ import pytest
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.rewards import WeightedReward
-from grpo_lightning.rewards.sources import Source, check_sources, sources_of
+from grpo_lightning.rewards.validation import Source, check_sources, sources_of
 
 
 def needs_answer(completions: Any, answer: Any) -> Any: ...

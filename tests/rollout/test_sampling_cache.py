@@ -8,8 +8,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
-from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout.sampling_cache import SamplingCache, no_fan_out_reason
+from grpo_lightning.rollout.local import LocalEngine, SamplingCache, no_fan_out_reason
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 

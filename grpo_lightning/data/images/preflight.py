@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from grpo_lightning.core.images import ImageError, ImageRef
-from grpo_lightning.core.listing import listed
-from grpo_lightning.core.messages import progress_bar
+from grpo_lightning.core.messages import listed, progress_bar
 from grpo_lightning.core.ranks import gather_objects, is_any, rank, world_size
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.boxes import Boxes, checked_solution

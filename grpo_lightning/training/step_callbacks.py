@@ -1,0 +1,145 @@
+"""The callbacks that every training run has, and the hooks beyond Lightning's.
+
+A callback with one of these methods is called by name:
+
+`on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" begins.
+`on_rollout(trainer, module, rollout)`: a cycle begins with this `Rollout`, scored and compared.
+`on_decode(trainer, done, total)`: a rollout has sampled `done` of at most `total` tokens per completion.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from grpo_lightning.core import ranks
+from grpo_lightning.training.checkpoints import StepEnds
+from grpo_lightning.training.requeue import RequeueAtStepEnd
+
+
+def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    """Nothing logged twice, the step's log, the ends of steps for checkpoints and the reference, requeuing.
+
+    Those of an earlier run of the same Trainer are removed: Lightning would replace them too, but report that it
+    overrides the user's callbacks.
+    """
+    own = [StepLog(), UpdateLog(), StepEnds(), RequeueAtStepEnd()]
+    kinds = {type(callback) for callback in own}
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
+    return own
+
+
+class StepLog(L.Callback):
+    """Logs every rollout once, and leaves what earlier optimizer steps logged out of what the loggers get for this one.
+
+    Lightning keeps the last value of everything a training step logged, and hands it to the loggers again with every
+    later step. A rollout trained for several updates would show its rewards in each of them, and a rollout without a
+    scorable reward those of the one before. `trainer.callback_metrics` still holds the last values: what callbacks
+    monitor never vanishes.
+
+    The metrics of a rollout belong to the first optimizer step of its cycle. `log_every_n_steps` counts steps and may
+    never choose that one: with two updates per rollout and an even number it never does. So
+    `trainer.log_every_n_steps` is 1 during the first step of a cycle and chooses among the others; 0 stays 0, which
+    logs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.log_every_n_steps: int | None = None
+        """As the user has set it, while the run may have another one."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the user's setting."""
+        self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Forget, before the first micro-batch of an optimizer step; means over the epoch go on."""
+        accumulate = trainer.accumulate_grad_batches
+        if batch_idx % accumulate:
+            return
+        begins_cycle = batch_idx % pl_module.cycle_length(accumulate) == 0
+        trainer.log_every_n_steps = (  # type: ignore[attr-defined]
+            1 if begins_cycle and self.log_every_n_steps else self.log_every_n_steps
+        )
+        for item in _results(trainer):
+            # What other callbacks logged in this hook just now belongs to the step that begins.
+            is_new = item.meta.fx == "on_train_batch_start"
+            if item.meta.on_step and not item.meta.on_epoch and not is_new:
+                item.reset()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the user's setting back."""
+        trainer.log_every_n_steps = self.log_every_n_steps  # type: ignore[attr-defined]
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Put the user's setting back."""
+        if self.log_every_n_steps is not None:
+            trainer.log_every_n_steps = self.log_every_n_steps  # type: ignore[attr-defined]
+
+
+def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
+    """The metrics that this optimizer step has logged so far, by name."""
+    return {
+        item.meta.name: item._forward_cache
+        for item in _results(trainer)
+        if item.meta.on_step and not item.has_reset and isinstance(item._forward_cache, Tensor)
+    }
+
+
+def _results(trainer: L.Trainer) -> list[Any]:
+    """Lightning's record of every `self.log` of the training loop; it has no public view of it."""
+    return trainer.fit_loop.epoch_loop._results.result_metrics
+
+
+class UpdateLog(L.Callback):
+    """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
+
+    The learning rate is the one that the step uses, of the first parameter group. The seconds are those of forward,
+    backward and optimizer, summed over the micro-batches, on the slowest rank. The gradient is that of the whole step
+    over all ranks, before it is clipped.
+    """
+
+    def __init__(self) -> None:
+        self.started = self.seconds = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The learning rate, before the schedule moves it on at the end of the step."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            pl_module.log("policy/lr", float(trainer.optimizers[0].param_groups[0]["lr"]), batch_size=1)
+
+    def on_phase(self, trainer: L.Trainer, name: str) -> None:
+        """The update of a micro-batch begins."""
+        if name == "update":
+            self.started = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """The norm, where gradients can be seen before the step."""
+        gradients = [p.grad for p in pl_module.policy.parameters() if p.grad is not None]
+        self.log_norm(pl_module, pl_module.sharding.norm(gradients))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The seconds; and the norm, where the strategy tells it after the step."""
+        self.seconds += time.perf_counter() - self.started
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            slowest = ranks.max_over_ranks(torch.tensor(self.seconds))
+            pl_module.log("time/update", slowest, batch_size=1)
+            self.log_norm(pl_module, pl_module.sharding.norm_of_last_step())
+            self.seconds = 0.0
+
+    def log_norm(self, module: Any, norm: torch.Tensor | float | None) -> None:
+        """Log it if it is known here."""
+        if norm is not None:
+            module.log("policy/grad_norm", norm, batch_size=1)
+
+
+def notify(trainer: L.Trainer, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
+    """Call the hook of every callback that has it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, hook):
+            getattr(callback, hook)(trainer, *arguments)
