@@ -86,20 +86,21 @@ class GRPOLightningModule(L.LightningModule):
         reward_weights: One per reward; null takes each reward's own weight (1 by default).
         reward_workers: The processes that rewards run in, and their limits.
         tokenizer: Of a policy given in memory, or instead of the policy's own.
-        engine: What draws the completions; the policy itself by default.
-        sampling: The distribution completions are drawn from, and their longest length.
+        engine: What samples the completions; the policy itself by default.
+        sampling: The distribution that completions are sampled from, and their maximum length.
         objective: The loss.
-        validation: How `validate`, `test` and `predict` draw completions, and when one counts as solved.
-        sync_reference: Moves the reference towards the policy now and then; null keeps it where the run began.
-        offload: What waits on the CPU while a rollout is drawn, to make room: "reference", "optimizer".
+        validation: How `validate`, `test` and `predict` sample completions, and when one counts as solved.
+        sync_reference: Periodically updates the reference towards the policy; null keeps the initial policy as the reference.
+        offload: What to offload to the CPU during sampling: "reference", "optimizer".
         optimizer: Parameters to optimizer.
         scheduler: Optimizer to learning-rate schedule; null keeps the rate.
         num_generations: G, completions per prompt.
-        num_iterations: Passes over a rollout.
-        updates_per_rollout: Optimizer steps a rollout is divided over, per pass.
+        num_iterations: Epochs over each rollout (mu in the GRPO paper).
+        updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
-        dynamic_sampling: Replaces prompts whose completions all get the same reward by further ones; null keeps them.
-        overlong_filter: What truncated completions are left out of: "none", the "loss", or their "group" as well.
+        dynamic_sampling: Replaces prompts whose groups have zero reward variance by further ones; null keeps them.
+        overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or also exclude them from
+            the "group" statistics.
         seed: Of sampling; null takes `seed_everything`.
     """
 

@@ -1,4 +1,4 @@
-"""The processes that a run has launched beside this one: none outlives it, and none cuts its last words short."""
+"""Shutting down the ranks that Lightning's subprocess launcher started, without cutting off their last output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that is there as a whole or not at all, and says what it was made from."""
+"""Atomic creation of a folder, with a fingerprint of its inputs."""
 
 from __future__ import annotations
 

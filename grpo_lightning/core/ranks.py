@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: collectives where there are several, and nothing where there is one.
+"""Collectives that are no-ops in single-process runs.
 
 Every rank must call them in the same order: a collective that depends on a rank's own data hangs the run.
 """

@@ -108,7 +108,7 @@ def load_mixture(
 def _check_images(
     measured: Sequence[Measured], named: Sequence[tuple[str, DatasetEntry]], image_root: str | None
 ) -> None:
-    """Say which rows are asked without an image, and may not be meant to. Raises: ValueError as `check_root`."""
+    """Warn about rows without an image in data sets that have images. Raises: ValueError as `check_root`."""
     counts = ImageCounts()
     for m in measured:
         counts.add(m)

@@ -40,13 +40,13 @@ returned the wrong number of values; a value was NaN, infinite or no number; no 
 group have one."""
 
 SAYING_SECONDS = 5.0
-"""How long workers may take to say that the time is over."""
+"""Grace period for workers to report a timeout."""
 
 T = TypeVar("T")
 
 
 class StaysError(RuntimeError):
-    """A reward was called in a worker and turns out to belong into the training process."""
+    """The reward cannot run in a worker and must run in the training process."""
 
 
 @dataclass
@@ -256,7 +256,7 @@ class RewardCall:
         more = "; ..." if len(groups) > 8 else ""
         message = f"Reward {self.reward.name!r} {problem} ({where}{more})."
         if self.reward.on_error == "raise":
-            mend = "Mend it, raise the limit," if kind == "timeout" else "Mend it,"
+            mend = "Fix it, raise the limit," if kind == "timeout" else "Fix it,"
             remedy = f"{mend} or wrap it in WeightedReward with on_error 'none' or 'value' to go on without it."
             inside = cause if kind == "exception" else None  # of the others, all is said
             raise (ValueError if cause is None else RuntimeError)(f"{message} {remedy}") from inside

@@ -44,7 +44,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
         log.warning("%s\nEvery batch that has one of them goes without the reward, as its on_error says.", accepted)
     if refused.lines:
         raise ValueError(
-            f"{refused}\nMend them, or take the answer out (null: the reward does not count there). If another reward "
+            f"{refused}\nFix these rows, or set the answer to null to skip this reward for them. If another reward "
             "is to judge them, name it in the entry of their data set (rewards: [...]), or take ByMethod, which goes "
             "by every row's own method."
         )

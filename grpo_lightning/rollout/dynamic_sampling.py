@@ -1,4 +1,4 @@
-"""Further prompts in place of those that teach nothing: DAPO's dynamic sampling (arXiv:2503.14476, sec. 3.2).
+"""DAPO's dynamic sampling: replace prompts whose groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
 A group whose rewards are all equal has no gradient, and neither has one whose completions the overlong filter leaves
 out. Its prompt is replaced by the next one in the data, which is checked in turn, up to `max_resample_times` times. A

@@ -93,10 +93,11 @@ def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, shar
 
 
 OverlongFilter = Literal["none", "loss", "group"]
-"""What becomes of truncated completions (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4). Their rewards say
-little: a right chain of thought that was truncated looks like a wrong one. `none` trains on them as on all others. `loss`
-does not, and still counts their rewards in their groups' mean and spread. `group` leaves them out of these too: they are
-not scorable."""
+"""What happens to truncated completions (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
+
+Their rewards say little: a right chain of thought that was truncated looks like a wrong one. `none` trains on them as on
+all others. `loss` does not, and still counts their rewards in their groups' mean and spread. `group` leaves them out of
+these too: they are not scorable."""
 
 
 def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:

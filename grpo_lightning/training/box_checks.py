@@ -1,4 +1,4 @@
-"""Do all that read the right boxes of a run read them alike, and is it known what the policy's answers are in?"""
+"""Check that rewards, metrics and callbacks agree on the coordinates of ground-truth boxes and of answers."""
 
 from __future__ import annotations
 

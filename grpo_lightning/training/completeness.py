@@ -1,4 +1,4 @@
-"""Which checkpoints were written to their end.
+"""Detecting incomplete checkpoints.
 
 A file is a zip archive, whose directory is written last. A folder (ZeRO, FSDP2) is written by all ranks, file by file:
 it gets a list of its files once all of them are there.

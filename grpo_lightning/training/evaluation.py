@@ -42,7 +42,7 @@ class Validation:
     what the row says is right (`Reward.says_solved`), else the first."""
 
     success_value: float = 1.0
-    """The least value of that reward which counts as solved."""
+    """Minimum value of that reward that counts as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
     """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone, where that is above 1."""

@@ -1,4 +1,4 @@
-"""Jobs that SLURM puts back into the queue: their checkpoint is taken where all ranks are between two steps."""
+"""SLURM auto-requeue: the checkpoint is saved at an optimizer-step boundary on all ranks."""
 
 from __future__ import annotations
 

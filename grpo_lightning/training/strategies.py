@@ -405,7 +405,7 @@ def check_strategy(trainer: L.Trainer) -> None:
         return
     reason = next((why for name, why in INSTEAD.items() if name in [base.__name__ for base in kind.__mro__]), None)
     raise ValueError(
-        f"trainer.strategy {kind.__name__} does not train by GRPO: "
+        f"trainer.strategy {kind.__name__} is not supported: "
         f"{reason or 'set it to ddp, fsdp2, zero1, zero2, zero3 or zero3_offload'}."
     )
 

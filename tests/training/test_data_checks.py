@@ -115,7 +115,7 @@ def test_images_of_a_prompt_source_are_read_before_the_run(kind: str):
     assert "1.png: it cannot be decoded: " in found
     assert "gone.png: no such file" in found
     assert ("column 'image' must be an image" in found) == (kind == "rows")
-    assert found.endswith("Mend them, or leave their rows out.")
+    assert found.endswith("Fix them, or leave their rows out.")
 
 
 def test_images_for_training_and_validation_are_named_together():

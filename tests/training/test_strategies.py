@@ -154,12 +154,12 @@ def test_stage_out_of_range():
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (DeepSpeedStrategy(), "DeepSpeedStrategy does not train by GRPO: it divides the loss .* twice.*zero3"),
+        (DeepSpeedStrategy(), "DeepSpeedStrategy is not supported: it divides the loss .* twice.*zero3"),
         (DeepSpeedStrategy(stage=3), "GRPODeepSpeedStrategy"),
         (ModelParallelStrategy(), "tensor_parallel_size 'auto'.*Set trainer.strategy to fsdp2"),
         (ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), "tensor_parallel_size 2"),
-        (type("FSDPStrategy", (), {})(), "FSDPStrategy does not train by GRPO: .*fsdp2"),
-        (type("Unknown", (), {})(), "Unknown does not train by GRPO: set it to ddp, fsdp2, zero1"),
+        (type("FSDPStrategy", (), {})(), "FSDPStrategy is not supported: .*fsdp2"),
+        (type("Unknown", (), {})(), "Unknown is not supported: set it to ddp, fsdp2, zero1"),
     ],
 )
 def test_what_trains_something_else_is_refused_by_name(strategy, message):

@@ -22,7 +22,7 @@ def strategy_division(strategy: Any, world_size: int) -> Division:
         world_size: Ranks.
 
     Raises:
-        ValueError: If it is not known, or does not train by GRPO.
+        ValueError: If it is not known, or is not supported.
     """
     if isinstance(strategy, str):
         refuse_stock(strategy)
@@ -44,7 +44,7 @@ def refuse_stock(name: str) -> None:
     is_deepspeed = name.startswith("deepspeed")
     kind = "DeepSpeedStrategy" if is_deepspeed else "FSDPStrategy" if name.startswith("fsdp") else name
     if name != "fsdp2" and kind in INSTEAD:
-        raise ValueError(f"trainer.strategy {name} does not train by GRPO: {INSTEAD[kind]}.")
+        raise ValueError(f"trainer.strategy {name} is not supported: {INSTEAD[kind]}.")
 
 
 def default_sub_group() -> int:

@@ -24,7 +24,7 @@ BadImages: TypeAlias = Literal["error", "drop"]
 Found: TypeAlias = tuple[int, int] | ImageError
 """What is found of an image: its width and height, or why it cannot be read."""
 
-ADVICE = "Mend them, correct the data set's image_root or boxes, or leave the rows out: data.bad_images 'drop'."
+ADVICE = "Fix them, correct the data set's image_root or boxes, or leave the rows out: data.bad_images 'drop'."
 
 MANY = 1000
 """Images from which on a progress bar is shown."""
@@ -121,7 +121,7 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """
     images = [image for prompt in prompts for image in prompt.images]
     if images and is_any(any(not image.is_whole for image in images)):
-        preflight = Preflight("error", num_workers, advice="Mend them, or leave their rows out.")
+        preflight = Preflight("error", num_workers, advice="Fix them, or leave their rows out.")
         measured = [Measured(prompt, where=prompt.label) for prompt in prompts]
         preflight.all(measured, {prompt.source: "none" for prompt in prompts})
 

@@ -35,7 +35,7 @@ class Detection(NamedTuple):
 
 
 def answer_of(text: str) -> str:
-    """Where a completion has its boxes: in its last answer tags, else behind its thought."""
+    """Where a completion has its boxes: in the last `<answer>` tags, otherwise after `</think>`."""
     answer = between_answer_tags(text)
     return after_thought(text) if answer is None else answer
 

@@ -185,7 +185,7 @@ def test_bad_images_without_a_mixture_are_named(folder, num_workers):
     prompts = [m.prompt for m in rows(folder, *BAD)]
     with pytest.raises(ValueError, match=r"^3 rows have images that cannot .* \(3 of 's'\):\n- f:1: ") as caught:
         check_given(prompts, num_workers)
-    assert str(caught.value).endswith("\nMend them, or leave their rows out.")
+    assert str(caught.value).endswith("\nFix them, or leave their rows out.")
     with pytest.raises(ValueError, match=r"^1 rows have images that cannot be read or boxes that are wrong:\n- f:1: "):
         check_given([replace(prompts[0], source="")], num_workers)
 
