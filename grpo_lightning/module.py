@@ -100,8 +100,8 @@ class GRPOLightningModule(L.LightningModule):
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
         dynamic_sampling: Replaces prompts whose groups have zero reward variance by further ones; null keeps them.
-        overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or also exclude
-            them from the "group" statistics.
+        overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or
+            also exclude them from the "group" statistics.
         seed: Of sampling; null takes `seed_everything`.
     """
 
