@@ -96,8 +96,8 @@ OverlongFilter = Literal["none", "loss", "group"]
 """What happens to truncated completions (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
 
 Their rewards say little: a right chain of thought that was truncated looks like a wrong one. `none` trains on them like
-on all others. `loss` masks them, and still counts their rewards in their groups' mean and spread. `group` excludes them
-from these too: they are not scorable."""
+on all others. `loss` masks them, and still counts their rewards in their groups' mean and spread. `group` masks them
+and does not count their rewards either: they are not scorable."""
 
 
 def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:

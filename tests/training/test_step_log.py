@@ -11,8 +11,8 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.step_callbacks import logged_this_step
 from tests.module_runs import fit, make_module
 
-ROLLOUT = ("reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
-UPDATE = ("policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "time/update")
+ROLLOUT = ("policy/entropy", "reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
+UPDATE = ("policy/loss", "policy/grad_norm", "policy/lr", "time/update")
 
 
 def place(completions):
