@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -44,6 +45,16 @@ class NewestCheckpoints(ModelCheckpoint):
             # Otherwise Lightning puts off a checkpoint at the end of an epoch until the next validation.
             save_on_train_epoch_end=True,
         )
+        self.as_made = copy.deepcopy(self.state_dict())
+        """What it knows of checkpoints before any run: none, and the folder only if one is given."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Start anew with a new run: the steps of an earlier one would count as newer. A checkpoint is loaded later."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.dirpath = self.as_made["dirpath"]
+            self.load_state_dict(copy.deepcopy(self.as_made))
+            self._last_global_step_saved, self._last_checkpoint_saved = 0, ""
+        super().setup(trainer, pl_module, stage)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last step, as Hugging Face's Trainer does."""

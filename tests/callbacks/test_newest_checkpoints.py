@@ -62,3 +62,36 @@ def test_a_checkpoint_at_the_end_of_an_epoch_does_not_wait_for_validation(tmp_pa
 def test_a_number_below_one_is_refused(name):
     with pytest.raises(ValueError, match=rf"NewestCheckpoints\.{name} must be at least 1.*got 0"):
         NewestCheckpoints(**{name: 0})
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_second_run_with_the_same_callback_starts_anew(tmp_path):
+    saving = NewestCheckpoints(save_steps=1, save_total_limit=2, dirpath=str(tmp_path))
+    fit(make_module(), max_steps=4, callbacks=[saving], enable_checkpointing=True)
+    for path in tmp_path.iterdir():
+        path.rename(path.with_name(f"first-{path.name}"))
+    fit(make_module(), max_steps=3, callbacks=[saving], enable_checkpointing=True)
+    assert kept(tmp_path) == {"first-step=3.ckpt": 3, "first-step=4.ckpt": 4, "step=2.ckpt": 2, "step=3.ckpt": 3}
+    assert saving.best_model_path == str(tmp_path / "step=3.ckpt")
+    # Resumed, it goes on instead.
+    resumed = str(tmp_path / "step=2.ckpt")
+    fit(make_module(), max_steps=5, callbacks=[saving], enable_checkpointing=True, ckpt_path=resumed)
+    assert {name for name in kept(tmp_path) if name.startswith("step")} == {
+        "step=2.ckpt", "step=3.ckpt", "step=4.ckpt", "step=5.ckpt"
+    }  # fmt: skip
+
+
+def test_a_second_run_with_the_same_callback_has_its_own_folder(tmp_path):
+    saving = NewestCheckpoints(save_steps=1, save_total_limit=1)
+    for name in ("a", "b"):
+        fit(make_module(), max_steps=2, callbacks=[saving], enable_checkpointing=True, default_root_dir=tmp_path / name)
+        assert kept(tmp_path / name / "checkpoints") == {"step=2.ckpt": 2}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_run_that_its_own_trainer_continues_keeps_the_newest(tmp_path):
+    saving, module = NewestCheckpoints(save_steps=1, save_total_limit=2, dirpath=str(tmp_path)), make_module()
+    trainer = fit(module, max_steps=2, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, make_source(module))
+    assert kept(tmp_path) == {"step=3.ckpt": 3, "step=4.ckpt": 4}
