@@ -54,8 +54,8 @@ def num_batches(trainer: L.Trainer) -> int:
 def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
 
-    An interval without validation data is only said: a recipe keeps its interval when its data are left out. One that is
-    a time may well be longer than an epoch.
+    An interval without validation data is only said: a recipe keeps its interval when its data are left out. A time may
+    be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.
