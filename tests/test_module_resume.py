@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Timer
 
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
@@ -503,3 +503,24 @@ def test_a_new_run_starts_from_the_weights_of_a_run_that_broke_off(tmp_path):
     settings = {"policy": tiny_model("qwen2", **SMALL), "tokenizer": tiny_tokenizer(), "rewards": [vowel_share]}
     module = GRPOLightningModule.load_from_checkpoint(tmp_path / "broken.ckpt", **settings)
     fit(module, max_steps=4, accumulate_grad_batches=2)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_a_checkpoint_saved_after_the_weights_were_averaged_is_said(tmp_path, caplog):
+    """It is right to use, and not to resume from: Lightning has put the average in the place of the weights."""
+
+    def said(*callbacks, **arguments):
+        caplog.clear()
+        fit(make_module(), max_steps=1, callbacks=[*callbacks], enable_checkpointing=True).save_checkpoint(
+            tmp_path / "late.ckpt", **arguments
+        )
+        return [message for message in caplog.messages if "is saved after training has ended" in message]
+
+    during = ModelCheckpoint(tmp_path / "during", every_n_train_steps=1, save_last=True)
+    (warning,) = said(EMAWeightAveraging(decay=0.5), during)
+    assert f"The checkpoint {tmp_path / 'late.ckpt'} is saved" in warning
+    assert "EMAWeightAveraging has put the average" in warning
+    assert said(EMAWeightAveraging(decay=0.5), during, weights_only=True) == []
+    assert said(during) == []
+    late = ModelCheckpoint(tmp_path / "last", every_n_train_steps=5, save_last=True)
+    assert f"The checkpoint {tmp_path / 'last' / 'last.ckpt'} is saved" in said(EMAWeightAveraging(), late)[0]

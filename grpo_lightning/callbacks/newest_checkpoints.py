@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -44,10 +45,44 @@ class NewestCheckpoints(ModelCheckpoint):
             # Otherwise Lightning puts off a checkpoint at the end of an epoch until the next validation.
             save_on_train_epoch_end=True,
         )
+        self.as_made = copy.deepcopy(self.state_dict())
+        """What it knows of checkpoints before any run: none, and the folder only if one is given."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Start anew with a new run: the steps of an earlier one would count as newer. A checkpoint is loaded later."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.dirpath = self.as_made["dirpath"]
+            self.load_state_dict(copy.deepcopy(self.as_made))
+            self._last_global_step_saved, self._last_checkpoint_saved = 0, ""
+        super().setup(trainer, pl_module, stage)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last step, as Hugging Face's Trainer does.
+
+        When training ends, `WeightAveraging` has put the average in the place of the weights, and no run could go on
+        from them. Weights alone are saved then: nobody resumes from them.
+        """
+        super().on_train_epoch_end(trainer, pl_module)
+        if not self.save_weights_only and is_last_epoch(trainer):
+            self.save_last_step(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last step, as Hugging Face's Trainer does."""
+        """Save the last step, if it is not saved yet."""
+        self.save_last_step(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def save_last_step(self, trainer: L.Trainer) -> None:
+        """Save this step, if it is not saved yet."""
         if trainer.global_step != self._last_global_step_saved and not self._should_skip_saving_checkpoint(trainer):
             candidates: dict[str, Any] = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
-        super().on_train_end(trainer, pl_module)
+
+
+def is_last_epoch(trainer: L.Trainer) -> bool:
+    """True at the end of an epoch after which training ends, by the conditions of Lightning's loop."""
+    loop, epochs = trainer.fit_loop, trainer.max_epochs
+    return (
+        0 <= trainer.max_steps <= trainer.global_step
+        or (epochs is not None and 0 <= epochs <= loop.epoch_progress.current.processed)
+        or (trainer.should_stop and loop._can_stop_early)
+    )

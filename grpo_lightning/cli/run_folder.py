@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
+from grpo_lightning.cli.defaults import SAVE_DIR
 from grpo_lightning.cli.errors import ConfigurationError, rank
 from grpo_lightning.cli.loggers import MetricsLogger
 
@@ -93,10 +94,16 @@ def place(trainer: Namespace, folder: Path) -> None:
         loggers.append(metrics)
     if kind(loggers[0]) not in FILE_LOGGERS:
         files = [logger for logger in loggers if kind(logger) in FILE_LOGGERS]
-        inside = [logger for logger in files if logger.init_args.get("version") == folder.name]
+        inside = [logger for logger in files if is_inside(logger, folder)]
         first = (inside or files)[0]
         loggers = [first, *(logger for logger in loggers if logger is not first)]
     trainer.logger = loggers
+
+
+def is_inside(logger: Namespace, folder: Path) -> bool:
+    """True for a placed logger that writes into the run's folder."""
+    settings = logger.init_args
+    return (settings.get("save_dir"), settings.get("version")) == (str(folder.parent.parent), folder.name)
 
 
 def kind(logger: Namespace) -> str:
@@ -105,7 +112,10 @@ def kind(logger: Namespace) -> str:
 
 
 def place_logger(logger: Namespace, folder: Path, *, is_new: bool = False) -> None:
-    """Let one logger write into the run's folder, unless its recipe names a place; W&B calls the run by its name."""
+    """Let one logger write into the run's folder, unless its recipe names a place; W&B calls the run by its name.
+
+    A `save_dir` without a name gets the run's name and version: there, too, every run has a folder of its own.
+    """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
         if settings.get("save_dir") in (None, ".") and settings.get("dir") is None:
@@ -113,7 +123,9 @@ def place_logger(logger: Namespace, folder: Path, *, is_new: bool = False) -> No
         if settings.get("name") is None:
             settings.name = folder.parent.name
     elif is_new or (settings.get("name") == LIGHTNINGS_NAME and settings.get("version") is None):
-        settings.save_dir, settings.name, settings.version = str(folder.parent.parent), folder.parent.name, folder.name
+        if settings.get("save_dir") in (None, SAVE_DIR):
+            settings.save_dir = str(folder.parent.parent)
+        settings.name, settings.version = folder.parent.name, folder.name
 
 
 def keep_old_config(folder: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerStatus
 
@@ -36,10 +36,11 @@ class StepEnds(L.Callback):
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
         self.min_steps = 0
+        self.has_ended = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Replace the trainer's `save_checkpoint`: every strategy and callback saves through it."""
-        self.waiting, self.min_steps = [], trainer.min_steps or 0
+        self.waiting, self.min_steps, self.has_ended = [], trainer.min_steps or 0, False
         module: Any = pl_module
         run: RunState = module.run
         run.begin()
@@ -49,6 +50,8 @@ class StepEnds(L.Callback):
         @functools.wraps(save)
         def save_step_end(filepath: Any, *args: Any, **kwargs: Any) -> None:
             run.last_step_end(trainer)
+            if self.has_ended:
+                warn_of_average(trainer, filepath, *args, **kwargs)
             save_all = functools.partial(save_whole, run, trainer, save, filepath, *args, **kwargs)
             if run.is_updating and trainer.state.status == TrainerStatus.RUNNING:
                 log.info("Checkpoint %s waits for the end of the optimizer step.", filepath)
@@ -86,6 +89,24 @@ class StepEnds(L.Callback):
         waiting, self.waiting = self.waiting, []
         for save in waiting:
             save()
+
+    def on_train_end(self, *args: Any) -> None:
+        """From here on, callbacks may have replaced the weights."""
+        self.has_ended = True
+
+
+def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
+    """Warn of a checkpoint to resume from that is saved when the average of the weights stands in their place."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
+    if names and not weights_only:
+        log.warning(
+            "The checkpoint %s is saved after training has ended, when %s has put the average in the place of the "
+            "weights: use it, but resume from one that was saved during training. NewestCheckpoints saves the last "
+            "step in time.",
+            filepath,
+            names[0],
+        )
 
 
 def save_whole(

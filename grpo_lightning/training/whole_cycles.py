@@ -54,22 +54,25 @@ def num_batches(trainer: L.Trainer) -> int:
 def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
 
-    An interval without validation data is only said: a recipe keeps its interval when its data are left out.
+    An interval without validation data is only said: a recipe keeps its interval when its data are left out. A time may
+    be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.
     """
-    every = trainer.val_check_interval
+    # Given a time, Lightning sets this alone, and `val_check_interval` only without one.
+    seconds: float | None = getattr(trainer, "_val_check_time_interval", None)
+    every = 1.0 if seconds is not None else trainer.val_check_interval
     is_share = isinstance(every, float) and every != 1.0
     is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
     if not trainer.limit_val_batches:
         return
-    is_given = every != 1.0 or type(every) is int  # 1 is every micro-step
+    is_given = seconds is not None or every != 1.0 or type(every) is int  # 1 is every micro-step
     if is_given and not has_validation_data(trainer):
         log.warning(
             "trainer.val_check_interval is %s, and there are no validation data: nothing is validated. Give some "
             "(data.val_datasets or data.val_split, or val_dataloaders of trainer.fit), or leave the interval out.",
-            every,
+            every if seconds is None else f"a time of {seconds:g} seconds",
         )
         return
     if not (is_share or is_count):

@@ -5,10 +5,11 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.training import rank_files
-from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
+from tests.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 
 class Beside(L.Callback):
@@ -62,3 +63,86 @@ def test_a_checkpoint_at_the_end_of_an_epoch_does_not_wait_for_validation(tmp_pa
 def test_a_number_below_one_is_refused(name):
     with pytest.raises(ValueError, match=rf"NewestCheckpoints\.{name} must be at least 1.*got 0"):
         NewestCheckpoints(**{name: 0})
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_second_run_with_the_same_callback_starts_anew(tmp_path):
+    saving = NewestCheckpoints(save_steps=1, save_total_limit=2, dirpath=str(tmp_path))
+    fit(make_module(), max_steps=4, callbacks=[saving], enable_checkpointing=True)
+    for path in tmp_path.iterdir():
+        path.rename(path.with_name(f"first-{path.name}"))
+    fit(make_module(), max_steps=3, callbacks=[saving], enable_checkpointing=True)
+    assert kept(tmp_path) == {"first-step=3.ckpt": 3, "first-step=4.ckpt": 4, "step=2.ckpt": 2, "step=3.ckpt": 3}
+    assert saving.best_model_path == str(tmp_path / "step=3.ckpt")
+    # Resumed, it goes on instead.
+    resumed = str(tmp_path / "step=2.ckpt")
+    fit(make_module(), max_steps=5, callbacks=[saving], enable_checkpointing=True, ckpt_path=resumed)
+    assert {name for name in kept(tmp_path) if name.startswith("step")} == {
+        "step=2.ckpt", "step=3.ckpt", "step=4.ckpt", "step=5.ckpt"
+    }  # fmt: skip
+
+
+def test_a_second_run_with_the_same_callback_has_its_own_folder(tmp_path):
+    saving = NewestCheckpoints(save_steps=1, save_total_limit=1)
+    for name in ("a", "b"):
+        fit(make_module(), max_steps=2, callbacks=[saving], enable_checkpointing=True, default_root_dir=tmp_path / name)
+        assert kept(tmp_path / name / "checkpoints") == {"step=2.ckpt": 2}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_run_that_its_own_trainer_continues_keeps_the_newest(tmp_path):
+    saving, module = NewestCheckpoints(save_steps=1, save_total_limit=2, dirpath=str(tmp_path)), make_module()
+    trainer = fit(module, max_steps=2, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, make_source(module))
+    assert kept(tmp_path) == {"step=3.ckpt": 3, "step=4.ckpt": 4}
+
+
+class Stop(L.Callback):
+    """Asks the run to end after some steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *args) -> None:
+        trainer.should_stop = trainer.global_step == self.step
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize(
+    ("batch_size", "end"),
+    [
+        pytest.param(4, {"max_steps": 2}, id="max_steps at an epoch's end"),
+        pytest.param(2, {"max_steps": 2}, id="max_steps inside an epoch"),
+        pytest.param(4, {"max_epochs": 1, "max_steps": -1}, id="max_epochs"),
+        pytest.param(2, {"callbacks": [Stop(2)]}, id="stopped early"),
+    ],
+)
+def test_with_averaged_weights_the_last_checkpoint_resumes_bit_by_bit(tmp_path, batch_size, end, caplog):
+    """Lightning puts the average in the place of the weights when training ends: it is saved before."""
+
+    def averaged(name, callbacks=(), **options):
+        used = [EMAWeightAveraging(decay=0.5), *callbacks, NewestCheckpoints(dirpath=str(tmp_path / name))]
+        options = {"max_steps": 4, "batch_size": batch_size, "enable_checkpointing": True} | options
+        trainer = fit(module := make_module(), callbacks=used, **options)
+        path = tmp_path / name / f"step={trainer.global_step}.ckpt"
+        content = torch.load(path, weights_only=True)
+        return path, weights_of(module), content["current_model_state"], content["state_dict"]
+
+    _, *whole = averaged("whole")
+    path, *_ = averaged("resumed", **end)
+    _, *resumed = averaged("resumed", ckpt_path=str(path))
+    assert path.name == "step=2.ckpt"
+    assert all(are_equal(one, other) for one, other in zip(whole, resumed, strict=True))
+    assert not are_equal(whole[1], whole[2])
+    assert "is saved after training has ended" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_weights_alone_are_the_average_when_training_has_ended(tmp_path):
+    saving = NewestCheckpoints(save_only_model=True, dirpath=str(tmp_path))
+    module = make_module()
+    fit(module, max_steps=2, callbacks=[EMAWeightAveraging(decay=0.5), saving], enable_checkpointing=True)
+    saved = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["state_dict"]
+    assert are_equal({name.removeprefix("policy."): weight for name, weight in saved.items()}, weights_of(module))

@@ -469,6 +469,7 @@ OWN = "lightning.pytorch.callbacks.ModelCheckpoint"
 ELSEWHERE = {
     "dirpath": {"callbacks": [{"class_path": OWN, "init_args": {"dirpath": "mine"}}]},
     "logger": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "n"}}},
+    "save_dir": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}},
 }
 
 

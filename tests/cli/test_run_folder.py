@@ -82,6 +82,19 @@ def test_loggers_without_a_name_go_into_the_folder():
     assert [entry.class_path for entry in trainer.logger[2:]] == ["grpo_lightning.cli.loggers.MetricsLogger"]
 
 
+def test_a_logger_with_a_save_dir_of_its_own_keeps_it():
+    """The run's name and version keep runs apart there, too."""
+    foo = logger(TENSORBOARD, save_dir="foo", name="lightning_logs", version=None)
+    plain = logger(TENSORBOARD, save_dir="runs", name="lightning_logs", version=None)
+    trainer = Namespace(default_root_dir="there", logger=[logger(WANDB, save_dir="."), foo, plain])
+    run_folder.place(trainer, FOLDER)
+    assert foo.init_args.as_dict() == {"save_dir": "foo", "name": "r", "version": "version_3"}
+    assert trainer.logger[0] is plain, "checkpoints stay in the run's folder, where one of the loggers writes there"
+    unnamed = logger(TENSORBOARD, save_dir=None, name="lightning_logs", version=None)
+    run_folder.place(Namespace(default_root_dir="there", logger=unnamed), FOLDER)
+    assert unnamed.init_args.save_dir == "there/runs"
+
+
 @pytest.mark.parametrize("kind", ["lightning.pytorch.loggers.CSVLogger", "grpo_lightning.cli.loggers.MetricsLogger"])
 def test_a_logger_of_ones_own_that_writes_metrics_is_enough(kind):
     """It comes first: Lightning would keep checkpoints by W&B's project and run id."""

@@ -3,16 +3,19 @@
 import json
 import logging
 import math
+from datetime import timedelta
 
 import lightning as L
 import pytest
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
 from grpo_lightning.training.whole_cycles import round_up_limits
-from tests.module_runs import fit, make_module, make_trainer
+from tests.lightning_rows import Count
+from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 
 CYCLE = {"num_iterations": 2, "updates_per_rollout": 2}
 """With two micro-batches per step: 4 optimizer steps, 8 micro-steps."""
@@ -171,3 +174,22 @@ def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
     caplog.clear()
     fit(make_module(), max_steps=1, val_check_interval=1)  # after every micro-step
     assert "there are no validation data" in caplog.text, "a loader without one for validation"
+
+
+@pytest.mark.parametrize("interval", ["00:00:00:00", {"seconds": 0}, timedelta()])
+def test_an_interval_of_time_validates_inside_an_epoch(interval, caplog):
+    counting, module = Count(), make_module(length=2)
+    options = {"max_epochs": 1, "val_check_interval": interval, "num_sanity_val_steps": 0, "callbacks": [counting]}
+    make_trainer(**options).fit(module, make_source(module, batch_size=2), PromptSource(PROMPTS[:2], 2, shuffle=False))
+    assert counting.validations == [1, 2, 3, 4]
+    assert "no validation data" not in caplog.text
+    fit(make_module(length=2), max_steps=1, val_check_interval=interval, limit_val_batches=0)
+    assert "no validation data" not in caplog.text, "turned off on purpose"
+
+
+def test_an_interval_of_time_without_validation_data_is_said(caplog):
+    fit(make_module(length=2), max_steps=1, val_check_interval="00:00:15:00")
+    assert "trainer.val_check_interval is a time of 900 seconds, and there are no validation data" in caplog.text
+    caplog.clear()
+    fit(make_module(length=2), fast_dev_run=True, val_check_interval="00:00:15:00")
+    assert "no validation data" not in caplog.text, "a fast_dev_run has no interval"
