@@ -11,9 +11,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from grpo_lightning import optimizers, schedules
 from grpo_lightning.cli.defaults import default_loggers
-from grpo_lightning.cli.sources import pairs
+from grpo_lightning.cli.sources import load_settings, pairs
 from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
 
 KEYS = {"optimizer": optimizers, "scheduler": schedules}
@@ -35,22 +37,37 @@ def full_name(name: Any) -> Any:
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
     """A command line with import paths in the place of names: `--model.optimizer=AdamW`.
 
-    With `expands_policy`, `--model.policy=x` becomes `--model.policy.name=x`.
+    With `expands_policy`, `--model.policy=x` becomes `--model.policy.name=x`; settings, and files of them, stay.
     """
     full = list(args)
     for i, flag, value in pairs(args):
         key, new = flag, value
         if flag in CLASS_FLAGS:
-            new = full_name(value)
+            new = class_in_full(value)
         elif flag == "--trainer.logger" and value.lower() == "true":
             new = json.dumps(default_loggers())
-        elif flag == "--model.policy" and expands_policy and is_name(value):
+        elif flag == "--model.policy" and expands_policy and is_name(value) and not has_settings(value):
             key = "--model.policy.name"
         if "=" in args[i]:
             full[i] = f"{key}={new}"
         elif (key, new) != (flag, value):
             full[i : i + 2] = [key, new]
     return full
+
+
+def class_in_full(value: str) -> str:
+    """The value of a flag that gives an optimizer or schedule: its name, or settings with its name as `class_path`."""
+    given = load_settings(value)
+    if not isinstance(given, dict) or full_name(given.get("class_path")) == given.get("class_path"):
+        return str(full_name(value))
+    full = given | {"class_path": full_name(given["class_path"])}
+    # As YAML again: it leaves text like 1e-5, a number to the parser, without quotes.
+    return yaml.safe_dump(full, default_flow_style=True, width=float("inf"), sort_keys=False).strip()
+
+
+def has_settings(value: str) -> bool:
+    """True if the value of a flag is settings, or a file of them."""
+    return isinstance(load_settings(value), dict)
 
 
 def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
