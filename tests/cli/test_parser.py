@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.cli import parse, run_folder
+from grpo_lightning.cli import instantiate, parse, run_folder
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.loggers import MetricsLogger
 
@@ -358,3 +358,46 @@ def test_a_file_that_is_a_value_is_no_settings():
     assert parsed("--data.datasets", "mix.yaml").data.datasets == "mix.yaml"
     Path("train.jsonl").write_text('{"a": 1}\n{"a": 1}\n')
     assert parsed("--data.datasets=train.jsonl").data.datasets == "train.jsonl"
+
+
+@pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
+@pytest.mark.parametrize("form", ["flag", "section", "config"])
+def test_data_files_in_a_list(key, form):
+    Path("train.jsonl").write_text('{"prompt": "a"}\n')  # there or not, and beside an entry
+    args = {
+        "flag": [f"--data.{key}=[train.jsonl, nowhere.jsonl, {{json_path: x.jsonl}}]"],
+        "section": ["--data", f"{{{key}: [train.jsonl, nowhere.jsonl, {{json_path: x.jsonl}}]}}"],
+        "config": ["--config", f"{{data: {{{key}: [train.jsonl, nowhere.jsonl, {{json_path: x.jsonl}}]}}}}"],
+    }[form]
+    config = parsed(*args)
+    assert config.data[key] == [{"json_path": name} for name in ("train.jsonl", "nowhere.jsonl", "x.jsonl")]
+    (data,) = instantiate(config, "data")
+    assert [entry.json_path for entry in getattr(data, key)] == ["train.jsonl", "nowhere.jsonl", "x.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--data.datasets+=b.jsonl"],
+        ["--data.datasets+=[b.jsonl]"],
+        ["--config", "{data: {datasets+: b.jsonl}}"],
+        ["--config", "{data: {datasets+: [b.jsonl]}}"],
+    ],
+)
+def test_a_data_file_is_appended(args):
+    assert parsed(*args).data.datasets == [{"json_path": "x.jsonl"}, {"json_path": "b.jsonl"}]
+
+
+@pytest.mark.parametrize("form", ["flag", "config"])
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("3", r"data\.datasets\[0\] must be settings \(key: value\), got 3\.$"),
+        ("openai/gsm8k", r"^data\.datasets, entry 1: 'openai/gsm8k' is no data file .* write {dataset: openai/gsm8k}"),
+        ("mix.yaml", r"^data\.datasets, entry 1: 'mix\.yaml' is no data file .* a YAML file of entries stands alone"),
+    ],
+)
+def test_what_is_no_entry_is_told_what_to_write(entry, said, form):
+    flag, config = [f"--data.datasets=[{entry}]"], ["--config", f"{{data: {{datasets: [{entry}]}}}}"]
+    with pytest.raises(ConfigurationError, match=said):
+        parsed(*(flag if form == "flag" else config))
