@@ -134,7 +134,7 @@ class Objective:
     """Weight of the KL to the reference; 0 trains without a reference."""
 
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL."""
+    """Estimator of the KL in the loss and in `policy/kl`; the KL in the rewards is k1 (`kl_in`)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes: into the loss of each token, or off the reward of a completion, summed over its tokens (PPO's

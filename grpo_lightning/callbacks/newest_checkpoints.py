@@ -80,7 +80,8 @@ class NewestCheckpoints(ModelCheckpoint):
 
 def is_last_epoch(trainer: L.Trainer) -> bool:
     """True at the end of an epoch after which training ends, by the conditions of Lightning's loop."""
-    loop, epochs = trainer.fit_loop, trainer.max_epochs
+    loop: Any = trainer.fit_loop
+    epochs = trainer.max_epochs
     return (
         0 <= trainer.max_steps <= trainer.global_step
         or (epochs is not None and 0 <= epochs <= loop.epoch_progress.current.processed)

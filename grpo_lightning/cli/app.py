@@ -146,9 +146,9 @@ class GRPOCLI(LightningCLI):
         """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
         sources.check_positions(args)
         args, notices = sources.find_configs(args)
-        given = sources.read(args)  # a syntax error is said with its file and line
         subparser = self._subcommand_parsers[self.command]
         assert isinstance(subparser, Parser)
+        given = sources.read(args, subparser.settings_flags())  # a syntax error is said with its file and line
         subparser.expands_policy = expands = short_names.has_policy_settings(source.tree for source in given)
         args = short_names.in_flags(args, expands_policy=expands)
         given = [replace(source, tree=short_names.in_tree(source.tree, expands_policy=expands)) for source in given]

@@ -26,9 +26,26 @@ class Parser(LightningArgumentParser):
     expands_policy = False
     """Whether a policy given by its name alone is read as `PolicyLoader` with that name."""
 
-    def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Settings of a file, or of an object inside one."""
-        return super()._apply_actions(short_names.in_tree(cfg, expands_policy=self.expands_policy), *args, **kwargs)
+    def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Settings of a file, of an object inside one, or of the section `parent_key` (`--model m.yaml`)."""
+        tree = {parent_key: cfg} if parent_key else cfg
+        tree = short_names.in_tree(tree, expands_policy=self.expands_policy)
+        return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)
+
+    def settings_flags(self) -> set[str]:
+        """The flags that take a file of settings in the place of their value.
+
+        A path given to `data.datasets` is its value.
+        """
+        found = set()
+        for flag, action in self._option_string_actions.items():
+            members = type_hints.choices(getattr(action, "_typehint", None))
+            takes_file = getattr(action, "_enable_path", False) and (
+                str not in members or type_hints.takes_objects(members)
+            )
+            if takes_file or isinstance(action, _ActionConfigLoad):
+                found.add(flag)
+        return found
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
         """One setting of a file. `cfg` has what came before: without it, nothing is merged."""

@@ -1,5 +1,7 @@
 """Settings in a shorter form: `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`.
 
+In a list of data sets, `a.jsonl` is `{json_path: a.jsonl}`.
+
 The parser finds a class by its name where there is one of that name. There are two AdamW: torch's and the one of
 `grpo_lightning.optimizers`, which is meant here. A policy given by its name alone is `PolicyLoader` with that name.
 """
@@ -11,9 +13,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from grpo_lightning import optimizers, schedules
 from grpo_lightning.cli.defaults import default_loggers
-from grpo_lightning.cli.sources import pairs
+from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.sources import load, load_settings, pairs
+from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
 
 KEYS = {"optimizer": optimizers, "scheduler": schedules}
@@ -21,6 +27,8 @@ KEYS = {"optimizer": optimizers, "scheduler": schedules}
 
 CLASS_FLAGS = {f"--model.{key}{end}" for key in KEYS for end in ("", ".class_path")}
 POLICY_CLASS = "PolicyLoader"
+MIXTURES = ("datasets", "val_datasets", "test_datasets")
+MIXTURE_FLAGS = {f"--data.{key}{end}" for key in MIXTURES for end in ("", "+")}
 
 
 def full_name(name: Any) -> Any:
@@ -35,22 +43,50 @@ def full_name(name: Any) -> Any:
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
     """A command line with import paths in the place of names: `--model.optimizer=AdamW`.
 
-    With `expands_policy`, `--model.policy=x` becomes `--model.policy.name=x`.
+    With `expands_policy`, `--model.policy=x` becomes `--model.policy.name=x`; settings, and files of them, stay.
     """
     full = list(args)
     for i, flag, value in pairs(args):
         key, new = flag, value
         if flag in CLASS_FLAGS:
-            new = full_name(value)
+            new = class_in_full(value)
+        elif flag in MIXTURE_FLAGS:
+            new = mixture_in_flag(flag, value)
         elif flag == "--trainer.logger" and value.lower() == "true":
             new = json.dumps(default_loggers())
-        elif flag == "--model.policy" and expands_policy and is_name(value):
+        elif flag == "--model.policy" and expands_policy and is_name(value) and not has_settings(value):
             key = "--model.policy.name"
         if "=" in args[i]:
             full[i] = f"{key}={new}"
         elif (key, new) != (flag, value):
             full[i : i + 2] = [key, new]
     return full
+
+
+def class_in_full(value: str) -> str:
+    """The value of a flag that gives an optimizer or schedule: its name, or settings with its name as `class_path`."""
+    given = load_settings(value)
+    if not isinstance(given, dict) or full_name(given.get("class_path")) == given.get("class_path"):
+        return str(full_name(value))
+    return in_a_line(given | {"class_path": full_name(given["class_path"])})
+
+
+def mixture_in_flag(flag: str, value: str) -> str:
+    """The value of a flag that gives data sets, with entries in the place of paths."""
+    is_appended = flag.endswith("+")
+    given = load(value, flag)
+    full = mixture_in_full(given, flag.removeprefix("--").removesuffix("+"), is_appended=is_appended)
+    return value if full == given else in_a_line(full)
+
+
+def in_a_line(settings: Any) -> str:
+    """Settings as the value of a flag: YAML leaves text like 1e-5, a number to the parser, without quotes."""
+    return yaml.safe_dump(settings, default_flow_style=True, width=float("inf"), sort_keys=False).strip()
+
+
+def has_settings(value: str) -> bool:
+    """True if the value of a flag is settings, or a file of them."""
+    return isinstance(load_settings(value), dict)
 
 
 def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
@@ -65,6 +101,33 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
         found["model"] = model_in_full(model, expands_policy=expands_policy)
     if isinstance(trainer := tree.get("trainer"), dict) and trainer.get("logger") is True:
         found["trainer"] = trainer | {"logger": default_loggers()}
+    if isinstance(data := tree.get("data"), dict):
+        found["data"] = {
+            key: mixture_in_full(value, f"data.{name}", is_appended=key != name)
+            if (name := str(key).removesuffix("+")) in MIXTURES
+            else value
+            for key, value in data.items()
+        }
+    return found
+
+
+def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
+    """Data sets with entries in the place of paths in a list, or of the one that is appended.
+
+    Raises:
+        ConfigurationError: If a text is not the path of a data file.
+    """
+    if is_appended and isinstance(mixture, str):
+        mixture = [mixture]
+    if not isinstance(mixture, list):
+        return mixture
+    found = []
+    for number, item in enumerate(mixture, start=1):
+        try:
+            is_path = isinstance(item, str) and DatasetEntry.of(item, where=f"{key}, entry {number}")
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        found.append({"json_path": item} if is_path else item)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.core import unique_keys
 
 CONFIG_FLAGS = ("--config", "-c")
+SETTINGS_FILES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
     found, notices = list(args), []
     for i, flag, value in pairs(args):
         # Settings may also be given in the place of a file: "{trainer: {max_steps: 1}}".
-        if flag not in CONFIG_FLAGS or Path(value).is_file() or isinstance(load(value, ""), dict):
+        if flag not in CONFIG_FLAGS or Path(value).is_file() or isinstance(load(value, flag), dict):
             continue
         if not value:
             raise ConfigurationError(f"{flag} needs a file or the name of a recipe. {recipes.unknown('')}")
@@ -85,11 +86,15 @@ def config_files(args: Sequence[str]) -> list[Path]:
     return [Path(value) for _, flag, value in pairs(args) if flag in CONFIG_FLAGS and Path(value).is_file()]
 
 
-def read(args: Sequence[str]) -> list[Source]:
+def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Source]:
     """Every `--config` and the flags, in their order.
 
+    Args:
+        args: The command line.
+        settings_flags: The flags that also take a file of settings.
+
     Raises:
-        ConfigurationError: If a file is no YAML mapping, with its line.
+        ConfigurationError: If a file is no YAML mapping, with its line, or a key is given twice.
     """
     sources = []
     for _, flag, value in pairs(args):
@@ -105,21 +110,41 @@ def read(args: Sequence[str]) -> list[Source]:
                 )
             sources.append(Source(f"in {name}", tree))
         elif flag.startswith("--"):
-            tree = load(value, flag) if value else None
+            is_file = flag in settings_flags and is_settings_file(value)
+            tree = load_settings(value) if is_file else load(value, flag) if value else None
             for key in reversed(flag.removeprefix("--").split(".")):
                 tree = {key: tree}
-            sources.append(Source("on the command line", tree, is_flag=True))
+            sources.append(Source(f"in {value}" if is_file else "on the command line", tree, is_flag=not is_file))
     return sources
+
+
+def is_settings_file(value: str) -> bool:
+    """True if the value of a flag names a file that may have settings."""
+    return Path(value).suffix.lower() in SETTINGS_FILES and Path(value).is_file()
+
+
+def load_settings(value: str) -> Any:
+    """The settings that the value of a flag stands for: those of the file that it names, or itself as YAML.
+
+    Raises:
+        ConfigurationError: As `load`.
+    """
+    if is_settings_file(value):
+        return load(Path(value).read_text(encoding="utf-8"), value, is_strict=True)
+    return load(value, "the command line")
 
 
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     """YAML, or the text itself if it is none and need not be.
 
+    Keys are read strictly where settings are meant: text of several lines may be YAML by accident ("Rule: ...").
+
     Raises:
         ConfigurationError: If it must be YAML and is not, with file, line and column, or has a key twice.
     """
     try:
-        return unique_keys.load(text, name) if is_strict else yaml.safe_load(text)
+        is_meant = is_strict or text.lstrip()[:1] in ("{", "[")
+        return unique_keys.load(text, name) if is_meant else yaml.safe_load(text)
     except unique_keys.DuplicateKeyError as error:
         raise ConfigurationError(str(error)) from None
     except yaml.YAMLError as error:

@@ -141,6 +141,8 @@ def named(hint: Any) -> str:
         return "an import path (module.name)"
     if hint in (int, float, bool, str):
         return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+    if (get_origin(hint) or hint) is dict:
+        return "settings (key: value)"
     if get_origin(hint) in (list, Iterable):
         return f"a list of {named(get_args(hint)[0])}"
     if get_origin(hint) is tuple:

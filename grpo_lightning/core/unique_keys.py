@@ -27,9 +27,11 @@ class UniqueKeyLoader(yaml.SafeLoader):
             first = seen.setdefault(key.value.removesuffix("+"), key)
             if first is not key:
                 names = "the key {} twice" if first.value == key.value else "the keys {} and {}"
+                line, other = first.start_mark.line + 1, key.start_mark.line + 1
                 raise DuplicateKeyError(
-                    f"{names.format(first.value, key.value)}, in lines {first.start_mark.line + 1} and "
-                    f"{key.start_mark.line + 1}. Keep one: of the same keys, YAML takes the last."
+                    f"{names.format(first.value, key.value)}, in "
+                    f"{f'line {line}' if line == other else f'lines {line} and {other}'}. Keep one: of the same keys, "
+                    "YAML takes the last."
                 )
         return super().construct_mapping(node, deep)
 

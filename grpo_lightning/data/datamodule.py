@@ -23,7 +23,8 @@ from grpo_lightning.data.templates import PromptAs, PromptTemplate
 
 log = logging.getLogger(__name__)
 
-# Mappings first: overriding a list of dataclasses, the command line would keep the old entry's other fields.
+# Mappings first: overriding a list of dataclasses, the command line would keep the old entry's other fields. A list may
+# have paths, too: `cli.short_names` makes entries of them, for the parser would read a list of text from a file.
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream
@@ -34,8 +35,8 @@ class PromptDataModule(L.LightningDataModule):
     """Prompts from a mixture of files and data sets.
 
     Args:
-        datasets: The mixture to train on: entries, the path of one data file, or that of a YAML file with the key
-            `datasets`.
+        datasets: The mixture to train on: a list of entries and paths of data files, the path of one data file, or that
+            of a YAML file with the key `datasets`.
         val_datasets: The mixture to validate on; null for no validation.
         test_datasets: The mixture for `test` and `predict`; null takes the validation prompts.
         val_split: Validate on so many of the training prompts instead: a count (200) or a share (0.05). They are drawn

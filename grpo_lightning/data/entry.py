@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from grpo_lightning.data.files import READERS
 from grpo_lightning.data.images.boxes import Boxes
 from grpo_lightning.data.selection import parse_strategy
 
@@ -146,15 +147,23 @@ class DatasetEntry:
 
     @classmethod
     def of(cls, item: Any, *, where: str) -> DatasetEntry:
-        """An entry from its keys, or the entry itself.
+        """An entry from its keys or the path of its data file, or the entry itself.
 
         Raises:
-            ValueError: If a key is unknown or a value has the wrong type, naming the nearest key or the right type.
+            ValueError: If text is no data file, a key is unknown or a value has the wrong type, naming the nearest key
+                or the right type.
         """
         if isinstance(item, cls):
             return item
+        if isinstance(item, str):
+            if Path(item).suffix.lower() not in READERS:
+                raise ValueError(
+                    f"{where}: {item!r} is no data file ({', '.join(READERS)}). For a data set of the hub or a folder "
+                    f"write {{dataset: {item}}}; a YAML file of entries stands alone, outside of a list."
+                )
+            return cls(item)
         if not isinstance(item, Mapping):
-            raise ValueError(f"{where} must have keys like 'json_path' or 'dataset', got {item!r:.80}.")
+            raise ValueError(f"{where} must be a data file, or have the key json_path or dataset, got {item!r:.80}.")
         check_keys(item, [field.name for field in fields(cls)], where=where)
         for key, value in item.items():
             if key == "sampling_strategy":

@@ -42,8 +42,9 @@ from grpo_lightning.data.templates import PromptTemplate
 
 logger = logging.getLogger(__name__)
 
-Entries: TypeAlias = Sequence[DatasetEntry | Mapping[str, Any]] | str | os.PathLike[str]
-"""The entries of a mixture (mappings have the fields of `DatasetEntry`), or the path of a YAML file with them."""
+Entries: TypeAlias = Sequence[DatasetEntry | Mapping[str, Any] | str] | str | os.PathLike[str]
+"""The entries of a mixture (mappings have the fields of `DatasetEntry`, text is the path of a data file), or the path
+of a YAML file with them."""
 
 
 def load_mixture(

@@ -21,6 +21,12 @@ _FULL_WIDTH = str.maketrans(
 _SEAM = re.compile(rf"(?<=[{UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9.,!?:])(?=[{UNSPACED}])")
 
 _GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_CURRENCY = r"[$\u20a0-\u20bf\u00a3\u00a5\u0e3f]"  # dollar, euro, pound, yen and others
+_AMOUNT = re.compile(
+    rf"([+-]?)(?:{_CURRENCY}\s{{0,4}})?([+-]?)"
+    r"([0-9]{1,3}(?:(,|[ \u00a0\u2009\u202f]|\\[,! ;])[0-9]{3}(?:\4[0-9]{3})*)?(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?)"
+    rf"(?:\s{{0,4}}{_CURRENCY})?"
+)
 _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of the answer
 
 
@@ -222,6 +228,17 @@ def normalized(text: str) -> str:
         if text.startswith(opening) and text.endswith(closing):
             text = _unmarked(text[len(opening) : -len(closing)])
     return text.replace(",", "") if _GROUPED_NUMBER.fullmatch(text) else text
+
+
+def amount(text: str) -> str:
+    r"""A number without its currency and the spaces between its digits: "€72" is "72", "10 000" and `10\,000` "10000".
+
+    Any other text is returned as it is.
+    """
+    found = _AMOUNT.fullmatch(text)
+    if found is None or (found[1] and found[2]):
+        return text
+    return found[1] + found[2] + re.sub(r"[^0-9.]", "", found[3])
 
 
 def _unmarked(text: str) -> str:

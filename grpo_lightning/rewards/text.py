@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from grpo_lightning.rewards.answer_reward import AnswerReward
-from grpo_lightning.rewards.answers import EXTRACTORS, normalized, right_answer
+from grpo_lightning.rewards.answers import EXTRACTORS, amount, normalized, right_answer
 from grpo_lightning.rewards.base import Content, Reward, completion_text
 
 _TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -20,7 +20,8 @@ class ExactMatch(AnswerReward):
     r"""1 if the completion's answer is the row's answer, else 0.
 
     Both are normalised first: surrounding whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`, a full stop at the
-    end, and the commas of "1,000" go; full-width characters become ASCII. Nothing else is: "1.0" is not "1".
+    end, and of numbers the commas and spaces of "1,000" and "1 000" and a currency sign ("€72") go; full-width
+    characters become ASCII. Nothing else is: "1.0" is not "1".
 
     Args:
         answer_column: The data column with the right answer, text or a number. The part after `####` (GSM8K) or
@@ -66,7 +67,7 @@ class ExactMatch(AnswerReward):
 
     def _canonical(self, text: str) -> str:
         """The text as it is compared."""
-        return normalized(text) if self.is_normalized else text.strip()
+        return amount(normalized(text)) if self.is_normalized else text.strip()
 
 
 class Format(Reward):

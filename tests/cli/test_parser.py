@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.cli import parse, run_folder
+from grpo_lightning.cli import instantiate, parse, run_folder
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.loggers import MetricsLogger
 
@@ -247,3 +247,157 @@ def test_settings_of_a_schedule_need_one_and_say_so():
     for args in (["--model.scheduler.warmup_ratio=0.1"], ["--config", "{model: {scheduler: {warmup_ratio: 0.1}}}"]):
         with pytest.raises(ConfigurationError, match=r"^model.scheduler has no class yet .*warmup_ratio.* Cosine,"):
             parsed(*args)
+
+
+# ------------------------------------------------------------------------------------- settings in the place of values
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{class_path: PolicyLoader, init_args: {name: another/policy}}",
+        "{name: another/policy}",
+        "{init_args: {name: another/policy, dtype: bfloat16}}",
+        "{name: another/policy, dtype: bfloat16}",
+    ],
+)
+@pytest.mark.parametrize("form", ["flag", "flag with a space", "file", "section", "config"])
+def test_a_policy_by_its_settings(value, form):
+    Path("p.yaml").write_text(value)
+    args = {
+        "flag": [f"--model.policy={value}"],
+        "flag with a space": ["--model.policy", value],
+        "file": ["--model.policy=p.yaml"],
+        "section": [f"--model={{policy: {value}}}"],
+        "config": ["--config", f"{{model: {{policy: {value}}}}}"],
+    }[form]
+    policy = parsed(*args).model.policy
+    assert policy.class_path.endswith(".PolicyLoader")
+    assert policy.init_args.name == "another/policy"
+    assert ("bfloat16" in value) == (policy.init_args.dtype == "bfloat16")
+
+
+MODEL = """\
+policy: another/policy
+optimizer: AdamW
+scheduler: {class_path: Cosine, init_args: {warmup_ratio: 0.3}}
+"""
+
+
+@pytest.mark.parametrize("form", ["file", "inline"])
+def test_short_names_in_the_settings_of_a_section(form):
+    Path("m.yaml").write_text(MODEL)
+    value = {"file": "m.yaml", "inline": json.dumps(yaml.safe_load(MODEL))}[form]
+    model = parsed("--model", value, "--model.policy.chunk_size=8").model
+    assert (model.policy.init_args.name, model.policy.init_args.chunk_size) == ("another/policy", 8)
+    assert model.optimizer.class_path == "grpo_lightning.optimizers.AdamW"
+    assert model.scheduler.class_path == "grpo_lightning.schedules.Cosine"
+    assert model.scheduler.init_args.warmup_ratio == 0.3
+
+
+@pytest.mark.parametrize("value", ["{class_path: AdamW, init_args: {lr: 0.5}}", "o.yaml"])
+def test_a_short_name_in_the_settings_of_one_object(value):
+    Path("o.yaml").write_text("class_path: AdamW\ninit_args:\n  lr: 0.5\n")
+    optimizer = parsed(f"--model.optimizer={value}").model.optimizer
+    assert (optimizer.class_path, optimizer.init_args.lr) == ("grpo_lightning.optimizers.AdamW", 0.5)
+
+
+def test_loggers_in_the_settings_of_the_trainer():
+    Path("t.yaml").write_text("logger: true\n")
+    assert [logger.class_path for logger in parsed("--trainer", "t.yaml").trainer.logger] == [
+        logger.class_path for logger in parsed().trainer.logger
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "key"),
+    [
+        ("--data", "batch_size: 1\nbatch_size: 2\n", "batch_size"),
+        ("--model", "policy: x\nsampling: {top_p: 0.9,\n  top_p: 0.8}\n", "top_p"),
+        ("--trainer", "max_steps: 1\nmax_steps: 2\n", "max_steps"),
+        ("--model.objective", "beta: 0.1\nbeta: 0.2\n", "beta"),
+        ("--model.optimizer", "class_path: AdamW\nclass_path: Muon\n", "class_path"),
+        ("--model.policy", "name: x\nname: y\n", "name"),
+    ],
+)
+def test_a_key_given_twice_in_the_file_of_a_flag(flag, text, key):
+    Path("s.yaml").write_text(text)
+    for args in ([flag, "s.yaml"], [f"{flag}=s.yaml"]):
+        with pytest.raises(ConfigurationError, match=rf"^s\.yaml has the key {key} twice, in lines \d and \d\. Keep"):
+            parsed(*args)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key"),
+    [
+        ("--model.sampling", "{temperature: 1, temperature: 0.5}", "temperature"),
+        ("--model", "{num_generations: 2, num_generations: 4}", "num_generations"),
+        ("--model.policy", "{name: x, name: y}", "name"),
+        ("--model.policy.lora", "{rank: 4, rank: 8}", "rank"),
+        ("--data.datasets", "[{json_path: x.jsonl, json_path: y.jsonl}]", "json_path"),
+    ],
+)
+def test_a_key_given_twice_in_the_settings_of_a_flag(flag, value, key):
+    with pytest.raises(ConfigurationError, match=rf"^{flag} has the key {key} twice, in line 1\. Keep one"):
+        parsed(flag, value)
+
+
+def test_text_with_a_word_twice_is_text():
+    text = "Rule: be short\nRule: be right"
+    assert parsed("--data.system_prompt", text).data.system_prompt == text
+
+
+def test_what_is_wrong_in_the_file_of_a_flag_is_named_with_the_file():
+    Path("m.yaml").write_text("sampling: {temprature: 1}\n")
+    with pytest.raises(ConfigurationError, match=r"^m\.yaml: there is no key model\.sampling\.temprature\."):
+        parsed("--model", "m.yaml")
+
+
+def test_a_file_that_is_a_value_is_no_settings():
+    Path("mix.yaml").write_text("datasets: [{json_path: x.jsonl}]\n")
+    assert parsed("--data.datasets", "mix.yaml").data.datasets == "mix.yaml"
+    Path("train.jsonl").write_text('{"a": 1}\n{"a": 1}\n')
+    assert parsed("--data.datasets=train.jsonl").data.datasets == "train.jsonl"
+
+
+@pytest.mark.parametrize("key", ["datasets", "val_datasets", "test_datasets"])
+@pytest.mark.parametrize("form", ["flag", "section", "config"])
+def test_data_files_in_a_list(key, form):
+    Path("train.jsonl").write_text('{"prompt": "a"}\n')  # there or not, and beside an entry
+    args = {
+        "flag": [f"--data.{key}=[train.jsonl, nowhere.jsonl, {{json_path: x.jsonl}}]"],
+        "section": ["--data", f"{{{key}: [train.jsonl, nowhere.jsonl, {{json_path: x.jsonl}}]}}"],
+        "config": ["--config", f"{{data: {{{key}: [train.jsonl, nowhere.jsonl, {{json_path: x.jsonl}}]}}}}"],
+    }[form]
+    config = parsed(*args)
+    assert config.data[key] == [{"json_path": name} for name in ("train.jsonl", "nowhere.jsonl", "x.jsonl")]
+    (data,) = instantiate(config, "data")
+    assert [entry.json_path for entry in getattr(data, key)] == ["train.jsonl", "nowhere.jsonl", "x.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--data.datasets+=b.jsonl"],
+        ["--data.datasets+=[b.jsonl]"],
+        ["--config", "{data: {datasets+: b.jsonl}}"],
+        ["--config", "{data: {datasets+: [b.jsonl]}}"],
+    ],
+)
+def test_a_data_file_is_appended(args):
+    assert parsed(*args).data.datasets == [{"json_path": "x.jsonl"}, {"json_path": "b.jsonl"}]
+
+
+@pytest.mark.parametrize("form", ["flag", "config"])
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("3", r"data\.datasets\[0\] must be settings \(key: value\), got 3\.$"),
+        ("openai/gsm8k", r"^data\.datasets, entry 1: 'openai/gsm8k' is no data file .* write {dataset: openai/gsm8k}"),
+        ("mix.yaml", r"^data\.datasets, entry 1: 'mix\.yaml' is no data file .* a YAML file of entries stands alone"),
+    ],
+)
+def test_what_is_no_entry_is_told_what_to_write(entry, said, form):
+    flag, config = [f"--data.datasets=[{entry}]"], ["--config", f"{{data: {{datasets: [{entry}]}}}}"]
+    with pytest.raises(ConfigurationError, match=said):
+        parsed(*(flag if form == "flag" else config))

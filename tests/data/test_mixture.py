@@ -183,7 +183,7 @@ def test_paths_in_yaml_are_seen_from_the_current_folder_then_from_the_yaml(folde
         ("datasets: []\n", "must have the key 'datasets'"),
         ("datasets: a.json\n", "must have the key 'datasets' with a list"),
         ("- json_path: a.json\n", "must have the key 'datasets'"),
-        ("datasets:\n  - a.json\n", "entry 1 must have keys like 'json_path'"),
+        ("datasets:\n  - 3\n", "entry 1 must be a data file, or have the key json_path or dataset, got 3"),
         ("datasets:\n  - json_path: 3\n", "entry 1: json_path must be text, got 3"),
         (
             "datasets:\n  - json_path: a.json\n    sampling: all\n",
@@ -286,6 +286,24 @@ def test_entries_may_be_mappings():
         load_mixture([{"json_pth": "a.jsonl"}], seed=0)
     with pytest.raises(ValueError, match="must be a list of entries or the path"):
         load_mixture({"json_path": "a.jsonl"}, seed=0)  # type: ignore[arg-type]
+
+
+def test_entries_may_be_paths_of_data_files():
+    write("a.jsonl", rows("a0", "a1"))
+    write("b.json", rows("b0"))
+    prompts = load_mixture(["a.jsonl", {"json_path": "a.jsonl", "sampling_strategy": "end:1"}, "b.json"], seed=0)
+    assert [p.content for p in prompts] == ["a0", "a1", "a1", "b0"]
+    write("sub/mix.yaml", "datasets: [c.jsonl, {json_path: a.jsonl}]")
+    write("sub/c.jsonl", rows("c0"))
+    assert [p.content for p in load_mixture("sub/mix.yaml", seed=0)] == ["c0", "a0", "a1"]
+
+
+@pytest.mark.parametrize("name", ["openai/gsm8k", "mix.yaml"])
+def test_an_entry_that_is_other_text_says_what_to_write(name):
+    write("mix.yaml", "datasets: [a.jsonl]")
+    said = rf"^datasets, entry 1: '{name}' is no data file \(\.json, .*\)\. .*write {{dataset: {name}}}"
+    with pytest.raises(ValueError, match=said):
+        load_mixture([name], seed=0)
 
 
 def test_a_video_is_not_left_out_without_a_word():
