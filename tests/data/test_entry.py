@@ -110,7 +110,8 @@ def test_an_entry_from_its_keys():
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ("a.json", "must have keys like 'json_path' or 'dataset', got 'a.json'"),
+        (3, "must be a data file, or have the key json_path or dataset, got 3"),
+        ("a", r"'a' is no data file \(\.json, .*write {dataset: a}"),
         ({"json_path": "a", "sampling_stratgy": "all"}, r"'sampling_stratgy' \(did you mean 'sampling_strategy'\?\)"),
         ({"path": "a"}, r"'path' \(did you mean 'json_path'\?\)"),
         ({"json_path": "a", "xyz": 1}, "unknown keys 'xyz'; allowed are json_path"),
