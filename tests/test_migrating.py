@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers.generation.utils import GenerationMixin
 from grpo_lightning import optimizers, rewards, schedules
 from grpo_lightning.callbacks import NewestCheckpoints
 from grpo_lightning.cli.main import parse
-from grpo_lightning.core.types import MicroBatch, SamplingParams
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum
 from grpo_lightning.objective import Objective, StepCounts
@@ -32,6 +33,7 @@ from grpo_lightning.rollout.sampler import TokenDrawer
 from tests.arguments.registry import CASES
 from tests.doc_keys import SETTINGS, class_named
 from tests.pages import TableRow, read, tables
+from tests.tiny_models import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are not ours to fix
 
@@ -688,6 +690,63 @@ def called(reward: Any, **columns: Any) -> list[float | None]:
     chat = [[{"role": "assistant", "content": text}] for text in TEXTS]
     given = {"completions": chat, "completion_ids": IDS, "solution": ["4"] * len(TEXTS)} | columns
     return list(reward(**given))
+
+
+def seen_in_trl(prompt: Any, text: str) -> dict[str, Any]:
+    """What a reward function gets from `GRPOTrainer` for a prompt that is answered with this text."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    ids, seen = tokenizer(text).input_ids, {}
+
+    def spy(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    trainer = MagicMock(spec=trl.GRPOTrainer)
+    trainer.configure_mock(
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=None,
+        chat_template_kwargs={},
+        tools=None,
+        environments=None,
+        environment_factories=None,
+        rollout_func=None,
+        num_generations=1,
+        eos_token_ids=[tokenizer.eos_token_id],
+        reward_funcs=[spy],
+        reward_func_names=["spy"],
+        reward_processing_classes=[None],
+        args=SimpleNamespace(report_to=[]),
+        _is_vlm=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    trainer.model, trainer.state, trainer.accelerator = MagicMock(training=True), MagicMock(), MagicMock()
+    trainer.accelerator.device, trainer.accelerator.gather = torch.device("cpu"), lambda tensor: tensor
+    trainer._tokenize_prompts = lambda prompts: trl.GRPOTrainer._tokenize_prompts(trainer, prompts)
+    trainer._generate_single_turn.return_value = ([ids], None)
+    completions = trl.GRPOTrainer._generate(trainer, [prompt])[3]
+    with patch("trl.trainer.grpo_trainer.gather", lambda tensor: tensor):
+        trl.GRPOTrainer._calculate_rewards(trainer, [{"prompt": prompt}], [prompt], completions, [ids])
+    return seen
+
+
+@pytest.mark.parametrize("start", [None, "<think>"])
+def test_a_reward_gets_what_it_gets_in_trl(start):
+    """Also for a prompt that ends with an assistant message: that stays in the prompt, and is not in the completion."""
+    asked = [{"role": "user", "content": "Why?"}]
+    prompt = asked if start is None else [*asked, {"role": "assistant", "content": start}]
+    ours: dict[str, Any] = {}
+
+    def spy(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        ours.update(prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    answer = Completion([1], [0.0], "stop", "so.</think>")
+    rewards.RewardSet([spy]).score([Group(Prompt(prompt), [1], [answer])])
+    assert ours == {"prompts": [prompt], "completions": [[{"role": "assistant", "content": "so.</think>"}]]}
+    assert ours == seen_in_trl(prompt, "so.</think>")
 
 
 def test_trls_reward_functions_and_ours_give_the_same():

@@ -1,10 +1,12 @@
 """Runs that train a part of the policy: what moves, what checkpoints hold, and how they resume and export."""
 
+import contextlib
 import logging
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from transformers import AutoModelForCausalLM
 
 from grpo_lightning import GRPOLightningModule, PolicyLoader
 from grpo_lightning.objective import Objective
@@ -115,6 +117,25 @@ def test_a_checkpoint_of_other_adapters_is_refused(folder, tmp_path):
     other = make_module(policy=PolicyLoader(str(folder / "base"), lora=LoRA(rank=2, target_modules=["q_proj"])))
     with pytest.raises(RuntimeError, match="weights that the policy does not have"):
         fit(other, max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "starting adapter"])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_resuming_around_a_base_that_was_changed_since(folder, kind, factor, tmp_path):
+    """As merging an adapter into it does: the base is the reference, or the larger part of it."""
+
+    def module(factor):
+        model = AutoModelForCausalLM.from_pretrained(folder / "base")
+        with torch.no_grad():
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(factor)
+        lora = LoRA(adapter=str(folder / "adapter")) if kind == "starting adapter" else LoRA(rank=2)
+        policy = PolicyLoader(model=model, tokenizer=tiny_tokenizer(), lora=lora)
+        return make_module(policy=policy, objective=Objective(beta=0.1))
+
+    fit(module(1.0), max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    refused = pytest.raises(ValueError, match=r"policy is not the one that the run .* began with.* load it again")
+    with contextlib.nullcontext() if factor == 1 else refused:
+        fit(module(factor), max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
 
 
 def test_adapters_alone_are_given_to_the_optimizer(folder):

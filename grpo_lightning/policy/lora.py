@@ -34,6 +34,9 @@ BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
 """Initialisations (`init_lora_weights`) that change the base's weights by what a saved adapter does not have: random
 numbers, or activations and gradients of data. peft rebuilds the base of the others (PiSSA, OLoRA, LoftQ) in loading."""
 
+BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
+"""Initialisations whose base peft computes in loading, by decompositions that round as the machine does."""
+
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
 
@@ -169,7 +172,8 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
 
     if next(adapter_layers(model), None) is not None:
         raise ValueError(
-            "The policy has adapters already: give its base, and the folder of the adapter as lora.adapter."
+            "The policy has adapters already: give its base, and the folder of the adapter as lora.adapter. If it got "
+            "them from an earlier run in this process, load it again."
         )
     # Seeded: sharded strategies take every process's own part of A, and a resumed run starts from the same one.
     with torch.random.fork_rng(), warnings.catch_warnings():
@@ -309,6 +313,22 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[None]:
     finally:
         for layer, (active, disabled) in zip(layers, before, strict=True):
             layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+def base_weights(policy: nn.Module) -> Iterator[Tensor]:
+    """The frozen weights under the adapters as they were given: without those that loading computes.
+
+    Those are quantised ones, and those that PiSSA, OLoRA and LoftQ take the adapters out of: they have other last bits
+    on another device, or with another number of threads.
+    """
+    configs: Any = policy.peft_config
+    computed: set[int] = set()
+    if str(configs[TRAINED].init_lora_weights).lower().startswith(BASE_IS_COMPUTED):
+        computed = {id(weight) for layer in adapter_layers(policy) for weight in layer.base_layer.parameters()}
+    for name, weight in policy.named_parameters():
+        is_given = weight.is_floating_point() and id(weight) not in computed
+        if is_given and not weight.requires_grad and f".{STARTING}." not in name:
+            yield weight
 
 
 def adapter_layers(model: nn.Module) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.inputs import text_config
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
-from grpo_lightning.policy.lora import STARTING, add_starting_adapter, using_adapter
+from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers as wide as a weight, by bytes."""
+
+PART = 2**24
+"""Numbers that are added up at once: torch makes 8 bytes of each first."""
 
 
 class FrozenCopy(nn.Module):
@@ -57,7 +60,7 @@ class DisabledAdapter:
         return running(policy, None)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """None of its own."""
+        """None of its own: the base is the policy's."""
         return iter(())
 
 
@@ -69,7 +72,7 @@ class StartingAdapter:
         return running(policy, STARTING)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """Those of the other adapter."""
+        """Those of the other adapter; the base is the policy's."""
         return (weight for name, weight in policy.named_parameters() if f".{STARTING}." in name)
 
 
@@ -111,17 +114,26 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
 
 
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
-    """A checksum of the reference's own weights, by dtype: their bits added up, the same on every device.
+    """A checksum of the reference's weights, by dtype: their bits added up, the same on every device.
 
-    Checkpoints leave the reference out, and tell by it whether a resumed run has made the same one. Weights that are
-    partitioned already (ZeRO-3) are not looked at: no model in memory is.
+    Checkpoints leave the reference out, and tell by it whether a resumed run has made the same one. A base that it
+    shares with the policy is added up by itself ("base torch.float32"). Weights that are partitioned already (ZeRO-3)
+    are not looked at: no model in memory is.
     """
+    sums = checksums(reference.weights(policy))
+    if isinstance(reference, FrozenCopy):
+        return sums
+    return sums | {f"base {dtype}": total for dtype, total in checksums(base_weights(policy)).items()}
+
+
+def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
+    """The bits of some weights, in their order, added up by dtype."""
     sums: dict[str, int] = {}
-    for number, weight in enumerate(reference.weights(policy), start=1):
+    for number, weight in enumerate(weights, start=1):
         if not hasattr(weight, "ds_id"):
-            bits = weight.detach().view(BITS[weight.element_size()])
-            total = sums.get(str(weight.dtype), 0) + number * int(bits.sum(dtype=torch.int64))
-            sums[str(weight.dtype)] = total % 2**63
+            bits = weight.detach().view(BITS[weight.element_size()]).flatten()
+            total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(PART))
+            sums[str(weight.dtype)] = (sums.get(str(weight.dtype), 0) + number * total) % 2**63
     return sums
 
 

@@ -174,6 +174,7 @@ def model_or_config(given: Any) -> Any:
     if hasattr(found, "peft_config"):
         raise ValueError(
             "The policy given has adapters. Give its base as the policy, and the folder of the adapter as lora.adapter."
+            " If it got them from an earlier run in this process, load it again."
         )
     if not isinstance(found, PretrainedConfig | PreTrainedModel):
         shown = f"a {type(found).__name__}" if isinstance(found, nn.Module) else f"{found!r:.80}"

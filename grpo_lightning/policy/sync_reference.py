@@ -86,13 +86,14 @@ class RunReference:
         """Raise ValueError if a resumed run has made another reference than the run of the checkpoint began with.
 
         Args:
-            saved: Of the reference of that run, by dtype.
+            saved: Of the reference of that run, by dtype; what one of the two lacks is not compared.
         """
         if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
             raise ValueError(
                 "model.policy is not the one that the run of this checkpoint began with, which is the reference of its "
-                "KL term: its weights have changed since, by training in this process for example. Give the policy as "
-                "it was (a model in memory: load it again), or start a new run from the checkpoint's weights."
+                "KL term: its weights have changed since, by training it or merging an adapter into it in this process "
+                "for example. Give the policy as it was (a model in memory: load it again), or start a new run from "
+                "the checkpoint's weights."
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:

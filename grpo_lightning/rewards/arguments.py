@@ -84,10 +84,14 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], circumstances: Ci
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:
-    """The chat, with the completion at its end."""
-    content = group.prompt.content
+    """The chat, with the completion at its end: one turn with the start of the answer, if the prompt has that."""
+    content, text = group.prompt.content, completion.text
     asked = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    return [*asked, {"role": "assistant", "content": completion.text}]
+    if asked[-1]["role"] != "assistant":
+        return [*asked, {"role": "assistant", "content": text}]
+    start = asked[-1]["content"] or ""
+    whole = f"{start}{text}" if isinstance(start, str) else [*start, {"type": "text", "text": text}]
+    return [*asked[:-1], {**asked[-1], "content": whole}]
 
 
 def _question(prompt: Prompt) -> str:

@@ -18,11 +18,11 @@ With the attribute `per_group = True` a reward is called with whole groups: one 
 value of each column per group, and lists of completions; it returns a list per group.
 
 For rewards of ms-swift, VLM-R1 and older versions of TRL, these are passed too, where the data have no column of that
-name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat and the completion),
-`finish_reason`, `is_truncated`, `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's
-images, None for one that is no file), `image_path` (the same, None where there are none), and `problem` (the text of
-the last user message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever its
-name is.
+name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat and the completion,
+which is one turn with an answer that the prompt starts), `finish_reason`, `is_truncated`, `prompt_id`, `request_id`,
+`rollout_infos` (empty), `images` (the paths of the row's images, None for one that is no file), `image_path` (the same,
+None where there are none), and `problem` (the text of the last user message). A class derived from ms-swift's ORM gets
+the completions as its first argument, whatever its name is.
 
 A call has the completions of one prompt; of an async reward, or with the attribute `in_process = True`, those of the
 whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps nothing from call to call.

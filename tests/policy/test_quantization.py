@@ -13,6 +13,7 @@ import transformers
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.quantization import check_quantization
+from grpo_lightning.policy.reference import fingerprint, make_reference
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -99,6 +100,31 @@ def test_a_quantised_policy_trains_its_adapters_on_a_cpu(tmp_path, family, kind,
     # The reference is the quantised base. 8 bits round activations by batch, and the two passes have different ones.
     assert history.of("policy/kl")[0] == pytest.approx(0, abs=1e-6 if kind == "4bit" else 0.01)
     assert max(map(abs, history.of("policy/rollout_kl"))) < 0.01  # computed in 16 bits
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_the_fingerprint_of_a_quantised_base_is_of_what_is_not_quantised(tmp_path, monkeypatch, kind):
+    """Codes and scales are what the device made of the weights, and not in it."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(PolicyLoader, "choose_scorer", lambda *_: None)  # whose probes take a while
+
+    def found(model):
+        model.save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+        loader = PolicyLoader(str(tmp_path), quantization=kind, lora={})
+        policy = loader.load(device_type="cpu").model
+        return fingerprint(make_reference(policy, loader), policy)
+
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    first = found(model)
+    assert "base torch.float32" in first
+    assert not {"base torch.int8", "base torch.uint8"} & first.keys()
+    assert found(model) == first
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.3)
+    changed = found(model)
+    assert {name for name in first if first[name] != changed[name]} == {"base torch.float32"}
 
 
 def test_gradients_pass_through_four_bits(tmp_path):

@@ -114,13 +114,62 @@ def test_its_fingerprint_tells_it_from_that_of_a_trained_policy(kind, folder):
         return fingerprint(make_reference(policy, loader), policy)
 
     assert found(0.0) == found(0.0)
-    if kind == "adapter":  # the base without it: no weights of its own
-        assert found(0.0) == {}
-    elif kind == "starting adapter":  # which comes from its folder, whatever the policy is
-        assert found(0.0) == found(1e-6) != {}
-    else:
-        assert found(0.0).keys() == found(1e-6).keys() == {"torch.float32"}
-        assert found(0.0) != found(1e-6)
+    own, base = "torch.float32", "base torch.float32"
+    wanted = {"adapter": {base}, "starting adapter": {own, base}}.get(kind, {own})
+    assert found(0.0).keys() == found(1e-6).keys() == wanted
+    # Adapters' references have nothing that is trained: the base, and the adapter that comes from its folder.
+    assert (found(0.0) == found(1e-6)) == ("adapter" in kind)
+
+
+def scaled(place):
+    """The tiny model with one matrix larger, as merging an adapter into it makes it; None: as it is."""
+    model = tiny_model("qwen2")
+    if place is not None:
+        with torch.no_grad():
+            model.get_parameter(place).mul_(1.3)
+    return model
+
+
+LAYER, EMBEDDINGS = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("kind", ["adapter", "starting adapter"])
+@pytest.mark.parametrize("place", [LAYER, EMBEDDINGS, "model.layers.1.input_layernorm.weight"])
+def test_the_fingerprint_of_a_reference_beside_an_adapter_has_the_base_in_it(kind, place, folder):
+    def found(place, lora):
+        loader = loader_of(model=scaled(place), lora=lora)
+        policy = loader.load().model
+        return fingerprint(make_reference(policy, loader), policy)
+
+    lora = LoRA(adapter=folder) if kind == "starting adapter" else LoRA(rank=2)
+    before, after = found(None, lora), found(place, lora)
+    assert {name for name in before if before[name] != after[name]} == {"base torch.float32"}
+    other = LoRA(rank=3, target_modules=["q_proj"])
+    assert found(None, other)["base torch.float32"] == before["base torch.float32"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "gaussian"])
+def test_what_a_decomposition_took_out_of_the_base_is_not_in_its_fingerprint(init, tmp_path):
+    """It is computed in loading, and has other last bits on another machine, or with another number of threads."""
+    peft_adapter(tmp_path, init_lora_weights=init)
+
+    def found(place=None):
+        loader = loader_of(model=scaled(place), lora=LoRA(adapter=str(tmp_path)))
+        policy = loader.load().model
+        return fingerprint(make_reference(policy, loader), policy)
+
+    assert found() == found()
+    assert found() != found(EMBEDDINGS)
+    assert (found() == found(LAYER)) == (init in ("pissa", "olora"))
+
+
+def test_a_fingerprint_adds_up_large_weights_in_parts(monkeypatch):
+    loader, _ = loader_with("adapter", None)
+    policy = loader.load().model
+    reference = make_reference(policy, loader)
+    whole = fingerprint(reference, policy)
+    monkeypatch.setattr("grpo_lightning.policy.reference.PART", 7)
+    assert fingerprint(reference, policy) == whole
 
 
 def test_frozen_layers_share_their_memory():

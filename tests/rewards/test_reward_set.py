@@ -509,3 +509,22 @@ def test_rewards_of_a_prompt_that_starts_the_answer_get_what_comes_after_it():
 
     RewardSet([keeps]).score([group("so.</think>", content=chat)])
     assert seen == [(chat, [{"role": "assistant", "content": "so.</think>"}])]
+
+
+@pytest.mark.parametrize(
+    ("start", "whole"),
+    [
+        ("<think>", "<think>so."),
+        (None, "so."),
+        ([{"type": "text", "text": "<think>"}], [{"type": "text", "text": "<think>"}, {"type": "text", "text": "so."}]),
+    ],
+)
+def test_messages_are_a_chat_in_which_an_answer_that_the_prompt_starts_is_one_turn(start: Any, whole: Any):
+    asked, seen = {"role": "user", "content": "Why?"}, []
+
+    def keeps(messages: Any) -> list[float]:
+        seen.extend(messages)
+        return [0.0 for _ in messages]
+
+    RewardSet([keeps]).score([group("so.", content=[asked, {"role": "assistant", "content": start, "name": "it"}])])
+    assert seen == [[asked, {"role": "assistant", "content": whole, "name": "it"}]]
