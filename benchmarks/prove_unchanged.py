@@ -1,7 +1,7 @@
 """Proves that a change of the code's shape changes no result: two commits train to the same metrics and weights.
 
     python benchmarks/prove_unchanged.py --base main~3     # that commit against the working tree
-    python benchmarks/prove_unchanged.py --base v0.2.0 --rename reward/total=reward/mean
+    python benchmarks/prove_unchanged.py --base v0.2.0 --rename reward/total=reward/mean --ignore policy/entropy
 
 Every run is started through the command line, in each of the two trees, with one thread: the quickstart with two seeds,
 twenty steps of the grounding quickstart, twenty steps on two ranks under ZeRO-3 with every weight sharded, and a run
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="the commit to compare the working tree with")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--rename", nargs="*", default=[], help="old=new names of metrics that the change renames")
+    parser.add_argument("--ignore", nargs="*", default=[], help="metrics that the change alters on purpose")
     options = parser.parse_args()
     renamed = dict(pair.split("=") for pair in options.rename)
     console = Console(width=max(100, Console().width))
@@ -92,7 +94,7 @@ def main() -> int:
                 for tree in (base, ROOT)
             }
             for case in options.cases:
-                problems = differences(runs[case, base].result(), runs[case, ROOT].result(), renamed)
+                problems = differences(runs[case, base].result(), runs[case, ROOT].result(), renamed, options.ignore)
                 holds = holds and not problems
                 console.print(f"{'DIFFERS' if problems else 'equal'}: {case}", *problems, sep="\n  ", highlight=False)
         finally:
@@ -167,7 +169,7 @@ def weights_of(folder: Path) -> dict[str, str]:
     return hashes
 
 
-def differences(base: Outcome, now: Outcome, renamed: dict[str, str]) -> list[str]:
+def differences(base: Outcome, now: Outcome, renamed: dict[str, str], ignored: Sequence[str]) -> list[str]:
     """What differs between two outcomes, in words."""
     problems = []
     if not base.weights or not base.metrics:
@@ -179,7 +181,7 @@ def differences(base: Outcome, now: Outcome, renamed: dict[str, str]) -> list[st
         problems.append(f"{len(base.metrics)} rows of metrics.csv, now {len(now.metrics)}")
     for number, (old, new) in enumerate(zip(base.metrics, now.metrics, strict=False), start=1):
         was = {renamed.get(name, name): value for name, value in old.items()}
-        names = sorted(name for name in was.keys() | new.keys() if was.get(name) != new.get(name))
+        names = sorted(name for name in (was.keys() | new.keys()) - set(ignored) if was.get(name) != new.get(name))
         if names:
             first = names[0]
             problems.append(f"row {number}: {', '.join(names)} ({first}: {was.get(first)}, now {new.get(first)})")
