@@ -20,5 +20,5 @@ def test_a_name_that_is_not_public_says_which_are():
 
 
 def test_submodules_import_by_their_path():
-    program = "import grpo_lightning; from grpo_lightning import types; assert types is grpo_lightning.core.types"
+    program = "import grpo_lightning; from grpo_lightning.core import types; assert types is grpo_lightning.core.types"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -175,7 +175,7 @@ def test_the_first_recipe_solves_its_rows_when_the_model_answers_right(folder):
 
 
 def test_every_reward_of_the_table_exists():
-    table = README[README.index("| reward |") :].split("\n\n")[0]
+    table = README[README.index("| Reward |") :].split("\n\n")[0]
     names = re.findall(r"`([A-Z]\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()))
     assert len(names) > 10
     module = __import__("grpo_lightning.rewards", fromlist=["rewards"])
