@@ -14,8 +14,8 @@ from torchmetrics import Metric
 from grpo_lightning.core.types import Box, Group, Prompt
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.rewards.boxes.frame import BoxFrame, GivenCoordinates, GoldCoordinates, frame_of
-from grpo_lightning.rewards.boxes.iou import IoU
 from grpo_lightning.rewards.boxes.parsing import last_box, right_box
+from grpo_lightning.rewards.boxes.rewards import IoU
 from grpo_lightning.training.evaluation import Evaluation
 
 __all__ = ["MeanIoU", "RECAccuracy"]

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import (
+    AnswerReward,
     after_thought,
     between_answer_tags,
     chat_answer,

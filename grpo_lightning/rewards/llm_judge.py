@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.rewards.answer_reward import AnswerReward
-from grpo_lightning.rewards.answers import given_answer, right_answer
+from grpo_lightning.rewards.answers import AnswerReward, given_answer, right_answer
 from grpo_lightning.rewards.base import Content, completion_text, prompt_text
 
 if TYPE_CHECKING:

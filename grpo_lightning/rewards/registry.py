@@ -15,17 +15,22 @@ from typing import Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
-from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
-from grpo_lightning.rewards.boxes.iou import FormatRec, IoU
-from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.boxes.rewards import BoxRepetition, DetectionMAP, FormatRec, IoU, OdLength, WeightedSum
+from grpo_lightning.rewards.by_method import (
+    AllMatch,
+    AnyAnswer,
+    ByMethod,
+    Counting,
+    MultipleChoice,
+    TextSimilarity,
+    YesNo,
+)
 from grpo_lightning.rewards.countdown import Countdown
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.llm_judge import LLMJudge
-from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
 from grpo_lightning.rewards.reasoning_gym import ReasoningGym
-from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.reward_model import RewardModel
-from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
+from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat, Repetition
 
 GROUP = "grpo_lightning.rewards"
 """The entry point group in which packages announce rewards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Callable
 
@@ -30,8 +31,8 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
+from grpo_lightning.rewards.by_method import similarity
 from grpo_lightning.rewards.equivalence_worker import prepared
-from grpo_lightning.rewards.similarity import similarity
 from grpo_lightning.tasks.prepare import entries, row
 
 MOST = 15.0
@@ -200,12 +201,11 @@ def test_the_measure_sees_a_parser_that_looks_again_and_again():
     assert ratio(quadratic, " ") > MOST
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}"])
-def test_what_is_compared_as_mathematics_is_short(shape: str, wrap: str, comparison: Comparison):
-    piece = SHAPES[shape]
-    completion = wrap.format(piece * (100_000 // len(piece)))
-    Accuracy()(completions=[completion], solution=["3"])
-    AnyAnswer()(completions=[completion], solution=["2^9"])
-    assert len(comparison.sizes) == 2
-    assert max(comparison.sizes) <= 1000
+def test_what_is_compared_as_mathematics_is_short(comparison: Comparison):
+    for piece, wrap in itertools.product(SHAPES.values(), ["{}", "<answer>{}</answer>", "\\boxed{{{}}}"]):
+        completion = wrap.format(piece * (100_000 // len(piece)))
+        comparison.sizes.clear()
+        Accuracy()(completions=[completion], solution=["3"])
+        AnyAnswer()(completions=[completion], solution=["2^9"])
+        assert len(comparison.sizes) == 2, (piece, wrap)
+        assert max(comparison.sizes) <= 1000, (piece, wrap)

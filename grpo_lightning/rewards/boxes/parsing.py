@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from grpo_lightning.core.types import Box
-from grpo_lightning.rewards.answers import after_thought, between_answer_tags
-from grpo_lightning.rewards.methods import plain
+from grpo_lightning.rewards.answers import after_thought, between_answer_tags, plain
 
 LARGEST = 1e9
 """A coordinate further from 0 is none: areas must stay finite."""
