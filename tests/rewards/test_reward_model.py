@@ -22,7 +22,6 @@ from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_
 from tests.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-FAMILIES = ["llama", "qwen2", "gpt2", "gemma3"]
 PAIRS = [
     ("one plus one?", "2"),
     ("a much longer question, of many words", "and so is the answer to it, as it happens"),
@@ -83,7 +82,9 @@ def group(prompt: Any, *texts: str) -> Group:
 # -------------------------------------------------------------------------------------------------------------- scores
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gpt2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gemma3"))]
+)
 def test_scores_are_those_of_each_sequence_alone(tmp_path, family):
     for pad_of_model in (None, PAD, EOS, -1):
         folder = save(tmp_path / str(pad_of_model), tiny_classifier(family, pad_token_id=pad_of_model))
