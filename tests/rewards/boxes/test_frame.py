@@ -52,7 +52,7 @@ def test_boxes_are_clipped_to_the_image():
 
 def test_a_right_box_outside_its_image_is_an_error():
     with pytest.raises(
-        ValueError, match=r"\[600.*\] lies outside its image, 400 x 200 pixels: does gold_coordinates say"
+        ValueError, match=r"\[600.*\] lies outside its image, 400 x 200 pixels: does gold_coordinates match"
     ):
         frame_of([RESIZED], "auto", "original").right([(600, 500, 900, 990)])
 
