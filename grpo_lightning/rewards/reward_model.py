@@ -81,17 +81,14 @@ class Classifier:
             FileNotFoundError: If there is no such model.
             ValueError: If it does not give one score per sequence.
         """
-        from transformers import AutoModelForSequenceClassification
-
         config = self.load_config()
-        has_classifier = type(config) in AutoModelForSequenceClassification._model_mapping
         made = [type(self.model).__name__] if not self.is_named else config.architectures or []
         named = f"{self.model!r}" if self.is_named else f"a {made[0]}"
-        if not has_classifier or not all(KIND in name for name in made):
+        if not all(KIND in name for name in made):
             raise ValueError(
                 f"RewardModel.model must be a sequence-classification model, got {named} (type {config.model_type}, "
-                f"architecture {', '.join(made) or 'not named in its config'}): another kind has no trained score "
-                "head. Give a reward model; use LLMJudge for a model that writes its judgement."
+                f"architecture {', '.join(made)}): another kind has no trained score head. Give a reward model; use "
+                "LLMJudge for a model that writes its judgement."
             )
         if config.num_labels != 1:
             raise ValueError(
