@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
@@ -255,13 +255,14 @@ class ByMethod(Reward):
         for row, name in enumerate(named):
             rows.setdefault(self._known(name) if name else self.default, []).append(row)
         available["completions"] = completions
-        log_extra = available.get("log_extra", _ignore_extra)
+        log_extra = available.get("log_extra")
         logged: dict[str, dict[str, list[Any]]] = {}  # by column and method: each logs for its own rows
         results = {name: self._call(name, chosen, available, logged) for name, chosen in rows.items()}
 
         def finish(results: Mapping[str, Any]) -> list[float | None]:
             for column, by_method in logged.items():
-                log_extra(column, _merge(by_method, rows, len(completions)))
+                if log_extra is not None:
+                    log_extra(column, _merge(by_method, rows, len(completions)))
             return _merge(results, rows, len(completions))
 
         waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
@@ -355,10 +356,6 @@ def _missing_column(method: str, column: str) -> str:
     return f"The method {method!r} needs the data column {column!r}, which the data do not have."
 
 
-def _ignore_extra(column: str, values: Iterable[Any]) -> None:
-    """`log_extra` for a call outside a run."""
-
-
 def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count: int) -> list[float | None]:
     """[B] the values of all methods in the order of the rows."""
     merged: list[float | None] = [None] * count
@@ -392,5 +389,5 @@ def similarity(a: str, b: str) -> float:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether a text is to be compared as mathematics: of "Paris 2024" that would compare the number only."""
+    """Whether a text is compared as mathematics, which would read only the number of "Paris 2024"."""
     return any(char.isdigit() or char in "\\^_$" for char in text) and ("\\" in text or not _WORD.search(text))
