@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
     from grpo_lightning.rewards.reward_model import RewardModel
     from grpo_lightning.rewards.reward_set import RewardSet
-    from grpo_lightning.rewards.scores import Scores
+    from grpo_lightning.rewards.scoring import Scores
     from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
     from grpo_lightning.rewards.workers import RewardWorkers
 
@@ -90,7 +90,7 @@ _HOMES = {
     "RewardModel": "reward_model",
     "RewardSet": "reward_set",
     "RewardWorkers": "workers",
-    "Scores": "scores",
+    "Scores": "scoring",
     "SoftOverlong": "length",
     "TextSimilarity": "methods",
     "WeightedReward": "base",

@@ -37,12 +37,12 @@ import functools
 import inspect
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_lightning.core.types import Message
-from grpo_lightning.rewards.introspection import check_callable, innermost, is_async, keywords, snake_case
 
 if TYPE_CHECKING:  # processes that run rewards do without
     import torch
@@ -238,9 +238,9 @@ class WeightedReward(Reward):
 
     def __call__(self, **available: Any) -> Any:
         """Call the reward with those of the arguments it takes."""
-        return self.reward(**self.taken(available))
+        return self.reward(**self.select(available))
 
-    def taken(self, available: Mapping[str, Any]) -> dict[str, Any]:
+    def select(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the arguments that the reward takes."""
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
@@ -378,3 +378,52 @@ def _renamed(name: str) -> str:
         name,
     )
     return f"{name}_fn"
+
+
+def check_callable(reward: Any) -> None:
+    """Raises: ValueError if it is no function or callable object."""
+    if isinstance(reward, str):
+        raise ValueError(
+            f"A reward must be a function or callable object, got the text {reward!r}: give the function itself, or "
+            f"grpo_lightning.rewards.reward({reward!r}) for a shipped or installed reward of that name."
+        )
+    if isinstance(reward, type) or not callable(reward):
+        hint = f"an instance, {reward.__name__}(...)" if isinstance(reward, type) else "a function"
+        raise ValueError(f"A reward must be a function or callable object, got {reward!r}: give {hint}.")
+
+
+def snake_case(name: str) -> str:
+    """ExactMatch -> exact_match, LLMJudge -> llm_judge."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside `functools.partial`s, which have neither its name nor its attributes."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return reward
+
+
+def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, list[str]]:
+    """The keywords a reward takes (None: any), and those it cannot do without.
+
+    Raises:
+        ValueError: If it cannot be called by keyword.
+    """
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Reward {name!r} does not tell its arguments: wrap it in a function with `def`.") from error
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ValueError(f"Reward {name!r} takes {parameter.name!r} by position; rewards are called by keyword.")
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    accepted = None if takes_all else frozenset(parameter.name for parameter in named)
+    return accepted, [parameter.name for parameter in named if parameter.default is parameter.empty]
+
+
+def is_async(reward: Callable[..., Any]) -> bool:
+    """True for a coroutine function, or an object whose `__call__` is one."""
+    inner = innermost(reward)
+    return inspect.iscoroutinefunction(inner if inspect.isroutine(inner) else type(inner).__call__)

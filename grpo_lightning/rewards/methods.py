@@ -12,12 +12,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_lightning.rewards.accuracy import Accuracy
+from grpo_lightning.rewards.accuracy import Accuracy, UndecidedError
 from grpo_lightning.rewards.answer_reward import AnswerReward
 from grpo_lightning.rewards.answers import given_answer, normalized, readable, right_answer
 from grpo_lightning.rewards.base import Content, completion_text
 from grpo_lightning.rewards.choices import choice
-from grpo_lightning.rewards.equivalence import UndecidedError
 from grpo_lightning.rewards.similarity import similarity
 from grpo_lightning.rewards.single_number import is_number, single_number
 

@@ -30,7 +30,7 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
-from grpo_lightning.rewards.equivalence_worker import prepared
+from grpo_lightning.rewards.accuracy import prepared
 from grpo_lightning.rewards.similarity import similarity
 from grpo_lightning.tasks.prepare import entries, row
 
@@ -142,7 +142,7 @@ class Comparison:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def decide(self, gold: str, answer: str, *, announced_in: str = "", timeout_seconds: float) -> bool:
+    def __call__(self, gold: str, answer: str, announced_in: str, timeout_seconds: float) -> bool:
         self.sizes.append(len(answer))
         return False
 
@@ -150,8 +150,8 @@ class Comparison:
 @pytest.fixture
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     made = Comparison()
-    monkeypatch.setattr(accuracy_module, "equivalence", lambda: made)
-    monkeypatch.setattr(accuracy_module, "check_installed", lambda name: None)
+    monkeypatch.setattr(accuracy_module, "compare", made)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     return made
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_lightning.rewards import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
-from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
+from grpo_lightning.rewards import accuracy
+from grpo_lightning.rewards.accuracy import UndecidedError
 from grpo_lightning.rewards.methods import Method
 
 
@@ -196,7 +197,7 @@ def test_a_failed_comparison_is_no_silent_zero(monkeypatch: pytest.MonkeyPatch, 
     def fails(*_: Any, **__: Any) -> bool:
         raise UndecidedError("took longer than 5 s")
 
-    monkeypatch.setattr(Equivalence, "decide", fails)
+    monkeypatch.setattr(accuracy, "compare", fails)
     with caplog.at_level(logging.WARNING):
         assert AnyAnswer()(completions=["<answer>2^9</answer>"], solution=["9^9"]) == [None]
     assert "'2^9' could not be compared with '9^9': took longer than 5 s" in caplog.text

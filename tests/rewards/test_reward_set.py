@@ -26,7 +26,7 @@ from grpo_lightning.rewards import (
     SoftOverlong,
     WeightedReward,
 )
-from grpo_lightning.rewards.reward_set import weighted_total
+from grpo_lightning.rewards.scoring import weighted_total
 
 NAN = math.nan
 
