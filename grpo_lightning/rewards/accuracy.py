@@ -254,7 +254,7 @@ def compare(gold: str, answer: str, announced_in: str, timeout_seconds: float) -
         RuntimeError: If the process does not start.
     """
     given = {"gold": gold, "answer": answer, "announced_in": announced_in}
-    found = start_comparing().submit(0, given, seconds=timeout_seconds).result()
+    found = start_comparing().submit(0, given, 0, timeout_seconds).result()
     if found.failure:
         raise UndecidedError(f"took longer than {timeout_seconds:g} s" if found.failure == "timeout" else found.problem)
     value: bool | None = found.result

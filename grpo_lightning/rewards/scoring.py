@@ -269,7 +269,7 @@ class RewardCall:
             # Random numbers of a call depend on what is scored alone: a resumed run has the same.
             seed = derived_seed("reward", self.reward.name, *(completion.text for completion in group.completions))
             given = arguments(self.reward, [group], self.circumstances)
-            self.answers.append(([group], pool.submit(number, given, seed, deadline=self.deadline)))
+            self.answers.append(([group], pool.submit(number, given, seed, None, self.deadline)))
         return True
 
     def start_here(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import logging
+import logging.handlers
 import math
 import multiprocessing
 import os
@@ -50,6 +50,9 @@ ENDING_SECONDS = 0.2
 
 LONGEST_WAIT = 3600.0
 """Seconds; a limit may be longer than what the system can wait for at once."""
+
+MOST_RECORDS = 10_000
+"""Messages that a call may log."""
 
 CALLERS = frozenset(str(Path(__file__).with_name(name)) for name in ("workers.py", "scoring.py", "base.py"))
 """Files whose code is between a call and the reward."""
@@ -281,13 +284,7 @@ class WorkerPool:
             ) from None
 
     def submit(
-        self,
-        reward: int,
-        arguments: Mapping[str, Any],
-        seed: int = 0,
-        *,
-        deadline: float = math.inf,
-        seconds: float | None = None,
+        self, reward: int, arguments: Mapping[str, Any], seed: int, seconds: float | None, deadline: float = math.inf
     ) -> Future[Answer]:
         """Ask for a call.
 
@@ -295,10 +292,11 @@ class WorkerPool:
             reward: Its place among the rewards of the pool.
             arguments: All that the reward takes, but for what it logs with.
             seed: Of the random numbers of the call.
-            deadline: Of `time.monotonic`, for all calls of the step.
             seconds: How long this call may take; None is the limit of the settings.
+            deadline: Of `time.monotonic`, for all calls of the step.
         """
         answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()  # nobody cancels it, or `_listen` would fail
         try:
             data = pickle.dumps((reward, arguments, seed))
         except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
@@ -317,10 +315,7 @@ class WorkerPool:
 
 
 def _listen(
-    control: Connection,
-    process: subprocess.Popen[bytes],
-    loaded: Future[list[str | None]],
-    pending: dict[int, Future[Answer]],
+    control: Connection, process: subprocess.Popen[bytes], loaded: Future[Any], pending: dict[int, Future[Answer]]
 ) -> None:
     """Hand on what the supervisor sends, until it ends."""
     with contextlib.suppress(EOFError, OSError):
@@ -384,13 +379,14 @@ class Placement:
         self.limits = settings if settings is not None and settings.num_workers != 0 else None
         """The limits of calls; None without any."""
         self._pool: WorkerPool | None = None
-        self._numbers: dict[str, int] | None = None
-        """The places in the pool of those that are called there, by name; None before the start."""
-        self._process = os.getpid()
+        self._numbers: dict[str, int] = {}
+        """The places in the pool of those that are called there, by name."""
+        self._started_by: int | None = None
+        """The process that has started the pool: a fork has none of its parent's threads."""
 
     def __getstate__(self) -> dict[str, object]:
         """Without processes."""
-        return vars(self) | {"_pool": None, "_numbers": None}
+        return vars(self) | {"_pool": None, "_numbers": {}, "_started_by": None}
 
     def start(self, num_local_ranks: int = 1) -> None:
         """Have the rewards loaded, if any can go to workers; returns at once.
@@ -398,10 +394,9 @@ class Placement:
         Args:
             num_local_ranks: That share the machine.
         """
-        if self._numbers is not None and self._process == os.getpid():
+        if self._started_by == os.getpid():
             return
-        self._numbers, self._pool = {}, None
-        self._process = os.getpid()  # a fork has none of its parent's threads
+        self._started_by, self._numbers, self._pool = os.getpid(), {}, None
         sent: list[bytes] = []
         for reward in self.rewards if self.limits is not None else ():
             if reward.in_process:  # by its own word
@@ -420,7 +415,6 @@ class Placement:
     def wait(self) -> None:
         """Wait until the rewards are loaded. Raises: RuntimeError if the workers do not start."""
         self.start()
-        assert self._numbers is not None
         problems = self._pool.problems() if self._pool is not None else []
         for name, number in list(self._numbers.items()):
             if (problem := problems[number]) is not None:
@@ -428,13 +422,11 @@ class Placement:
 
     def place(self, reward: WeightedReward) -> tuple[WorkerPool, int] | None:
         """The workers, and the reward's place there; None if it stays in the training process."""
-        assert self._numbers is not None
         number = self._numbers.get(reward.name)
         return None if self._pool is None or number is None else (self._pool, number)
 
     def keep(self, name: str, why: str) -> None:
         """Keep a reward in the training process from now on, and say why."""
-        assert self._numbers is not None
         if self._numbers.pop(name, None) is not None:
             self._warn(name, why)
 
@@ -446,9 +438,7 @@ class Placement:
     def _warn(self, name: str, why: str) -> None:
         """Warn once: no limit holds in the training process."""
         remedy = f" {REMEDY}" if hasattr(os, "fork") else ""
-        log.warning(
-            "Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy
-        )
+        log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
 
 
 # --------------------------------------------------------------------------------------------------- the supervisor
@@ -501,40 +491,26 @@ class Worker:
         with contextlib.suppress(OSError):  # it has died, which its connection tells next
             self.connection.send_bytes(self.call.data)
 
-    def end(self, patience: float = 0.0) -> str:
-        """Kill it and what it started; one that is ending by itself is given a moment. Returns: how it ended."""
-        self.connection.close()
-        wait([self.process.sentinel], patience)
-        self.process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # it is not reaped yet: its number is no other's
-        self.process.join()
-        return _describe_end(self.process.exitcode)
 
-
+@dataclass
 class Supervisor:
-    """Hands calls to workers, and kills those that take too long.
+    """Hands calls to workers, and kills those that take too long."""
 
-    Args:
-        control: The connection to the training process.
-        rewards: The loaded rewards.
-        settings: The limits.
-        num_workers: Processes; each is forked for its first call.
-        start_seconds: How long a worker may take to get ready.
-    """
+    control: Connection
+    """To the training process."""
 
-    def __init__(
-        self,
-        control: Connection,
-        rewards: Sequence[WeightedReward | None],
-        settings: RewardWorkers,
-        num_workers: int,
-        start_seconds: float,
-    ) -> None:
-        self.control, self.rewards, self.settings = control, rewards, settings
-        self.num_workers, self.start_seconds = num_workers, start_seconds
-        self.queue: deque[Call] = deque()
-        self.workers: list[Worker] = []
+    rewards: Sequence[Any]
+    """Loaded; None for one that cannot be."""
+
+    settings: RewardWorkers
+    num_workers: int
+    """Each is forked for its first call."""
+
+    start_seconds: float
+    """How long a worker may take to get ready."""
+
+    queue: deque[Call] = field(default_factory=deque)
+    workers: list[Worker] = field(default_factory=list)
 
     def run(self) -> None:
         """Work until the training process closes the pool. Raises: EOFError, ConnectionError if it is gone."""
@@ -555,8 +531,8 @@ class Supervisor:
                         return
                     self.queue.append(call)
         finally:
-            for worker in self.workers:
-                worker.end()
+            while self.workers:
+                self._end(self.workers[0])
 
     def _hand_out(self) -> bool:
         """Take care of the next call. Returns: False if all workers are busy."""
@@ -620,9 +596,15 @@ class Supervisor:
             self._fail(call, "timeout", f"was stopped: {why}")
 
     def _end(self, worker: Worker, patience: float = 0.0) -> str:
-        """Let a worker go. Returns: how it ended."""
+        """Kill a worker and what it started; one that ends by itself is given a moment. Returns: how it ended."""
         self.workers.remove(worker)
-        return worker.end(patience)
+        worker.connection.close()
+        wait([worker.process.sentinel], patience)
+        worker.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)  # it is not reaped yet: its number is no other's
+        worker.process.join()
+        return _describe_end(worker.process.exitcode)
 
     def _fail(self, call: Call, failure: str, problem: str) -> None:
         """Answer a call that failed."""
@@ -632,18 +614,13 @@ class Supervisor:
 # ------------------------------------------------------------------------------------------------------- the workers
 
 
-def _work(
-    connection: Connection,
-    not_its_own: Sequence[Connection],
-    rewards: Sequence[WeightedReward | None],
-    memory_bytes: int,
-) -> None:
+def _work(connection: Connection, others: Sequence[Connection], rewards: Sequence[Any], memory_bytes: int) -> None:
     """Answer calls until the supervisor is gone, or the memory is used up: a new process has all of it again."""
     status = 1
     try:
         os.setsid()  # so that what a reward starts is killed with its worker
         _end_with_parent()
-        for other in not_its_own:
+        for other in others:  # the supervisor's ends
             other.close()
         _limit_memory(memory_bytes)
         for reward in rewards:
@@ -668,7 +645,7 @@ def _work(
         os._exit(status)  # nothing that the supervisor has registered is this process's to clean up
 
 
-def _answer(asked: bytes, rewards: Sequence[WeightedReward | None], called: set[int]) -> Answer:
+def _answer(asked: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     """Answer a call.
 
     Args:
@@ -682,12 +659,12 @@ def _answer(asked: bytes, rewards: Sequence[WeightedReward | None], called: set[
         problem = f"{type(error).__name__}: {error}"
         return Answer().fail("stays", f"what it is called with cannot be loaded in another process ({problem})")
     reward = rewards[number]
-    assert reward is not None
     is_first = number not in called
     called.add(number)
     before = _pickle_state(reward) if is_first else None
     _seed_random(seed)
-    records = Records()
+    records = logging.handlers.BufferingHandler(MOST_RECORDS)  # the training process has the run's log
+    records.setLevel(logging.INFO)
     logging.getLogger().addHandler(records)
     try:
         answer = call_reward(reward, arguments)
@@ -695,7 +672,7 @@ def _answer(asked: bytes, rewards: Sequence[WeightedReward | None], called: set[
         answer = Answer().fail("exception", f"raised {describe_error(error)[0]}", error)
     finally:
         logging.getLogger().removeHandler(records)
-    answer.records = records.kept
+    answer.records = [(record.name, record.levelno, record.getMessage()) for record in records.buffer]
     if isinstance(answer.cause, MemoryError):
         answer.problem += ", with model.reward_workers.memory_gb as its limit"
     elif isinstance(answer.result, Awaitable):
@@ -752,15 +729,3 @@ def _seed_random(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed)
-
-
-class Records(logging.Handler):
-    """Keeps what a call logs: the training process has the run's log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.kept: list[tuple[str, int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record: its logger, level and message."""
-        self.kept.append((record.name, record.levelno, record.getMessage()))

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.rewards import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
-from grpo_lightning.rewards import accuracy
+from grpo_lightning.rewards import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo, accuracy
 from grpo_lightning.rewards.accuracy import UndecidedError
 from grpo_lightning.rewards.methods import Method
 
