@@ -119,11 +119,11 @@ class Accuracy(AnswerReward):
         """Compare. Args: completions, finish_reasons: [B]. Returns: [B], None where it is not scorable."""
         golds = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
-        decided: dict[tuple[str, str, str], float | None] = {}  # completions of a group often agree
+        decided: dict[tuple[str, str], float | None] = {}  # completions of a group often agree
         undecided: Counter[str] = Counter()  # by right answer
         values = []
         for text, gold, reason in zip(texts, golds, finish_reasons or ["stop"] * len(texts), strict=True):
-            question = (gold, *self._answer(text, reason))
+            question = (gold, self._answer(text, reason))
             if question not in decided:
                 is_asked = bool(gold) and undecided[gold] < MOST_UNDECIDED
                 decided[question] = self._score(*question, undecided) if is_asked else None
@@ -134,40 +134,24 @@ class Accuracy(AnswerReward):
         """Start the process that compares."""
         start_comparing()
 
-    def compare(self, gold: str, answer: str, announced_in: str = "") -> bool | None:
-        """Whether an answer is the right one; None if the right one cannot be read as mathematics.
-
-        Args:
-            gold: The right answer.
-            answer: An answer.
-            announced_in: A text; the formula that it announces as the answer, if there is one, is taken instead.
-
-        Raises:
-            UndecidedError: If the comparison failed or took too long.
-        """
+    def compare(self, gold: str, answer: str) -> bool | None:
+        """Compare an answer with the right one. Returns, Raises: as `compare`; a long answer is not read."""
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None
-        return compare(
-            readable(gold),
-            readable(answer) if len(answer) <= limit else "",
-            announced_in[-limit:],
-            self.timeout_seconds,
-        )
+        return compare(readable(gold), readable(answer) if len(answer) <= limit else "", self.timeout_seconds)
 
-    def _answer(self, text: str, finish_reason: str) -> tuple[str, str]:
-        """A completion's answer, and a text that may announce another; both may be empty."""
+    def _answer(self, text: str, finish_reason: str) -> str:
+        """A completion's answer; may be empty."""
         tagged, said = between_answer_tags(text), after_thought(text)
         boxed = in_box(tagged if tagged is not None else said if said.strip() else text)
-        if boxed is not None or tagged is not None:
-            return (boxed if boxed is not None else tagged or ""), ""
-        said = said[-self.max_answer_characters :]
-        return chat_answer(said, finish_reason) or "", "" if "####" in said else said
+        answer = boxed if boxed is not None else tagged
+        return (chat_answer(said[-self.max_answer_characters :], finish_reason) if answer is None else answer) or ""
 
-    def _score(self, gold: str, answer: str, announced_in: str, undecided: Counter[str]) -> float | None:
-        """One reward; what cannot be scored is said, and counted in `undecided`."""
+    def _score(self, gold: str, answer: str, undecided: Counter[str]) -> float | None:
+        """One reward; what cannot be scored is logged, and counted in `undecided`."""
         try:
-            is_right = self.compare(gold, answer, announced_in)
+            is_right = self.compare(gold, answer)
         except UndecidedError as error:
             undecided[gold] += 1
             last = " No other answers to this question are compared." if undecided[gold] == MOST_UNDECIDED else ""
@@ -189,19 +173,17 @@ class Comparison(Reward):
         """Get ready where it is loaded."""
         return _ready_comparison, ()
 
-    def __call__(self, gold: str, answer: str, announced_in: str) -> bool | None:
+    def __call__(self, gold: str, answer: str) -> bool | None:
         """Compare. Args, Returns: as `compare`."""
         from math_verify import verify
 
-        right = parsed(gold)
+        right = parse_short(gold)
         if not right:
             return None
-        given = announced(announced_in)
-        if not given:
-            given = parsed(answer)
-            is_refused = names_several(answer, given) or is_negated(answer)
-            if is_refused and answer.casefold().split() != gold.casefold().split():
-                return False
+        given = parse_short(answer)
+        is_refused = names_several(answer, given) or is_negated(answer)
+        if is_refused and answer.casefold().split() != gold.casefold().split():
+            return False
         # `verify` is not symmetric: the right answer comes first.
         return bool(verify(right, given, timeout_seconds=None, raise_on_error=True))
 
@@ -210,7 +192,7 @@ def _ready_comparison() -> Comparison:
     """One whose parsers are built."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     comparison = Comparison()
-    comparison("1/2", "0.5", "")
+    comparison("1/2", "0.5")
     return comparison
 
 
@@ -236,14 +218,12 @@ def _pool(process_id: int) -> WorkerPool:
     return WorkerPool([pickle.dumps(WeightedReward(Comparison()))], RewardWorkers(memory_gb=4), 1)
 
 
-def compare(gold: str, answer: str, announced_in: str, timeout_seconds: float) -> bool | None:
+def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
     """Compare an answer with the right one, within a time limit, from any thread.
 
     Args:
         gold: The right answer.
         answer: An answer.
-        announced_in: A text; the formula that it announces as the answer ("the final answer is $x$"), if there is one,
-            is taken instead.
         timeout_seconds: After which the process is killed.
 
     Returns:
@@ -253,22 +233,21 @@ def compare(gold: str, answer: str, announced_in: str, timeout_seconds: float) -
         UndecidedError: If the comparison failed or took too long.
         RuntimeError: If the process does not start.
     """
-    given = {"gold": gold, "answer": answer, "announced_in": announced_in}
-    found = start_comparing().submit(0, given, 0, timeout_seconds).result()
+    found = start_comparing().submit(0, {"gold": gold, "answer": answer}, 0, timeout_seconds).result()
     if found.failure:
         raise UndecidedError(f"took longer than {timeout_seconds:g} s" if found.failure == "timeout" else found.problem)
     value: bool | None = found.result
     return value
 
 
-def parsed(text: str) -> list[Any]:
+def parse_short(text: str) -> list[Any]:
     r"""The expressions that a short answer may stand for; none if it is no mathematics.
 
     A bare formula is delimited: `math_verify` reads the number 2 off a bare `2\pi` or `(1, 2)`.
     """
     from math_verify import parse
 
-    text = prepared(text)
+    text = prepare(text)
     if nesting(text) > MAX_NESTING:
         return []
     if _SCIENTIFIC.fullmatch(text):
@@ -277,18 +256,18 @@ def parsed(text: str) -> list[Any]:
     return list(parse(f"${text}$" if is_bare else text, parsing_timeout=None))
 
 
-def prepared(text: str) -> str:
+def prepare(text: str) -> str:
     r"""The text as LaTeX that `math_verify` reads: no currency, bold or spaces in numbers; `2*sqrt(3)` as LaTeX."""
     text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
     if text.count("$") == 1:  # of money: delimiters come in pairs
         text = text.replace("$", "")
     text = _GROUPED.sub(lambda found: _SEPARATOR.sub("", found[0]), _BOLD.sub(r"\1", text)).strip()
     if "\\" not in text and not _WORD.search(_FUNCTION.sub("", text)):
-        return in_braces(_FUNCTION.sub(r"\\\1", text).replace("**", "^"))
-    return text if _DELIMITED.search(text) else delimited(text)
+        return replace_parentheses(_FUNCTION.sub(r"\\\1", text).replace("**", "^"))
+    return text if _DELIMITED.search(text) else delimit(text)
 
 
-def in_braces(text: str) -> str:
+def replace_parentheses(text: str) -> str:
     r"""The text with braces in place of the parentheses of `\sqrt(...)` and `^(...)`."""
     pieces, closing = [], []
     for place, char in enumerate(text):
@@ -301,7 +280,7 @@ def in_braces(text: str) -> str:
     return "".join(pieces)
 
 
-def delimited(text: str) -> str:
+def delimit(text: str) -> str:
     r"""A sentence with `$` around the LaTeX in it; what has less than two words is a formula, and stays as it is."""
     if "\\" not in text:
         return text
@@ -338,13 +317,13 @@ def names_several(text: str, expressions: list[Any]) -> bool:
     """
     if "\\begin" in text or any(getattr(expression, "is_FiniteSet", False) for expression in expressions):
         return False
-    text = prepared(text)
+    text = prepare(text)
     parts = _APART.split(text)
     if "\\" not in text and not (is_formula(text) and len(parts) == 1):
         parts = [piece for part in parts for piece in _WORDS.split(part)]
-    if len({reading(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
+    if len({read_number(part) for part in parts if any(char.isdigit() for char in part)}) > 1:
         return True
-    linked = [reading(piece) for part in parts for piece in _LINKED.split(part)]
+    linked = [read_number(piece) for part in parts for piece in _LINKED.split(part)]
     return len({piece for piece in linked if isinstance(piece, float)}) > 1
 
 
@@ -353,7 +332,7 @@ def is_negated(text: str) -> bool:
     return "\\" not in text and _NEGATED.search(text) is not None
 
 
-def reading(part: str) -> float | str:
+def read_number(part: str) -> float | str:
     """A part of a text, as a number if it is one."""
     part = part.strip(_EDGES)
     try:
@@ -366,13 +345,3 @@ def nesting(text: str) -> int:
     """How deep brackets are opened."""
     depths = itertools.accumulate((char in "([{") - (char in ")]}") for char in text)
     return max(depths, default=0)
-
-
-def announced(text: str) -> list[Any]:
-    """The formula that a text announces as its answer."""
-    from math_verify import LatexExtractionConfig, parse
-
-    if nesting(text) > MAX_NESTING:
-        return []
-    config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-    return list(parse(text, [config], extraction_mode="first_match", parsing_timeout=None))

@@ -89,7 +89,7 @@ class RewardSet:
         if weights is None:
             self.weights = [reward.weight for reward in self.rewards]
         else:
-            self.weights = _checked_weights(weights, self.rewards)
+            self.weights = _check_weights(weights, self.rewards)
         if not any(self.weights):
             raise ValueError("Every reward has weight 0: nothing would be trained on. Give one another weight.")
         names = [reward.name for reward in self.rewards]
@@ -117,29 +117,20 @@ class RewardSet:
         """The name of the reward that decides what is solved: the first with `says_solved`, else the first."""
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
-    def validate(self, columns: Iterable[str], names: Iterable[str] | None = None) -> None:
-        """Check that data have what the rewards need, and remember which columns there are.
-
-        Args:
-            columns: The columns of all prompts together. One may lack a column that another has: it is None there.
-            names: The rewards that the prompts name; None if all apply.
-
-        Raises:
-            ValueError: If a column is missing, or has the name of an argument that every reward gets; if a name is
-                unknown, or none of the rewards named has a weight.
-        """
-        self._check([Source("", tuple(columns), None if names is None else tuple(names))])
-
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Check that prompts have what the rewards need, source by source, and remember which columns there are.
 
         A reward is checked against the sources it applies to (`Prompt.rewards`).
 
         Raises:
-            ValueError: As `validate`, naming the sources; or if prompts name a method in `accu_reward_method` and none
-                of the rewards that apply to them reads it.
+            ValueError: Naming the sources, if a column is missing, or has the name of an argument that every reward
+                gets; if prompts name a reward that is unknown, or only rewards without a weight, or a method in
+                `accu_reward_method` that none of the rewards that apply to them reads.
         """
-        self._check(sources_of(prompts))
+        sources = sources_of(prompts)
+        check_sources(sources, self.rewards, self._weights)
+        columns = [name for source in sources for name in source.columns]
+        self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
 
     def check_rows(self, prompts: Iterable[Prompt]) -> None:
         """Have every reward check the rows that it is going to judge (`Reward.check_row`).
@@ -223,14 +214,8 @@ class RewardSet:
         """The weights by name."""
         return {reward.name: weight for reward, weight in zip(self.rewards, self.weights, strict=True)}
 
-    def _check(self, sources: Sequence[Source]) -> None:
-        """Check sources against the rewards and remember their columns."""
-        check_sources(sources, self.rewards, self._weights)
-        columns = [name for source in sources for name in source.columns]
-        self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
 
-
-def _checked_weights(weights: Sequence[float], rewards: Sequence[WeightedReward]) -> list[float]:
+def _check_weights(weights: Sequence[float], rewards: Sequence[WeightedReward]) -> list[float]:
     """The weights as floats. Raises: ValueError if they do not fit the rewards."""
     if len(weights) != len(rewards):
         raise ValueError(

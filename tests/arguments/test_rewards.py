@@ -298,7 +298,7 @@ def test_concurrency(monkeypatch):
 def test_timeout_seconds(monkeypatch, caplog):
     limits = []
 
-    def slow(gold, answer, announced_in, timeout_seconds):
+    def slow(gold, answer, timeout_seconds):
         limits.append(timeout_seconds)
         if timeout_seconds < 2:
             raise UndecidedError("it took too long")

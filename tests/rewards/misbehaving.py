@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
 import sys
 import time
 
@@ -133,9 +134,11 @@ def by_math_verify(completions, answer):
     ]
 
 
-def marked(completions, where):
-    """Leaves its process number, and hangs in C code."""
-    pathlib.Path(where[0]).write_text(str(os.getpid()))
+def starts_another(completions, path=None, **columns):
+    """Starts a process that sleeps, and hangs in C code."""
+    process = subprocess.Popen(["sleep", "300"])
+    if path is not None:
+        pathlib.Path(path[0]).write_text(str(process.pid))
     sum(range(10**15))
 
 
@@ -171,14 +174,6 @@ class OpensLater:
         if self.client is None:
             self.client = lambda: 1.0
         return [self.client() for _ in completions]
-
-
-class CountsBesideATable(Counts):
-    """The same as `Counts`, and too large to compare."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = list(range(10**6))
 
 
 KEPT = []

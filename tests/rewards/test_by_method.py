@@ -170,7 +170,9 @@ def test_a_missing_package_matters_where_a_row_needs_it(monkeypatch: pytest.Monk
 
 
 def test_a_missing_column_of_a_method_is_an_error():
-    RewardSet([ByMethod({"iou": boxes})]).validate(["solution"])  # other rows may have it
+    RewardSet([ByMethod({"iou": boxes})]).validate_prompts(
+        [Prompt("p", columns={"solution": None})]
+    )  # other rows may have it
     with pytest.raises(RuntimeError, match="method 'iou' needs the data column 'box', which the data do not have"):
         score(ByMethod({"iou": boxes}), group("a", solution="b", accu_reward_method="iou"))
 

@@ -30,7 +30,7 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
-from grpo_lightning.rewards.accuracy import prepared
+from grpo_lightning.rewards.accuracy import prepare
 from grpo_lightning.rewards.similarity import similarity
 from grpo_lightning.tasks.prepare import entries, row
 
@@ -114,7 +114,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ExactMatch, box": ("box", lambda text: ExactMatch(extract="boxed")(completions=[text], answer=["1"])),
     "ExactMatch, hashes": ("answer", lambda text: ExactMatch(extract="hashes")(completions=[text], answer=["1"])),
     "ExactMatch, text": ("answer", lambda text: ExactMatch(extract="text")(completions=[text], answer=["1"])),
-    "LaTeX": ("box", prepared),
+    "LaTeX": ("box", prepare),
     "Accuracy": ("box", lambda text: Accuracy()(completions=[text], solution=["3"])),
     "AnyAnswer, number": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3"])),
     "AnyAnswer, formula": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3^4"])),
@@ -142,7 +142,7 @@ class Comparison:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, gold: str, answer: str, announced_in: str, timeout_seconds: float) -> bool:
+    def __call__(self, gold: str, answer: str, timeout_seconds: float) -> bool:
         self.sizes.append(len(answer))
         return False
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_all_calls_of_a_step_have_one_limit():
     scores = reward_set(misbehaving.loops, workers=limits).score(groups(*["hang"] * 40))
     assert time.monotonic() - begun < 20, "40 calls of a second each on two workers"
     assert scores.failures["loops/timeout"] == 80
+
+
+def test_a_call_that_is_stopped_takes_what_it_started_with_it(tmp_path):
+    limits = RewardWorkers(num_workers=1, timeout_seconds=3.0)
+    batch = groups("hang", path=str(tmp_path / "pid"))
+    assert reward_set(misbehaving.starts_another, workers=limits).score(batch).failures["starts_another/timeout"] == 2
+    started = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    deadline = time.monotonic() + 10
+    while started.exists() and started.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
 
 
 def test_a_pool_goes_on_after_all_of_its_workers_were_lost():
@@ -274,9 +286,8 @@ def test_the_remedy_of_the_warning_works(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("kind", [misbehaving.Counts, misbehaving.CountsBesideATable])
-def test_a_reward_that_changes_itself_is_called_in_one_place(kind, caplog):
-    counts = kind()
+def test_a_reward_that_changes_itself_is_called_in_one_place(caplog):
+    counts = misbehaving.Counts()
     rewards = RewardSet([counts], workers=LIMITS)
     assert [rewards.score(groups("one", "two")).total[:, 0].tolist() for _ in range(3)] == [[1, 2], [3, 4], [5, 6]]
     assert counts.calls == 6
@@ -396,32 +407,50 @@ def test_a_copy_has_workers_of_its_own():
     assert {*first}.isdisjoint(again)
 
 
-def test_workers_go_when_the_training_process_is_killed(tmp_path):
-    program = """
-        import sys
-        from tests.rewards import misbehaving
-        from tests.rewards.test_workers import groups, reward_set, RewardWorkers
-        reward_set(misbehaving.marked, workers=RewardWorkers(2, 500, 500)).score(groups("one", where=sys.argv[1]))
-    """
-    mark = tmp_path / "pid"
-    main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program), str(mark)])
+PROGRAM = """
+from grpo_lightning.rewards import Accuracy
+from tests.rewards import misbehaving
+from tests.rewards.test_workers import groups, reward_set, RewardWorkers
+batch = groups("hang", texts=("<answer>$9^{9^{9^{9}}}$</answer>",), solution="3")
+print("begun", flush=True)
+reward_set(REWARD, workers=RewardWorkers(2, 500, 500)).score(batch)
+"""
+
+
+@pytest.mark.parametrize("reward", ["misbehaving.starts_another", "Accuracy(timeout_seconds=400)"])
+def test_nothing_outlives_a_training_process_that_is_killed(reward):
+    """Neither the workers, which compute in C code, nor what they have started."""
+    if "Accuracy" in reward:
+        pytest.importorskip("math_verify")
+    mark = uuid.uuid4().hex
+    main = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("REWARD", reward)],
+        env={**os.environ, "TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+    )
+    assert main.stdout is not None
+    assert main.stdout.readline() == b"begun\n"
     deadline = time.monotonic() + 60
-    while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    worker = int(mark.read_text())
-    main.send_signal(signal.SIGKILL)
+    while len(processes_with(mark)) < (5 if "Accuracy" in reward else 4) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert time.monotonic() < deadline, "all of them run"
+    main.kill()
     main.wait()
-    while is_alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(worker)
+    main.stdout.close()
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_with(mark)
 
 
-def is_alive(process: int) -> bool:
-    """True if a process is there, and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def processes_with(mark: str) -> list[str]:
+    """Processes that have inherited a value of the environment, and are no zombies."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if not is_zombie and mark.encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
