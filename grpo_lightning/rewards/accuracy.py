@@ -10,10 +10,9 @@ import functools
 import importlib.util
 import itertools
 import logging
+import math
 import os
-import pickle
 import re
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
@@ -196,16 +195,7 @@ def _ready_comparison() -> Comparison:
     return comparison
 
 
-def start_comparing() -> WorkerPool:
-    """Start the process that compares, once per process. Raises: RuntimeError if it does not start."""
-    with _STARTING:
-        pool = _pool(os.getpid())
-    if (problem := pool.problems()[0]) is not None:
-        raise RuntimeError(f"The process that compares mathematical answers did not start: {problem}")
-    return pool
-
-
-_STARTING = threading.Lock()
+COMPARISON = WeightedReward(Comparison())
 
 
 @functools.cache
@@ -215,7 +205,18 @@ def _pool(process_id: int) -> WorkerPool:
     Args:
         process_id: A fork has none of its parent's threads, and gets a pool of its own.
     """
-    return WorkerPool([pickle.dumps(WeightedReward(Comparison()))], RewardWorkers(memory_gb=4), 1)
+    return WorkerPool(
+        [COMPARISON], RewardWorkers(num_workers=1, timeout_seconds=math.inf, step_timeout_seconds=math.inf, memory_gb=4)
+    )
+
+
+def start_comparing() -> WorkerPool:
+    """Start the process that compares, once per process. Raises: RuntimeError if it does not start."""
+    pool = _pool(os.getpid())
+    pool.wait()
+    if not pool.has(COMPARISON):
+        raise RuntimeError("The process that compares mathematical answers did not start; why is in the log.")
+    return pool
 
 
 def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
@@ -233,7 +234,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
         UndecidedError: If the comparison failed or took too long.
         RuntimeError: If the process does not start.
     """
-    found = start_comparing().submit(0, {"gold": gold, "answer": answer}, 0, timeout_seconds).result()
+    given = {"gold": gold, "answer": answer}
+    found = start_comparing().submit(COMPARISON, given, seconds=timeout_seconds).result()
     if found.failure:
         raise UndecidedError(f"took longer than {timeout_seconds:g} s" if found.failure == "timeout" else found.problem)
     value: bool | None = found.result

@@ -14,7 +14,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rewards.base import RESERVED_NAMES, RewardLike, WeightedReward
 from grpo_lightning.rewards.scoring import Circumstances, Scores, Scoring
 from grpo_lightning.rewards.validation import Source, check_rows, check_sources, sources_of
-from grpo_lightning.rewards.workers import Placement, RewardWorkers
+from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RewardSet:
                     f"WeightedReward(reward, name=...)."
                 )
         self._known_columns: tuple[str, ...] = ()
-        self.placement = Placement(self.rewards, workers)
+        self.pool = WorkerPool(self.rewards, workers)
 
     @property
     def names(self) -> list[str]:
@@ -160,7 +160,7 @@ class RewardSet:
             sharding: How the policy lies over the ranks; what rewards load does not.
             num_local_ranks: Ranks on this machine.
         """
-        self.placement.start(num_local_ranks)  # which goes on while the others load
+        self.pool.start(num_local_ranks)  # which goes on while the others load
         with (sharding or Sharding()).beside():
             for reward in self.rewards:
                 reward.connect(device)
@@ -207,7 +207,7 @@ class RewardSet:
             [Source(source.name, tuple(columns), source.rewards) for source in batch], self.rewards, self._weights
         )
         circumstances = Circumstances(columns, trainer_state, max_completion_length)
-        return Scoring(groups, self._weights, (len(groups), sizes[0]), circumstances, self.placement)
+        return Scoring(groups, self._weights, (len(groups), sizes[0]), circumstances, self.pool)
 
     @property
     def _weights(self) -> dict[str, float]:

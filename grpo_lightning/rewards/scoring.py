@@ -39,7 +39,7 @@ from grpo_lightning.rewards.base import (
     completion_text,
 )
 from grpo_lightning.rewards.validation import applies
-from grpo_lightning.rewards.workers import Answer, Placement, call_reward, describe_error
+from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Scoring:
         weights: Of the rewards, by name.
         size: (N, G).
         circumstances: What is the same for all completions.
-        placement: Where the rewards run.
+        pool: Where the rewards run.
 
     Raises:
         RuntimeError: If the workers do not start.
@@ -137,19 +137,19 @@ class Scoring:
         weights: Mapping[str, float],
         size: tuple[int, int],
         circumstances: Circumstances,
-        placement: Placement,
+        pool: WorkerPool,
     ) -> None:
-        self.weights, self.size, self.placement = weights, size, placement
+        self.weights, self.size, self.pool = weights, size, pool
         self.rows = {
             reward.name: [n for n, group in enumerate(groups) if applies(group.prompt, reward.name)]
-            for reward in placement.rewards
+            for reward in pool.rewards
         }
-        placement.wait()  # the time of the step begins once the rewards are loaded
-        limits = placement.limits
+        pool.wait()  # the time of the step begins once the rewards are loaded
+        limits = pool.limits
         deadline = math.inf if limits is None else time.monotonic() + limits.step_timeout_seconds
         self.calls = [
-            RewardCall(reward, [groups[n] for n in self.rows[reward.name]], circumstances, placement, deadline)
-            for reward in placement.rewards
+            RewardCall(reward, [groups[n] for n in self.rows[reward.name]], circumstances, pool, deadline)
+            for reward in pool.rewards
             if self.rows[reward.name]
         ]
         at_home = [call for call in self.calls if not call.start_in_workers()]
@@ -166,7 +166,7 @@ class Scoring:
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
         except BaseException:
-            self.placement.stop()
+            self.pool.stop()
             for call in self.calls:
                 call.cancel()
             raise
@@ -234,7 +234,7 @@ class RewardCall:
         reward: The reward.
         groups: N groups of G completions.
         circumstances: What is the same for all of them.
-        placement: Where it runs.
+        pool: Where it runs.
         deadline: Of `time.monotonic`, for what can be waited for with a limit.
     """
 
@@ -243,11 +243,11 @@ class RewardCall:
         reward: WeightedReward,
         groups: Sequence[Group],
         circumstances: Circumstances,
-        placement: Placement,
+        pool: WorkerPool,
         deadline: float,
     ) -> None:
         self.reward, self.groups, self.circumstances = reward, groups, circumstances
-        self.placement, self.deadline = placement, deadline
+        self.pool, self.deadline = pool, deadline
         self._reset()
 
     def _reset(self) -> None:
@@ -261,15 +261,13 @@ class RewardCall:
 
     def start_in_workers(self) -> bool:
         """Ask the workers, group by group. Returns: False if the reward stays in this process."""
-        place = self.placement.place(self.reward)
-        if place is None:
+        if not self.pool.has(self.reward):
             return False
-        pool, number = place
         for group in self.groups:
             # Random numbers of a call depend on what is scored alone: a resumed run has the same.
             seed = derived_seed("reward", self.reward.name, *(completion.text for completion in group.completions))
             given = arguments(self.reward, [group], self.circumstances)
-            self.answers.append(([group], pool.submit(number, given, seed, None, self.deadline)))
+            self.answers.append(([group], self.pool.submit(self.reward, given, seed, deadline=self.deadline)))
         return True
 
     def start_here(self) -> None:
@@ -302,7 +300,7 @@ class RewardCall:
         for groups, future in self.answers:
             answer = self._wait(future)
             if answer.failure == "stays":
-                self.placement.keep(self.reward.name, answer.problem)
+                self.pool.keep(self.reward.name, answer.problem)
                 self._reset()
                 self.start_here()
                 return self.finish()
@@ -331,8 +329,8 @@ class RewardCall:
             answer = future.result(left)
         except concurrent.futures.TimeoutError:
             future.cancel()
-            assert self.placement.limits is not None
-            return Answer().fail("timeout", f"was stopped: {self.placement.limits.step_limit}")
+            assert self.pool.limits is not None
+            return Answer().fail("timeout", f"was stopped: {self.pool.limits.step_limit}")
         except Exception as error:  # noqa: BLE001 (an answer that cannot be read)
             return Answer().fail("exception", f"raised {describe_error(error)[0]}", error)
         self._records.update(answer.records)

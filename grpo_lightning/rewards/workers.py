@@ -230,25 +230,58 @@ class Call(NamedTuple):
 
 
 class WorkerPool:
-    """Workers that share the loaded rewards; they are gone with this object or this process.
+    """The workers of some rewards, which share what is loaded; they are gone with this object or this process.
 
-    `close` ends them at once. They start again with the next call, also after somebody has killed the supervisor.
+    They start when they are first asked for, and again where somebody has killed the supervisor. Picklable; a copy
+    starts workers of its own.
 
     Args:
-        rewards: `WeightedReward`s, each pickled.
-        settings: The limits.
-        num_workers: Processes.
+        rewards: All of the run. Those that cannot go to workers stay in the training process.
+        limits: None, or none of them: all stay.
     """
 
-    def __init__(self, rewards: Sequence[bytes], settings: RewardWorkers, num_workers: int) -> None:
-        self.settings = settings
-        self._setup = (list(rewards), settings, num_workers)
+    def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None) -> None:
+        self.rewards = rewards
+        self.limits = limits if limits is not None and limits.num_workers != 0 else None
+        """The limits of calls; None without any."""
+        self._places: dict[str, int] = {}
+        """Of the rewards that workers call, by name."""
+        self._started_by: int | None = None
+        """A process id: a fork has none of the threads."""
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._start()
 
-    def _start(self) -> None:
-        """Start the supervisor, and send it the rewards; returns at once."""
+    def __reduce__(self) -> Any:
+        """Without processes."""
+        return WorkerPool, (self.rewards, self.limits)
+
+    def start(self, num_local_ranks: int = 1) -> None:
+        """Have the rewards loaded, if any can go to workers; returns at once.
+
+        Args:
+            num_local_ranks: That share the machine.
+        """
+        with self._lock:
+            if self._started_by == os.getpid():
+                return
+            self._started_by, self._places = os.getpid(), {}
+            sent: list[bytes] = []
+            for reward in self.rewards if self.limits is not None else ():
+                if reward.in_process:  # by its own word
+                    continue
+                if not hasattr(os, "fork"):
+                    self._warn(reward.name, "this system cannot fork")
+                    continue
+                try:
+                    sent.append(pickle.dumps(reward))
+                    self._places[reward.name] = len(sent) - 1
+                except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
+                    self._warn(reward.name, f"it {_not_pickled(error)}")
+            if sent and self.limits is not None:
+                self._setup = (sent, self.limits, self.limits.number(num_local_ranks))
+                self._start_supervisor()
+
+    def _start_supervisor(self) -> None:
+        """Start the process that loads the rewards, and send it the rewards."""
         self._control, theirs = multiprocessing.Pipe()
         path = [entry or os.getcwd() for entry in sys.path]
         self._process = subprocess.Popen(  # noqa: S603 - our own code and this interpreter
@@ -259,22 +292,26 @@ class WorkerPool:
             start_new_session=True,  # Ctrl-C is for the training process
         )
         theirs.close()
-        with contextlib.suppress(OSError):  # it has ended already, which `problems` reports
+        with contextlib.suppress(OSError):  # it has ended already, which `wait` reports
             self._control.send((*self._setup, START_SECONDS))
         self._loaded: Future[list[str | None]] = Future()
         self._pending: dict[int, Future[Answer]] = {}
+        self._numbers = itertools.count()
         shared = (self._control, self._process, self._loaded, self._pending)
         threading.Thread(target=_listen, args=shared, daemon=True).start()
-        self.close = weakref.finalize(self, _close, self._control, self._process)
+        self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
-    def problems(self) -> list[str | None]:
-        """Wait for the rewards to load. Returns: why each could not be loaded, or None.
+    def wait(self) -> None:
+        """Wait until the rewards are loaded; those that cannot be loaded stay in the training process.
 
         Raises:
             RuntimeError: If it takes too long, or the supervisor ends meanwhile.
         """
+        self.start()
+        if not self._places:
+            return
         try:
-            return self._loaded.result(START_SECONDS)
+            problems = self._loaded.result(START_SECONDS)
         except concurrent.futures.TimeoutError:
             self._process.kill()
             raise RuntimeError(
@@ -282,33 +319,62 @@ class WorkerPool:
                 "modules takes too long. Import what is slow inside the reward, or set "
                 "model.reward_workers.num_workers to 0."
             ) from None
+        for name, place in list(self._places.items()):
+            if (problem := problems[place]) is not None:
+                self.keep(name, f"it cannot be loaded in another process ({problem})")
+
+    def has(self, reward: WeightedReward) -> bool:
+        """Whether workers call a reward; else it stays in the training process."""
+        return reward.name in self._places
+
+    def keep(self, name: str, why: str) -> None:
+        """Keep a reward in the training process from now on, and say why."""
+        if self._places.pop(name, None) is not None:
+            self._warn(name, why)
+
+    def _warn(self, name: str, why: str) -> None:
+        """Warn once: no limit holds in the training process."""
+        remedy = f" {REMEDY}" if hasattr(os, "fork") else ""
+        log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
+
+    def stop(self) -> None:
+        """End the workers and all that they are called for; the next call starts them again."""
+        if self._places:
+            self._close()
 
     def submit(
-        self, reward: int, arguments: Mapping[str, Any], seed: int, seconds: float | None, deadline: float = math.inf
+        self,
+        reward: WeightedReward,
+        arguments: Mapping[str, Any],
+        seed: int = 0,
+        *,
+        seconds: float = math.inf,
+        deadline: float = math.inf,
     ) -> Future[Answer]:
         """Ask for a call.
 
         Args:
-            reward: Its place among the rewards of the pool.
-            arguments: All that the reward takes, but for what it logs with.
+            reward: One that workers have.
+            arguments: All that it takes, but for what it logs with.
             seed: Of the random numbers of the call.
-            seconds: How long this call may take; None is the limit of the settings.
+            seconds: A limit for this call, besides that of the settings.
             deadline: Of `time.monotonic`, for all calls of the step.
         """
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()  # nobody cancels it, or `_listen` would fail
         try:
-            data = pickle.dumps((reward, arguments, seed))
+            data = pickle.dumps((self._places[reward.name], arguments, seed))
         except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
             answer.set_result(Answer().fail("stays", f"what it is called with {_not_pickled(error)}"))
             return answer
+        assert self.limits is not None
         with self._lock:
             if self._process.poll() is not None:
-                self._start()
+                self._start_supervisor()
             number = next(self._numbers)
             self._pending[number] = answer
             try:
-                self._control.send(Call(number, data, seconds or self.settings.timeout_seconds, deadline))
+                self._control.send(Call(number, data, min(seconds, self.limits.timeout_seconds), deadline))
             except OSError:  # killed a moment ago
                 self._pending.pop(number, answer).set_result(_lost())
         return answer
@@ -344,8 +410,10 @@ def _lost() -> Answer:
     return Answer().fail("crash", "did not return: its process ended with the one that started it")
 
 
-def _close(control: Connection, process: subprocess.Popen[bytes]) -> None:
-    """End the supervisor and its workers, those that are computing too."""
+def _close(control: Connection, process: subprocess.Popen[bytes], started_by: int) -> None:
+    """End the supervisor and its workers, those that are computing too; a fork of the training process does not."""
+    if os.getpid() != started_by:
+        return
     with contextlib.suppress(OSError):
         control.send(None)
     try:
@@ -362,83 +430,6 @@ def _describe_end(status: int) -> str:
 def _not_pickled(error: Exception) -> str:
     """Why something cannot be sent."""
     return f"cannot be pickled ({type(error).__name__}: {error})"
-
-
-class Placement:
-    """Where the rewards of a run are called: in workers, which are started when they are first asked for, or here.
-
-    Picklable; a copy starts workers of its own.
-
-    Args:
-        rewards: All of the run.
-        settings: Of the workers; None, or none of them: all rewards stay in the training process.
-    """
-
-    def __init__(self, rewards: Sequence[WeightedReward], settings: RewardWorkers | None) -> None:
-        self.rewards = rewards
-        self.limits = settings if settings is not None and settings.num_workers != 0 else None
-        """The limits of calls; None without any."""
-        self._pool: WorkerPool | None = None
-        self._numbers: dict[str, int] = {}
-        """The places in the pool of those that are called there, by name."""
-        self._started_by: int | None = None
-        """The process that has started the pool: a fork has none of its parent's threads."""
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without processes."""
-        return vars(self) | {"_pool": None, "_numbers": {}, "_started_by": None}
-
-    def start(self, num_local_ranks: int = 1) -> None:
-        """Have the rewards loaded, if any can go to workers; returns at once.
-
-        Args:
-            num_local_ranks: That share the machine.
-        """
-        if self._started_by == os.getpid():
-            return
-        self._started_by, self._numbers, self._pool = os.getpid(), {}, None
-        sent: list[bytes] = []
-        for reward in self.rewards if self.limits is not None else ():
-            if reward.in_process:  # by its own word
-                continue
-            if not hasattr(os, "fork"):
-                self._warn(reward.name, "this system cannot fork")
-                continue
-            try:
-                sent.append(pickle.dumps(reward))
-                self._numbers[reward.name] = len(sent) - 1
-            except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
-                self._warn(reward.name, f"it {_not_pickled(error)}")
-        if sent and self.limits is not None:
-            self._pool = WorkerPool(sent, self.limits, self.limits.number(num_local_ranks))
-
-    def wait(self) -> None:
-        """Wait until the rewards are loaded. Raises: RuntimeError if the workers do not start."""
-        self.start()
-        problems = self._pool.problems() if self._pool is not None else []
-        for name, number in list(self._numbers.items()):
-            if (problem := problems[number]) is not None:
-                self.keep(name, f"it cannot be loaded in another process ({problem})")
-
-    def place(self, reward: WeightedReward) -> tuple[WorkerPool, int] | None:
-        """The workers, and the reward's place there; None if it stays in the training process."""
-        number = self._numbers.get(reward.name)
-        return None if self._pool is None or number is None else (self._pool, number)
-
-    def keep(self, name: str, why: str) -> None:
-        """Keep a reward in the training process from now on, and say why."""
-        if self._numbers.pop(name, None) is not None:
-            self._warn(name, why)
-
-    def stop(self) -> None:
-        """End all calls in workers."""
-        if self._pool is not None:
-            self._pool.close()
-
-    def _warn(self, name: str, why: str) -> None:
-        """Warn once: no limit holds in the training process."""
-        remedy = f" {REMEDY}" if hasattr(os, "fork") else ""
-        log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
 
 
 # --------------------------------------------------------------------------------------------------- the supervisor

@@ -104,6 +104,17 @@ class Counts:
         return [float(self.calls)] * len(completions)
 
 
+class CountsLater(Counts):
+    """Counts from the second call on."""
+
+    is_first = True
+
+    def __call__(self, completions):
+        self.calls += not CountsLater.is_first
+        CountsLater.is_first = False
+        return [float(self.calls + 1)] * len(completions)
+
+
 class Unpicklable:
     """Holds what cannot be sent."""
 

@@ -420,7 +420,7 @@ def test_a_fork_gets_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getpid", lambda: -1)
     other = module.start_comparing()
     assert other is not mine
-    other.close()
+    other.stop()
 
 
 # ------------------------------------------------------------------------------------------------ what is compared

@@ -294,6 +294,14 @@ def test_a_reward_that_changes_itself_is_called_in_one_place(caplog):
     assert caplog.text.count("it changes itself when it is called") == 1
 
 
+def test_what_a_reward_keeps_after_its_first_call_is_its_workers_own():
+    """It is not looked for again, which the documentation says."""
+    reward = misbehaving.CountsLater()
+    rewards = RewardSet([reward], workers=RewardWorkers(num_workers=1))
+    assert [rewards.score(groups("one")).total[0, 0].item() for _ in range(3)] == [1, 2, 3]
+    assert reward.calls == 0
+
+
 def test_what_cannot_be_sent_keeps_a_reward_here(caplog):
     rewards = reward_set(misbehaving.waits_for)  # it takes every column
     batch = groups("one", path=os.curdir, held=lambda: None)
