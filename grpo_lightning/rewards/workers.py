@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import itertools
 import logging.handlers
 import math
@@ -449,6 +450,7 @@ def supervise(descriptor: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the training process is gone
         pickled, *settings = control.recv()
         rewards, problems = zip(*map(_load_reward, pickled), strict=True)
+        gc.freeze()  # or every worker would copy what they share
         control.send(list(problems))
         Supervisor(control, rewards, *settings).run()
 
