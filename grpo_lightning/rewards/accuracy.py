@@ -86,7 +86,7 @@ class Accuracy(AnswerReward):
     announced near the end ("the final answer is $x$"), follows `####`, or is bold, else the end of its last line, if it
     is not truncated. No answer is a wrong one, and so is what cannot be read, and what tries several: "3 and 4", or a
     line each. A row whose right answer cannot be read as mathematics is not scorable, nor is a completion whose
-    comparison fails or takes too long; both are said in a warning.
+    comparison fails or takes too long; both give a warning.
 
     Comparing is done by math-verify (extra `math`) in a process of its own, from any thread. After four answers to a
     question whose comparisons took too long, further ones are not compared, and not scorable: a call must end.

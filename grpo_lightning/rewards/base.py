@@ -28,7 +28,7 @@ A call has the completions of one prompt; of an async reward, or with the attrib
 whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps nothing from call to call.
 
 A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
-that it is going to judge. What it loads itself, it loads in `connect`, along with the policy.
+that it is going to judge. It loads its own models in `connect`, along with the policy.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class TrainerState:
 
 
 RewardLike = Reward | Callable[..., Any]
-"""What users pass as a reward."""
+"""A reward as users pass it."""
 
 
 class WeightedReward(Reward):
@@ -249,7 +249,7 @@ class WeightedReward(Reward):
             )
         if (on_error == "value") != (error_value is not None and math.isfinite(error_value)):
             raise ValueError(
-                f"error_value is the number that on_error='value' stands in with, and goes with nothing else; got "
+                f"error_value is the number that on_error='value' gives to failures, and goes with nothing else; got "
                 f"on_error={on_error!r}, error_value={error_value!r}."
             )
         self.reward = reward

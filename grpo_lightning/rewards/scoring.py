@@ -44,7 +44,7 @@ from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, desc
 logger = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
-"""What is counted for every reward, in completions: the call raised; it took too long; its process was gone; it
+"""Failures, counted for every reward in completions: the call raised; it took too long; its process was gone; it
 returned the wrong number of values; a value was NaN, infinite or no number; no value although other completions of the
 group have one."""
 
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass
 class Scores:
-    """What the rewards say about N groups of G completions."""
+    """The values of all rewards for N groups of G completions, and their total."""
 
     total: Tensor
     """[N, G] float32: the weighted sum of the rewards that apply; NaN where a completion is not scorable."""
@@ -420,7 +420,7 @@ def _as_list(values: Any) -> list[Any] | None:
 
 
 def _describe(result: Any) -> str:
-    """What a reward returned, as an error message shows it."""
+    """The returned value, as an error message shows it."""
     size = f" of {len(result)}" if hasattr(result, "__len__") and not isinstance(result, Tensor) else ""
     return f"a {type(result).__name__}{size}: {result!r:.80}"
 
@@ -448,7 +448,7 @@ async def _finish(answer: Answer) -> Answer:
 
 @dataclass
 class Circumstances:
-    """What is the same for all completions of a call."""
+    """Arguments that are the same for all completions of a call."""
 
     columns: Sequence[str]
     """Data columns that rewards are given."""
@@ -534,7 +534,7 @@ def _question(prompt: Prompt) -> str:
 
 
 def _prompt_id(prompt: Prompt) -> str:
-    """What tells a prompt from the others of the data."""
+    """A prompt's name, which no other of the data has."""
     return f"{prompt.source}/{prompt.index}"
 
 

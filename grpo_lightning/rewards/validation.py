@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
     """Have every reward check the rows of the prompts it applies to.
 
-    What a reward with an `on_error` of its own cannot judge is said in a warning: the run goes on as it says, which is
-    that the reward counts for no completion of a batch with such a row.
+    Rows that a reward with another `on_error` than "raise" cannot judge give a warning only: the reward then counts for
+    no completion of a batch with such a row.
 
     Args:
         prompts: The prompts. A row that comes twice, to train and to validate on, counts once.
@@ -29,7 +29,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
         ValueError: If there are rows that a reward cannot judge, naming file, line and reward.
     """
     refused: dict[tuple[str | int, str], str] = {}
-    """What is wrong, by row (by its place, else its prompt: a row may be trained and validated on) and reward."""
+    """Problems by row (its place, else its prompt: a row may be trained and validated on) and reward."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()

@@ -72,7 +72,7 @@ REMEDY = (
     "keep no state between calls. To keep it here and silence this warning, set in_process = True on it: it is then "
     "called once per batch."
 )
-"""What to do about a reward that is not called in a worker."""
+"""Advice for a reward that is not called in a worker."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class RaisedError(RuntimeError):
 
 @dataclass
 class Answer:
-    """What a call of a reward gave and logged, or how it failed."""
+    """The outcome of a call: its values and what it logged, or how it failed."""
 
     result: Any = None
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -157,16 +157,16 @@ class Answer:
     """From `log_metric`."""
 
     records: list[tuple[str, int, str]] = field(default_factory=list)
-    """What a worker logged: logger, level, message."""
+    """From `logging` in a worker: logger, level, message."""
 
     failure: str = ""
     """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty if it returned."""
 
     problem: str = ""
-    """What the reward did, in words that follow its name."""
+    """The failure in words that follow the name of the reward."""
 
     cause: BaseException | None = None
-    """What it raised."""
+    """The exception."""
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Add a column next to the completions in the logs: one value per completion."""
@@ -227,7 +227,7 @@ class Call(NamedTuple):
     """How long it may take in its worker."""
 
     deadline: float
-    """Of `time.monotonic`, for all calls of the step."""
+    """By `time.monotonic`, for all calls of the step."""
 
 
 class WorkerPool:
@@ -246,7 +246,7 @@ class WorkerPool:
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
         """The limits of calls; None without any."""
         self._places: dict[str, int] = {}
-        """Of the rewards that workers call, by name."""
+        """In the pool, of the rewards that workers call, by name."""
         self._started_by: int | None = None
         """A process id: a fork has none of the threads."""
         self._lock = threading.Lock()
@@ -359,7 +359,7 @@ class WorkerPool:
             arguments: All that it takes, but for what it logs with.
             seed: Of the random numbers of the call.
             seconds: A limit for this call, besides that of the settings.
-            deadline: Of `time.monotonic`, for all calls of the step.
+            deadline: By `time.monotonic`, for all calls of the step.
         """
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()  # nobody cancels it, or `_listen` would fail
@@ -473,7 +473,7 @@ class Worker:
     """The one it has."""
 
     limit: float = math.inf
-    """Of `time.monotonic`, for getting ready, and then for that call."""
+    """By `time.monotonic`, for getting ready, and then for that call."""
 
     is_ready: bool = False
 
@@ -690,7 +690,7 @@ def _pickle_answer(answer: Answer) -> bytes:
 
 
 def _pickle_state(reward: WeightedReward) -> bytes | None:
-    """What a reward is: a call that leaves another state has changed it. None if it cannot be told."""
+    """The state of a reward, to see whether a call changes it. None if it cannot be pickled."""
     try:
         return pickle.dumps(reward)
     except Exception:  # noqa: BLE001 (an object may raise anything when it is pickled)

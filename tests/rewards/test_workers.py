@@ -425,7 +425,9 @@ reward_set(REWARD, workers=RewardWorkers(2, 500, 500)).score(batch)
 """
 
 
-@pytest.mark.parametrize("reward", ["misbehaving.starts_another", "Accuracy(timeout_seconds=400)"])
+@pytest.mark.parametrize(
+    "reward", ["misbehaving.starts_another", pytest.param("Accuracy(timeout_seconds=400)", marks=pytest.mark.slow)]
+)
 def test_nothing_outlives_a_training_process_that_is_killed(reward):
     """Neither the workers, which compute in C code, nor what they have started."""
     if "Accuracy" in reward:
