@@ -170,6 +170,11 @@ def tells_the_step(completions, trainer_state, log_extra):
     return process(completions, log_extra, lambda name, value: None)
 
 
+def has_torch(completions):
+    """1 if its process has loaded torch, which takes seconds and gigabytes of addresses."""
+    return [float("torch" in sys.modules)] * len(completions)
+
+
 def number_of_process(completions):
     """Where it runs, as a value."""
     return [float(os.getpid())] * len(completions)

@@ -20,8 +20,9 @@ import torch
 
 from grpo_lightning.cli.errors import lines
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, WeightedReward
+from grpo_lightning.rewards import Accuracy, ExactMatch, Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import workers as workers_module
+from grpo_lightning.rewards.base import TrainerState
 from tests.rewards import misbehaving
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, step_timeout_seconds=60, memory_gb=0.5)
@@ -220,6 +221,14 @@ def test_calls_go_on_while_the_training_process_does_something_else(tmp_path):
     )
     (tmp_path / "go").touch()
     assert scoring.finish().total.tolist() == [[1, 1]] * 2
+
+
+def test_workers_load_what_the_rewards_need_and_no_torch_for_those_of_text():
+    pytest.importorskip("math_verify")
+    rewards = RewardSet([ExactMatch(), Accuracy(), misbehaving.has_torch], workers=LIMITS)
+    batch = groups("one", answer="1", solution="1")
+    state = TrainerState(1, 2, 0, 1, 0, 1)
+    assert rewards.score(batch, trainer_state=state).by_reward["has_torch"].tolist() == [[0, 0]]
 
 
 def test_rewards_run_side_by_side(tmp_path):
