@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Completion, Group, Message, Prompt
 from grpo_lightning.rewards.base import (
@@ -39,7 +38,7 @@ from grpo_lightning.rewards.base import (
     completion_text,
 )
 from grpo_lightning.rewards.validation import applies
-from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward, describe_error
+from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +331,7 @@ class RewardCall:
             assert self.pool.limits is not None
             return Answer().fail("timeout", f"was stopped: {self.pool.limits.step_limit}")
         except Exception as error:  # noqa: BLE001 (an answer that cannot be read)
-            return Answer().fail("exception", f"raised {describe_error(error)[0]}", error)
+            return Answer().fail_by(error)
         self._records.update(answer.records)
         return answer
 
@@ -442,7 +441,7 @@ async def _finish(answer: Answer) -> Answer:
     try:
         answer.result = await answer.result
     except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
-        answer.fail("exception", f"raised {describe_error(error)[0]}", error)
+        answer.fail_by(error)
     return answer
 
 
@@ -484,15 +483,17 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], circumstances: Ci
     prompts_given = per_prompt([p.content if isinstance(p.content, str) else list(p.content) for p in prompts])
     ids = per_completion(lambda _, completion: list(completion.token_ids))
     reasons = per_completion(lambda _, completion: completion.finish_reason)
-    paths = per_prompt([[_path(image) for image in prompt.images] for prompt in prompts])
+    names = [f"{prompt.source}/{prompt.index}" for prompt in prompts]
+    sources = [[image.source for image in prompt.images] for prompt in prompts]
+    paths = per_prompt([[str(path) if isinstance(path, Path) else None for path in of_row] for of_row in sources])
     aliases = {
         "completions_ids": ids,
         "response_token_ids": ids,
         "messages": per_completion(_messages),
         "finish_reason": reasons,
         "is_truncated": per_completion(lambda _, completion: completion.is_truncated),
-        "prompt_id": per_prompt([_prompt_id(prompt) for prompt in prompts]),
-        "request_id": in_form([[f"{_prompt_id(group.prompt)}/{g}" for g in range(group_size)] for group in groups]),
+        "prompt_id": per_prompt(names),
+        "request_id": in_form([[f"{name}/{g}" for g in range(group_size)] for name in names]),
         "rollout_infos": per_completion(lambda *_: {}),
         "images": paths,
         "image_path": [of_row or None for of_row in paths],
@@ -531,16 +532,6 @@ def _question(prompt: Prompt) -> str:
         return prompt.content
     asked = [message for message in prompt.content if message["role"] == "user"]
     return completion_text(asked[-1:])
-
-
-def _prompt_id(prompt: Prompt) -> str:
-    """A prompt's name, which no other of the data has."""
-    return f"{prompt.source}/{prompt.index}"
-
-
-def _path(image: ImageRef) -> str | None:
-    """Where an image is; None if it is no file."""
-    return str(image.source) if isinstance(image.source, Path) else None
 
 
 def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Content:

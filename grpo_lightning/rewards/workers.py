@@ -182,15 +182,19 @@ class Answer:
         self.failure, self.problem, self.cause = failure, problem, cause
         return self
 
+    def fail_by(self, error: BaseException) -> Answer:
+        """Make it the answer of a call that raised."""
+        return self.fail("exception", f"raised {describe_error(error)[0]}", error)
 
-def call_reward(reward: WeightedReward, arguments: Mapping[str, Any]) -> Answer:
+
+def call_reward(reward: WeightedReward, arguments: Mapping[str, Any], catch: type[BaseException] = Exception) -> Answer:
     """Call a reward, in whichever process. Returns: its answer, in which `result` may be awaitable."""
     answer = Answer()
     logs = reward.select({"log_extra": answer.log_extra, "log_metric": answer.log_metric})
     try:
         answer.result = reward(**arguments, **logs)
-    except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
-        answer.fail("exception", f"raised {describe_error(error)[0]}", error)
+    except catch as error:  # a user's function may raise anything; `on_error` decides
+        answer.fail_by(error)
     return answer
 
 
@@ -659,12 +663,8 @@ def _answer(asked: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     records = logging.handlers.BufferingHandler(MOST_RECORDS)  # the training process has the run's log
     records.setLevel(logging.INFO)
     logging.getLogger().addHandler(records)
-    try:
-        answer = call_reward(reward, arguments)
-    except BaseException as error:  # noqa: BLE001 (such as SystemExit, which is a failure like others here)
-        answer = Answer().fail("exception", f"raised {describe_error(error)[0]}", error)
-    finally:
-        logging.getLogger().removeHandler(records)
+    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like others here
+    logging.getLogger().removeHandler(records)
     answer.records = [(record.name, record.levelno, record.getMessage()) for record in records.buffer]
     if isinstance(answer.cause, MemoryError):
         answer.problem += ", with model.reward_workers.memory_gb as its limit"
