@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.rewards.registry import reward as reward
     from grpo_lightning.rewards.reward_model import RewardModel as RewardModel
     from grpo_lightning.rewards.reward_set import RewardSet as RewardSet
-    from grpo_lightning.rewards.scores import Scores as Scores
+    from grpo_lightning.rewards.scoring import Scores as Scores
     from grpo_lightning.rewards.text import ExactMatch as ExactMatch
     from grpo_lightning.rewards.text import Format as Format
     from grpo_lightning.rewards.text import ReactFormat as ReactFormat
@@ -57,7 +57,7 @@ _HOMES = {
         "registry": "Plugin available reward",
         "reward_model": "RewardModel",
         "reward_set": "RewardSet",
-        "scores": "Scores",
+        "scoring": "Scores",
         "text": "ExactMatch Format ReactFormat Repetition",
         "workers": "RewardWorkers",
     }.items()

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.rewards.accuracy import Accuracy
+from grpo_lightning.rewards.accuracy import Accuracy, UndecidedError
 from grpo_lightning.rewards.answers import (
     AnswerReward,
     choice,
@@ -35,7 +35,6 @@ from grpo_lightning.rewards.base import (
     completion_text,
     inner_reward,
 )
-from grpo_lightning.rewards.equivalence import UndecidedError
 
 if TYPE_CHECKING:
     import torch

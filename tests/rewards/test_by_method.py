@@ -24,9 +24,10 @@ from grpo_lightning.rewards import (
     TextSimilarity,
     WeightedReward,
     YesNo,
+    accuracy,
 )
+from grpo_lightning.rewards.accuracy import UndecidedError
 from grpo_lightning.rewards.by_method import Method, similarity
-from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
 
 pytest.importorskip("math_verify")
 
@@ -194,7 +195,7 @@ def test_a_failed_comparison_is_no_silent_zero(monkeypatch: pytest.MonkeyPatch, 
     def fails(*_: Any, **__: Any) -> bool:
         raise UndecidedError("took longer than 5 s")
 
-    monkeypatch.setattr(Equivalence, "decide", fails)
+    monkeypatch.setattr(accuracy, "compare", fails)
     with caplog.at_level(logging.WARNING):
         assert AnyAnswer()(completions=["<answer>2^9</answer>"], solution=["9^9"]) == [None]
     assert "'2^9' could not be compared with '9^9': took longer than 5 s" in caplog.text
@@ -411,7 +412,9 @@ def test_a_missing_package_matters_where_a_row_needs_it(monkeypatch: pytest.Monk
 
 
 def test_a_missing_column_of_a_method_is_an_error():
-    RewardSet([ByMethod({"iou": boxes})]).validate(["solution"])  # other rows may have it
+    RewardSet([ByMethod({"iou": boxes})]).validate_prompts(
+        [Prompt("p", columns={"solution": None})]
+    )  # other rows may have it
     with pytest.raises(RuntimeError, match="method 'iou' needs the data column 'box', which the data do not have"):
         score(ByMethod({"iou": boxes}), group("a", solution="b", accu_reward_method="iou"))
 

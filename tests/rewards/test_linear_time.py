@@ -31,8 +31,8 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
+from grpo_lightning.rewards.accuracy import prepare
 from grpo_lightning.rewards.by_method import similarity
-from grpo_lightning.rewards.equivalence_worker import prepared
 from grpo_lightning.tasks.prepare import entries, row
 
 MOST = 15.0
@@ -115,7 +115,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ExactMatch, box": ("box", lambda text: ExactMatch(extract="boxed")(completions=[text], answer=["1"])),
     "ExactMatch, hashes": ("answer", lambda text: ExactMatch(extract="hashes")(completions=[text], answer=["1"])),
     "ExactMatch, text": ("answer", lambda text: ExactMatch(extract="text")(completions=[text], answer=["1"])),
-    "LaTeX": ("box", prepared),
+    "LaTeX": ("box", prepare),
     "Accuracy": ("box", lambda text: Accuracy()(completions=[text], solution=["3"])),
     "AnyAnswer, number": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3"])),
     "AnyAnswer, formula": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3^4"])),
@@ -143,7 +143,7 @@ class Comparison:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def decide(self, gold: str, answer: str, *, announced_in: str = "", timeout_seconds: float) -> bool:
+    def __call__(self, gold: str, answer: str, timeout_seconds: float) -> bool:
         self.sizes.append(len(answer))
         return False
 
@@ -151,8 +151,8 @@ class Comparison:
 @pytest.fixture
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     made = Comparison()
-    monkeypatch.setattr(accuracy_module, "equivalence", lambda: made)
-    monkeypatch.setattr(accuracy_module, "check_installed", lambda name: None)
+    monkeypatch.setattr(accuracy_module, "compare", made)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     return made
 
 
