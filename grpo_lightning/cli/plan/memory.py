@@ -362,7 +362,8 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     per_weight = f"bytes per trained weight{over(division.optimizer)}"
     states = f"{settings.optimizer_bytes:.3g} {per_weight}"
     stepped = 0 if optimizer_on_cpu else min(own, SUB_GROUP) if division.stage == 3 else own
-    work = stepped * (settings.optimizer_bytes / 2 + 4 * has_masters)
+    # Stage 2 steps on the 32-bit sums themselves; the others copy gradients of the model's width.
+    work = stepped * (settings.optimizer_bytes / 2 + 4 * (division.stage in (1, 3)))
     kept = [
         Part("weights", share(plain, W), ALWAYS, how + over(W), is_on_cpu=on_cpu),
         Part("adapters", share(model.num_adapters * adapter_width, W), ALWAYS, adapters + over(W), is_on_cpu=on_cpu),

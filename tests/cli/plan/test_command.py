@@ -206,7 +206,7 @@ def test_lora_is_planned(recipe, said):
     out = said(recipe(policy=policy_of(lora={"rank": 16}, dtype="bfloat16")))
     assert "11,272,192 are trained (0.91%)" in out
     assert re.search(r"weights │ 2\.30 │ 2\.30 │ 2\.30 │ 2 bytes per weight", out)
-    assert re.search(r"adapters │ 0\.04 │ 0\.04 │ 0\.04 │ 11,272,192 of LoRA, 4 bytes each", out)
+    assert re.search(r"adapters │ 0\.04 │ 0\.04 │ 0\.04 │ 11,272,192 LoRA weights, 4 bytes each", out)
     assert re.search(r"optimizer states │ 0\.08 │", out)
     assert "│ reference │" not in out
     out = said(recipe(policy=policy_of(lora={"rank": 16}, dtype="bfloat16", quantization="4bit")))
