@@ -141,8 +141,8 @@ class UpdateLog(L.Callback):
 class PeakMemory(L.Callback):
     """Logs `memory/<phase>_gib` on CUDA devices, once per optimizer step: the peak of allocated memory in each phase.
 
-    It is torch.cuda.max_memory_allocated of the rank with the most, in GiB. The phases are those of `on_phase`; "update"
-    ends with the optimizer's step. torch's peak is reset at the start of each phase.
+    It is torch.cuda.max_memory_allocated of the rank with the most, in GiB. The phases are those of `on_phase`;
+    "update" ends with the optimizer's step. torch's peak is reset at the start of each phase.
     """
 
     def __init__(self) -> None:

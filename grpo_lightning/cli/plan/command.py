@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -58,6 +58,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from grpo_lightning.cli.plan import memory, report
     from grpo_lightning.cli.plan.batches import BatchPlan
     from grpo_lightning.cli.plan.model import meta_model, sizes_of
+    from grpo_lightning.policy.probe import dense_reason
 
     config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order
@@ -75,7 +76,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         module.reward_set.check_rows(known or [])
         check_lengths(loader, known or [], sampling.max_completion_length)
     completion_tokens = module.sampling.max_completion_length
-    check_given_length(loader, own.prompt_tokens, completion_tokens)
+    if own.prompt_tokens is not None:
+        check_given_length(loader, own.prompt_tokens, completion_tokens)
     prompt_tokens, why_tokens = longest_prompt(loader, data.max_prompt_length, prompts.train, own.prompt_tokens)
 
     batches = BatchPlan(
@@ -103,17 +105,21 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         report.print_lines(console, "Memory", [f"Not known: {error} {remedy}"])
         return
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    path = scoring_path(loader.scoring, model)
+    # The static rule; the start-up probe of a run may still choose the dense path.
+    path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
     precision = memory.precision_of(config.trainer.precision, loader.dtype)
     width = 4 if division.stage or sizes.num_adapters else precision.weights
-    optimizer_bytes, remarks = optimizer_state(module.optimizer_factory, config.model.get("optimizer"), width)
+    optimizer_bytes, remarks = memory.optimizer_bytes(module.optimizer_factory, config.model.get("optimizer"), width)
     rows, in_wave = sampling_size(module.engine, batches)
     worst = batches.shapes(prompt_tokens, completion_tokens)[0]
     settings = memory.MemorySettings(
         memory.ScoredBatch(
-            *(worst.num_prompts, worst.num_completions, prompt_tokens, completion_tokens, path),
+            *worst,
+            prompt_tokens,
+            completion_tokens,
+            path,
             chunk_size=loader.chunk_size,
             head_chunk_size=loader.head_chunk_size,
         ),
@@ -361,10 +367,8 @@ def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
     """The longest of the prompts that may be it, by the policy's tokenizer and processor."""
     chosen, largest = longest_texts(prompts), largest_images(prompts)
     tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
-    if len(chosen) == len(prompts):
-        return tokens, f"the longest of all {len(prompts):,} prompts, by the policy's tokenizer"
-    images = f" and the {len(largest)} largest images" * bool(largest)
-    return tokens, f"the longest of {len(prompts):,} prompts, among the {len(chosen)} longest texts{images}"
+    among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))
+    return tokens, f"the longest of all {len(prompts):,} prompts, by the policy's tokenizer{among}"
 
 
 def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
@@ -401,15 +405,17 @@ def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_le
     # A text has no more tokens than bytes: most prompts need no tokenizer.
     most = limit - TEMPLATE_TOKENS - max_completion_length
     long = [prompt for prompt in longest_texts(prompts) if num_bytes(prompt) > most]
-    with suppress(OSError):  # without a tokenizer, lengths are assumed, and the plan says so
-        for prompt in [*long, *largest_images(prompts)]:
-            check_length(prompt, loader.load_encoder().num_tokens(prompt), limit, max_completion_length)
-
-
-def check_given_length(loader: PolicyLoader, prompt_tokens: int | None, max_completion_length: int) -> None:
-    """Check that a prompt of --prompt_tokens could be trained on. Raises: ValueError."""
-    if prompt_tokens is None:
+    checked = [*long, *largest_images(prompts)]
+    if not checked:
         return
+    with suppress(OSError):  # without a tokenizer, lengths are assumed, and the plan says so
+        encoder = loader.load_encoder()
+        for prompt in checked:
+            check_length(prompt, encoder.num_tokens(prompt), limit, max_completion_length)
+
+
+def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_length: int) -> None:
+    """Check that a prompt of --prompt_tokens could be trained on. Raises: ValueError."""
     if prompt_tokens < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {prompt_tokens}.")
     limit = positions(loader)
@@ -437,24 +443,6 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
-
-
-def scoring_path(requested: str, model: Any) -> Any:
-    """The path by the static rule; the start-up probe of a run may still choose the dense one."""
-    from grpo_lightning.policy.probe import dense_reason
-
-    return "dense" if requested == "dense" or dense_reason(model) else "extended"
-
-
-def optimizer_state(factory: Any, settings: Any, width: int) -> tuple[float, list[str]]:
-    """(bytes of optimizer state per trained weight of a width, remarks)."""
-    import torch
-
-    from grpo_lightning.cli.plan.memory import optimizer_bytes_per_weight
-
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
-    class_path = str(settings.get("class_path", "")) if hasattr(settings, "get") else ""
-    return optimizer_bytes_per_weight(factory, class_path, dtype)
 
 
 def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:

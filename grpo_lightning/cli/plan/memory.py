@@ -156,82 +156,80 @@ def division_of(strategy: Any, world_size: int) -> Division:
     Raises:
         ValueError: If the strategy is unknown here, or one that `fit` refuses.
     """
-    W, arguments = world_size, {}
-    name = strategy
-    if not isinstance(strategy, str):
-        name, arguments = strategy["class_path"].rsplit(".", 1)[-1], dict(strategy.get("init_args") or {})
-    refuse_unsupported(name)
-    short = name.lower()
-    stages = [stage for stage in (1, 2, 3) if short.startswith((f"deepspeed_stage_{stage}", f"zero{stage}"))]
-    if stages or name == "GRPODeepSpeedStrategy":
-        offloads = short.endswith("_offload")
-        given = {"stage": stages[0], "optimizer": offloads, "weights": offloads and stages[0] == 3} if stages else {}
-        zero = given or deepspeed_settings(arguments)
-        stage = zero["stage"]
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from grpo_lightning.training.strategies import INSTEAD
+
+    W, given, kind, arguments = world_size, strategy, strategy, {}
+    if isinstance(strategy, str):
+        if strategy in StrategyRegistry:
+            kind = StrategyRegistry[strategy]["strategy"].__name__
+            arguments = StrategyRegistry[strategy]["init_params"]
+    else:
+        kind = given = strategy["class_path"].rsplit(".", 1)[-1]
+        arguments = dict(strategy.get("init_args") or {})
+    if kind in INSTEAD:  # `fit` refuses it, too
+        raise ValueError(f"trainer.strategy {given} is not supported: {INSTEAD[kind]}.")
+    if kind == "GRPODeepSpeedStrategy":
+        stage, offloads_optimizer, offloads_weights = deepspeed_settings(arguments)
         return Division(
             weights=W if stage == 3 else 1,
             gradients=W if stage >= 2 else 1,
             optimizer=W,
             stage=stage,
             gathers_layers=stage == 3,
-            offloads_optimizer=zero["optimizer"],
-            offloads_weights=zero["weights"],
+            offloads_optimizer=offloads_optimizer,
+            offloads_weights=offloads_weights,
         )
-    if short.startswith(("fsdp", "modelparallel")):
+    if kind in ("FSDP2Strategy", "ModelParallelStrategy"):
         return Division(W, W, W, gathers_layers=True, gathers_ends=True)
-    if short.startswith("ddp") or (short == "auto" and W > 1):
+    if kind == "DDPStrategy" or (kind == "auto" and W > 1):
         return Division(has_buckets=W > 1)
-    if short in ("auto", "single", "single_device") or short.startswith("singledevice"):
+    if kind in ("auto", "SingleDeviceStrategy"):
         return Division()
     raise ValueError(
-        f"How the strategy {name!r} divides memory is not known here; auto, single_device, ddp, fsdp2, zero1, zero2, "
+        f"How the strategy {given!r} divides memory is not known here; auto, single_device, ddp, fsdp2, zero1, zero2, "
         "zero3 and zero3_offload are."
     )
 
 
-def refuse_unsupported(name: str) -> None:
-    """Raise ValueError for strategies of Lightning that `fit` refuses, with the name of ours."""
-    from grpo_lightning.training.strategies import INSTEAD
-
-    kind = "DeepSpeedStrategy" if name.startswith("deepspeed") else "FSDPStrategy" if name.startswith("fsdp") else name
-    if name != "fsdp2" and kind in INSTEAD:
-        raise ValueError(f"trainer.strategy {name} is not supported: {INSTEAD[kind]}.")
-
-
-def deepspeed_settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Stage and offloading of GRPODeepSpeedStrategy's arguments, or of the DeepSpeed configuration among them.
+def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
+    """(stage, whether the optimizer is offloaded, whether the weights are) by GRPODeepSpeedStrategy's arguments.
 
     Raises:
-        ValueError: If the configuration has no stage of ZeRO.
+        ValueError: If the DeepSpeed configuration among them has no stage of ZeRO.
     """
     config = arguments.get("config")
     if config is None:
-        moved = {"optimizer": arguments.get("offload_optimizer"), "weights": arguments.get("offload_parameters")}
-        stage = arguments.get("stage", 3)
-    else:
-        if isinstance(config, str | Path):
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        zero = config.get("zero_optimization") or {}
-        places = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
-        moved = {name: (place or {}).get("device", "none") != "none" for name, place in places.items()}
-        stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise ValueError(f"strategy.stage must be 1, 2 or 3, got {stage!r}.")
-    return {"stage": stage} | {name: bool(value) for name, value in moved.items()}
+        offloads = arguments.get("offload_optimizer"), arguments.get("offload_parameters")
+        return arguments.get("stage", 3), bool(offloads[0]), bool(offloads[1])
+    if isinstance(config, str | Path):
+        config = json.loads(Path(config).read_text(encoding="utf-8"))
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage", 0) not in (1, 2, 3):
+        raise ValueError(f"strategy.stage must be 1, 2 or 3, got {zero.get('stage', 0)!r}.")
+    optimizer, weights = ((zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param"))
+    return zero["stage"], optimizer != "none", weights != "none"
 
 
-def optimizer_bytes_per_weight(
-    factory: Callable[[Iterable[Parameter]], Optimizer], class_path: str, dtype: torch.dtype
+def optimizer_bytes(
+    factory: Callable[[Iterable[Parameter]], Optimizer], settings: Any, width: int
 ) -> tuple[float, list[str]]:
     """(bytes of optimizer state per trained weight, remarks): counted on a small tensor after a step of the optimizer.
 
     AdamW keeps two numbers as wide as the weight: 8 bytes at 32 bits. Optimizers that factor a matrix need less on
     larger ones.
+
+    Args:
+        factory: Makes the optimizer.
+        settings: `model.optimizer` of the configuration, which names its class.
+        width: Bytes of a weight that it steps.
     """
-    name = class_path.rpartition(".")[2]
+    name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
     if "8bit" in name:  # which steps on a GPU only
         paged = ["a paged optimizer moves its states to the CPU while memory is short: they count on the device here"]
         return BYTES_OF_8_BIT, paged * name.startswith("Paged")
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
     probe = Parameter(torch.zeros(256, PROBE_WEIGHTS // 256, dtype=dtype))
     probe.grad = torch.ones_like(probe)
     try:

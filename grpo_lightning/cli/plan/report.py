@@ -196,7 +196,7 @@ def memory_notes(model: ModelSizes, settings: MemorySettings, remarks: list[str]
         + trained * (model.num_stepped != model.num_weights),
         "sampling: while completions are sampled; update: in a micro-batch's forward and backward; step: while the "
         "optimizer steps. ~ is an estimate by formula. Fragmentation, the CUDA context (about 0.5 GiB) and buckets of "
-        "DeepSpeed (up to 0.8 GiB) come on top. A run on a GPU logs its measured peaks as memory/<phase>_gib",
+        "DeepSpeed (up to 0.8 GiB) come on top. A run on a GPU logs its measured peaks as memory/<phase>_gib.",
         *[f"{remark[0].upper()}{remark[1:]}." for remark in remarks],
     ]
 

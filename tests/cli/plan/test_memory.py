@@ -23,7 +23,7 @@ from grpo_lightning.cli.plan.memory import (
     layer_bytes,
     logits_bytes,
     memory_parts,
-    optimizer_bytes_per_weight,
+    optimizer_bytes,
     peak,
     precision_of,
     reward_parts,
@@ -113,6 +113,7 @@ def test_unknown_widths_are_refused():
         ("auto", 1, Division()),
         ("auto", 4, Division(has_buckets=True)),
         ("ddp_find_unused_parameters_true", 4, Division(has_buckets=True)),
+        ("single_device", 1, Division()),
         ({"class_path": "lightning.pytorch.strategies.DDPStrategy"}, 1, Division()),
         ("zero1", 4, Division(1, 1, 4, stage=1)),
         ("zero2", 4, Division(1, 4, 4, stage=2)),
@@ -171,7 +172,7 @@ def test_states_are_those_of_a_real_module(dtype):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
-    per_weight, _ = optimizer_bytes_per_weight(AdamW, "AdamW", dtype)
+    per_weight, _ = optimizer_bytes(AdamW, None, dtype.itemsize)
     found = bytes_of(model=loaded_sizes(model), precision=Precision(*[dtype.itemsize] * 2), optimizer_bytes=per_weight)
     assert {name: found[name] for name in ("weights", "reference", "gradients", "optimizer states")} == {
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
@@ -190,18 +191,18 @@ def test_states_are_those_of_a_real_module(dtype):
     ],
 )
 def test_optimizer_states_by_hand(factory, name, expected):
-    assert optimizer_bytes_per_weight(factory, name, torch.float32) == (expected, [])
+    assert optimizer_bytes(factory, {"class_path": name}, 4) == (expected, [])
 
 
 def test_optimizers_that_cannot_be_tried_are_named():
     def on_gpu_only(parameters):
         raise RuntimeError("needs CUDA\nand more")
 
-    assert optimizer_bytes_per_weight(on_gpu_only, "Own", torch.float32) == (
+    assert optimizer_bytes(on_gpu_only, None, 4) == (
         8,
         ["the optimizer cannot step on this machine's CPU (needs CUDA): AdamW's 8 bytes are assumed"],
     )
-    assert "paged" in optimizer_bytes_per_weight(None, "PagedAdamW8bit", torch.float32)[1][0]
+    assert "paged" in optimizer_bytes(None, {"class_path": "optimizers.PagedAdamW8bit"}, 4)[1][0]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_the_longest_prompt_is_the_one_with_the_largest_image(monkeypatch):
     monkeypatch.setattr(plan, "LARGEST_IMAGES", 1)
     found, why = plan.measure_longest(prompts, encoder)
     assert found == tokens
-    assert why == "the longest of 4 prompts, among the 1 longest texts and the 1 largest images"
+    assert why == (
+        "the longest of all 4 prompts, by the policy's tokenizer, among the 1 longest texts and 1 largest images"
+    )
     monkeypatch.setattr(plan, "MEASURED_IMAGES", 2)  # every second one is opened
     assert plan.measure_longest(prompts, encoder)[0] < tokens
 
