@@ -33,7 +33,7 @@ STEP: frozenset[Moment] = frozenset({"step"})
 Checkpointing = Literal["none", "layers", "chunks"]
 
 ADAPTER_BYTES = 4
-"""Per LoRA weight: float32 whatever the model is. DeepSpeed runs them in the model's width and keeps 32-bit masters."""
+"""Per LoRA weight."""
 
 SUB_GROUP = 10**9
 """Weights that ZeRO-3 steps at a time (`sub_group_size`)."""
@@ -325,6 +325,11 @@ class MemorySettings:
         width = self.precision.compute
         return Precision(width, width) if self.division.stage else self.precision
 
+    @property
+    def adapter_width(self) -> int:
+        """Bytes of a LoRA weight: 4 whatever the model is, but DeepSpeed converts adapters too."""
+        return self.widths.weights if self.division.stage else ADAPTER_BYTES
+
 
 def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Every part that has bytes, of the policy alone; see `reward_parts`."""
@@ -342,45 +347,64 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     of the reference. Under DeepSpeed with 16 bits: 2 of weights, 2 of the reference, 4 of summed gradients (stage 1:
     2), 4 of master weights, 8 of states; offloaded, the CPU holds another 4 of gradients.
     """
-    division, width, has_masters = settings.division, settings.widths.weights, settings.division.stage > 0
-    adapter_width, least = width if has_masters else ADAPTER_BYTES, 4 if division.stage >= 2 else 0
-    W, on_cpu, optimizer_on_cpu = division.weights, division.offloads_weights, division.offloads_optimizer
+    kept = [*weight_parts(model, settings), *gradient_parts(model, settings), *optimizer_parts(model, settings)]
+    kept = [piece for part in kept for piece in parked(part, settings.offloaded)]
+    return [*kept, *gathered_parts(model, settings), *autocast_parts(model, settings)]
+
+
+def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """The policy, its adapters and its reference. With adapters the reference is the policy without them."""
+    ranks, width, on_cpu = settings.division.weights, settings.widths.weights, settings.division.offloads_weights
     plain = (model.num_weights - model.num_quantized) * width + model.num_quantized * model.quantized_bytes
     how = f"{width} bytes per weight"
     if model.num_quantized:
         how = f"{model.num_quantized:,} in {model.quantized_bytes:.3g} bytes, the others in {width}"
-    reference, copied = reference_bytes(model, settings)
-    adapters = f"{model.num_adapters:,} LoRA weights, {adapter_width} bytes each"
+    lora = f"{model.num_adapters:,} LoRA weights, {settings.adapter_width} bytes each"
+    copied, reference = "a frozen copy of the weights", model.num_weights * width
+    if model.num_adapters:
+        copied, reference = "a copy of the starting adapter", model.num_adapters * ADAPTER_BYTES
+        reference *= model.has_starting_adapter
+    elif model.num_trained < model.num_weights and not settings.division.gathers_layers:
+        copied, reference = "a frozen copy of what is trained", model.num_trained * width
+    sizes = [
+        ("weights", plain, how),
+        ("adapters", model.num_adapters * settings.adapter_width, lora),
+        ("reference", reference * settings.has_reference, copied),
+    ]
+    return [Part(name, share(size, ranks), ALWAYS, how + over(ranks), is_on_cpu=on_cpu) for name, size, how in sizes]
+
+
+def gradient_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Gradients, and DDP's buckets. ZeRO-3 sums them in one buffer, made at the start and kept."""
+    division, least = settings.division, 4 if settings.division.stage >= 2 else 0
+    width, adapter_width = settings.widths.weights, settings.adapter_width
     gradients = model.num_trained * max(width, least) + model.num_adapters * max(adapter_width, least)
-    held = settings.accumulates or (settings.checkpointing == "chunks" and len(settings.batch.chunk_rows) > 1)
-    during = ALWAYS if division.stage == 3 else TRAINING if held else STEP  # stage 3 keeps one buffer
-    summed_on_cpu = optimizer_on_cpu and division.gathers_layers
     buckets = (model.num_trained * width + model.num_adapters * adapter_width) * division.has_buckets
-    own = -(-model.num_stepped // division.optimizer)
-    per_weight = f"bytes per trained weight{over(division.optimizer)}"
-    states = f"{settings.optimizer_bytes:.3g} {per_weight}"
-    stepped = 0 if optimizer_on_cpu else min(own, SUB_GROUP) if division.stage == 3 else own
-    # Stage 2 steps on the 32-bit sums themselves; the others copy gradients of the model's width.
-    work = stepped * (settings.optimizer_bytes / 2 + 4 * (division.stage in (1, 3)))
-    kept = [
-        Part("weights", share(plain, W), ALWAYS, how + over(W), is_on_cpu=on_cpu),
-        Part("adapters", share(model.num_adapters * adapter_width, W), ALWAYS, adapters + over(W), is_on_cpu=on_cpu),
-        Part("reference", share(reference, W), ALWAYS, copied + over(W), is_on_cpu=on_cpu),
-        Part(
-            "gradients",
-            share(gradients, division.gradients),
-            during,
-            f"of what is trained{over(division.gradients)}",
-            is_on_cpu=summed_on_cpu,
-        ),
+    is_held = settings.accumulates or (settings.checkpointing == "chunks" and len(settings.batch.chunk_rows) > 1)
+    during = ALWAYS if division.stage == 3 else TRAINING if is_held else STEP
+    how, on_cpu = f"of what is trained{over(division.gradients)}", division.offloads_optimizer and division.stage == 3
+    return [
+        Part("gradients", share(gradients, division.gradients), during, how, is_on_cpu=on_cpu),
         Part("gradient buckets", buckets, ALWAYS, "DDP's second copy of the gradients"),
-        Part("optimizer states", share(own * settings.optimizer_bytes), ALWAYS, states, is_on_cpu=optimizer_on_cpu),
-        Part("master weights", 4 * own * has_masters, ALWAYS, f"4 {per_weight}", is_on_cpu=optimizer_on_cpu),
-        Part("master gradients", 4 * own * optimizer_on_cpu, ALWAYS, "for the step on the CPU", is_on_cpu=True),
+    ]
+
+
+def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and what a step needs: a copy of one state.
+
+    The step of ZeRO-1 and ZeRO-3 also copies gradients to 32 bits; ZeRO-2 steps on the 32-bit sums themselves.
+    """
+    division, per_weight, on_cpu = settings.division, settings.optimizer_bytes, settings.division.offloads_optimizer
+    own = -(-model.num_stepped // division.optimizer)
+    stepped = 0 if on_cpu else min(own, SUB_GROUP) if division.stage == 3 else own
+    work = stepped * (per_weight / 2 + 4 * (division.stage in (1, 3)))
+    words = f"bytes per trained weight{over(division.optimizer)}"
+    return [
+        Part("optimizer states", share(own * per_weight), ALWAYS, f"{per_weight:.3g} {words}", is_on_cpu=on_cpu),
+        Part("master weights", 4 * own * (division.stage > 0), ALWAYS, f"4 {words}", is_on_cpu=on_cpu),
+        Part("master gradients", 4 * own * on_cpu, ALWAYS, "for the step on the CPU", is_on_cpu=True),
         Part("optimizer's work", share(work), STEP, f"copies of the {stepped:,} weights stepped at once", True),
     ]
-    kept = [piece for part in kept for piece in parked(part, settings.offloaded)]
-    return [*kept, *gathered_parts(model, settings), *autocast_parts(model, settings)]
 
 
 def share(num_bytes: float, ranks: int = 1) -> int:
@@ -400,17 +424,6 @@ def parked(part: Part, offloaded: frozenset[str]) -> list[Part]:
         return [part]
     there = Part(f"{part.name}, parked", part.num_bytes, SAMPLING, "model.offload", is_on_cpu=True)
     return [part._replace(moments=TRAINING), there]
-
-
-def reference_bytes(model: ModelSizes, settings: MemorySettings) -> tuple[int, str]:
-    """(bytes of the reference, what it is): with adapters it is the policy without them."""
-    if not settings.has_reference:
-        return 0, ""
-    if model.num_adapters:
-        return model.num_adapters * ADAPTER_BYTES * model.has_starting_adapter, "a frozen copy of the starting adapter"
-    if model.num_trained < model.num_weights and not settings.division.gathers_layers:
-        return model.num_trained * settings.widths.weights, "a frozen copy of what is trained"
-    return model.num_weights * settings.widths.weights, "a frozen copy of the weights"
 
 
 def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
