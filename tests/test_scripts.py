@@ -332,7 +332,12 @@ def test_the_batches_are_the_nearest_that_plan_finds(script):
     settings = parse(["--config", str(RECIPES / script.recipe), *script.recipe_flags])
     flags, names = script.pairs(), ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     numbers = {name: int(flags[name]) for name in names if name in flags}
-    given = numbers | {"world_size": script.world_size} | ({"version": script.version} if script.version else {})
+    given = (
+        {"gradient_accumulation_steps": 1}
+        | numbers
+        | {"world_size": script.world_size}
+        | ({"version": script.version} if script.version else {})
+    )
     args = ["--from", script.peer.lower(), *(f"--{name}={value}" for name, value in given.items())]
     wanted, _ = translate(parse_script(args))
     assert settings.data.batch_size == wanted.batch_size

@@ -200,8 +200,8 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
     if batches.prompts_per_rollout != prompts:
         differences.append(
-            f"There, a rollout has {prompts} prompts, which {W} ranks cannot share evenly: here all {G} completions of "
-            f"a prompt stay on one rank, so the smallest rollout has {W} x {G} = {W * G} completions. batch_size "
+            f"There, a rollout has {prompts} prompt(s), which {W} ranks cannot share evenly: here all {G} completions "
+            f"of a prompt stay on one rank, so the smallest rollout has {W} x {G} = {W * G} completions. batch_size "
             f"{batches.batch_size} gives {batches.prompts_per_rollout} prompts per rollout."
         )
     return batches, differences
