@@ -498,9 +498,7 @@ def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -
         remarks.append("an engine of its own samples, with memory of its own: not counted")
     if model.num_vision_weights:
         how = "frozen, as policy.lora trains the language model alone" if loader.lora else "frozen"
-        if model.has_trained_tower:
-            how = "trained. Its activations are not counted: expect more, or set policy.freeze_vision_modules"
-        elif loader.freeze_vision_modules:
-            how = "frozen (policy.freeze_vision_modules)"
+        if model.has_trained_tower or loader.freeze_vision_modules:
+            how = f"{'trained' if model.has_trained_tower else 'frozen'} (policy.freeze_vision_modules)"
         remarks.append(f"{model.num_vision_weights:,} of the weights are the vision tower's and its projector's: {how}")
     return remarks

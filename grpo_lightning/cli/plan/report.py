@@ -176,6 +176,8 @@ def print_memory(
     console.print()
     console.print(table)
     compared = device_line(peaks[highest], device_gib)
+    if model.has_trained_tower:
+        compared += " What the trained vision tower keeps of images for its backward pass comes on top."
     for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), compared]:
         console.print(note, markup=False)
     if not compared.startswith(verdict(2)):
