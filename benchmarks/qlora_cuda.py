@@ -81,12 +81,16 @@ class Bytes(L.Callback):
         self.weights = sum(weight.nbytes for weight in pl_module.policy.parameters())
         self.linear = sum(layer.base_layer.weight.nbytes for layer in adapter_layers(pl_module.policy))
         self.base_logits = logits(pl_module)
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        self.peak = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The peak of the step before."""
+        logged = [float(value) for name, value in trainer.callback_metrics.items() if name.startswith("memory/")]
+        self.peak = max(self.peak, int(max(logged, default=0.0) * 2**30))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Compare with it."""
-        self.peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        self.on_train_batch_start(trainer, pl_module, None, 0)
         after = pl_module.policy.named_parameters()
         moved = {name: not torch.equal(weight.detach().cpu(), self.before[name]) for name, weight in after}
         self.adapters = [has for name, has in moved.items() if "lora_" in name]

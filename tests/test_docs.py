@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from grpo_lightning.cli.main import COMMANDS, instantiate, main, parse
-from grpo_lightning.cli.plan.translate import OtherScript, translate
+from grpo_lightning.cli.plan.batches import translate
+from grpo_lightning.cli.plan.command import parse_script
 from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.source import PromptSource
@@ -191,12 +192,11 @@ def test_a_worked_example_is_what_plan_says(folder, capsys, peer):
     script, command = (shlex.split(block.replace("\\\n", " ")) for block in blocks(text, "bash"))
     assert command[:4] == ["grpo-lightning", "plan", "--from", PEERS[peer]]
     flags = dict(zip(command[4::2], command[5::2], strict=True))
-    version = flags.pop("--version", None)
+    flags.pop("--version", None)
     assert flags.items() <= dict(itertools.pairwise(script)).items()
-    numbers = {name.removeprefix("--"): int(value) for name, value in flags.items()}
-    translation = translate(OtherScript(PEERS[peer], version=version, **numbers))
-    assert translation.is_exact
-    config, plan = parsed(blocks(text, "yaml")[0]), translation.batches
+    plan, differences = translate(parse_script(command[2:]))
+    assert differences == []
+    config = parsed(blocks(text, "yaml")[0])
     assert (config.data.batch_size, config.trainer.accumulate_grad_batches) == (
         plan.batch_size,
         plan.accumulate_grad_batches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -110,7 +111,8 @@ def planned(policy: str, strategy: str, more: list[str], capsys: pytest.CaptureF
     own = ["--trainer.devices=1"]
     if strategy != "one device":
         own = ["--config", f"strategies/{strategy}", "--trainer.devices=8"]
-    main(["plan", "--config", "planned.yaml", *own, *more, "--prompt_tokens=512", "--device_gib=80"])
+    with contextlib.suppress(SystemExit):  # it does not fit
+        main(["plan", "--config", "planned.yaml", *own, *more, "--prompt_tokens=512", "--device_gib=80"])
     (number,) = re.findall(r"fits?: ([\d.]+) of 80 GiB|not fit: ([\d.]+) of", capsys.readouterr().out)
     return float(number[0] or number[1])
 

@@ -15,7 +15,8 @@ import pytest
 
 from grpo_lightning.cli import main
 from grpo_lightning.cli.main import parse
-from grpo_lightning.cli.plan.translate import OtherScript, translate
+from grpo_lightning.cli.plan.batches import translate
+from grpo_lightning.cli.plan.command import parse_script
 from tests import tiny_vlms
 from tests.pages import TableRow, read, tables
 from tests.test_recipes import ONE_PROCESS, RECIPES, finish_wandb, logged_steps
@@ -330,9 +331,15 @@ def test_the_rewards_are_those_of_reward_funcs(script):
 def test_the_batches_are_the_nearest_that_plan_finds(script):
     settings = parse(["--config", str(RECIPES / script.recipe), *script.recipe_flags])
     flags, names = script.pairs(), ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
-    peer = script.peer.lower()
     numbers = {name: int(flags[name]) for name in names if name in flags}
-    wanted = translate(OtherScript(peer, world_size=script.world_size, version=script.version, **numbers)).batches
+    given = (
+        {"gradient_accumulation_steps": 1}
+        | numbers
+        | {"world_size": script.world_size}
+        | ({"version": script.version} if script.version else {})
+    )
+    args = ["--from", script.peer.lower(), *(f"--{name}={value}" for name, value in given.items())]
+    wanted, _ = translate(parse_script(args))
     assert settings.data.batch_size == wanted.batch_size
     assert settings.model.num_generations == wanted.num_generations
     assert settings.trainer.devices == script.world_size

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.cli.plan.compute_precision import precision_of
-from grpo_lightning.cli.plan.image_parts import Images, feature_bytes, tower_bytes
-from grpo_lightning.cli.plan.shape import meta_model, shape_of
+from grpo_lightning.cli.plan.model import meta_model, sizes_of
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.policy.families import FAMILIES
+from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.tokenizers import SETTINGS
-from tests.cli.plan.real_shapes import qwen2_5_vl_3b
+from tests.cli.plan.real_shapes import published
 from tests.pages import read, tables
 
 PAGE = read("vision.md")
@@ -44,16 +43,12 @@ def test_the_metrics_are_named_as_they_log():
     assert logged == {"MeanIoU": MeanIoU().name, "RECAccuracy": RECAccuracy().name}
 
 
-def test_the_memory_of_an_image_is_what_plan_counts():
-    shape, precision = shape_of(meta_model(qwen2_5_vl_3b())), precision_of("bf16-mixed", "float32")
-    assert "669 of 3,755 million weights" in PAGE
-    assert (round(shape.num_vision_weights / 1e6), round(shape.num_weights / 1e6)) == (669, 3755)
-    whole, layers, features = (float(re.search(r"([\d.]+) [GM]iB", row.cells[1])[1]) for row in rows("Memory"))
-    assert whole == pytest.approx(tower_bytes(shape.tower, 391, precision) / 2**30, rel=0.02)
-    checkpointed = tower_bytes(shape.tower, 391, precision, checkpointing="layers")
-    assert layers == pytest.approx(checkpointed / 2**30, rel=0.02)
-    kept = feature_bytes(shape, Images(391, 1, is_tower_trained=False), precision)
-    assert features == pytest.approx(kept / 2**20, rel=0.03)
+def test_the_weights_of_the_tower_are_what_plan_counts():
+    sizes = sizes_of(meta_model(published("Qwen/Qwen2.5-VL-3B-Instruct")), PolicyLoader("policy"))
+    assert "669 of 3,755 million weights" in " ".join(PAGE.split())
+    assert (round(sizes.num_vision_weights / 1e6), round(sizes.num_weights / 1e6)) == (669, 3755)
+    features = float(re.search(r"([\d.]+) MiB", rows("Memory")[2].cells[1])[1])
+    assert features == pytest.approx(391 * sizes.hidden_size * 2 / 2**20, rel=0.03)
 
 
 def test_the_prompt_in_every_row_is_as_many_tokens_as_said():

@@ -27,7 +27,7 @@ def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     Those of an earlier run of the same Trainer are removed: Lightning would replace them too, but report that it
     overrides the user's callbacks.
     """
-    own = [StepLog(), UpdateLog(), StepEnds(), RequeueAtStepEnd()]
+    own = [StepLog(), UpdateLog(), PeakMemory(), StepEnds(), RequeueAtStepEnd()]
     kinds = {type(callback) for callback in own}
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
@@ -136,6 +136,44 @@ class UpdateLog(L.Callback):
         """Log it if it is known here."""
         if norm is not None:
             module.log("policy/grad_norm", norm, batch_size=1)
+
+
+class PeakMemory(L.Callback):
+    """Logs `memory/<phase>_gib` on CUDA devices, once per optimizer step: the peak of allocated memory in each phase.
+
+    It is torch.cuda.max_memory_allocated of the rank with the most, in GiB. The phases are those of `on_phase`;
+    "update" ends with the optimizer's step. torch's peak is reset at the start of each phase.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.peaks: dict[str, float] = {}
+
+    def on_phase(self, trainer: L.Trainer, name: str) -> None:
+        """Another phase begins."""
+        self.close_phase(trainer.strategy.root_device)
+        self.phase = name
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the peaks at the end of an optimizer step."""
+        device = trainer.strategy.root_device
+        self.close_phase(device)
+        if device.type == "cuda" and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            everyone = ranks.gather_objects(self.peaks)
+            for name in sorted({name for peaks in everyone for name in peaks}):
+                highest = max(peaks.get(name, 0.0) for peaks in everyone)
+                pl_module.log(f"memory/{name}_gib", highest, batch_size=1)
+            self.peaks = {}
+
+    def close_phase(self, device: torch.device) -> None:
+        """Keep the peak of the phase that ends, and reset it for the next one."""
+        if device.type != "cuda":
+            return
+        if self.phase:
+            peak = torch.cuda.max_memory_allocated(device) / 2**30
+            self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0.0))
+        self.phase = ""
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def notify(trainer: L.Trainer, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:

@@ -1,8 +1,9 @@
-"""How many prompts, completions and optimizer steps a configuration comes to."""
+"""The arithmetic of batches: prompts, completions and optimizer steps of a recipe, or of another trainer's script."""
 
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ class BatchPlan:
         batch_size: Prompts per rank and rollout.
         num_generations: G.
         accumulate_grad_batches: Micro-batches per optimizer step.
-        updates_per_rollout: Optimizer steps a rollout is divided over, per pass.
-        num_iterations: Passes over a rollout.
+        updates_per_rollout: Optimizer steps per epoch over a rollout.
+        num_iterations: Epochs over each rollout.
         world_size: Ranks.
     """
 
@@ -49,7 +50,7 @@ class BatchPlan:
 
     @property
     def completions_per_update(self) -> float:
-        """Completions an optimizer step trains on, over all ranks; a mean where they do not divide evenly."""
+        """Completions per optimizer step, over all ranks; the mean if they do not divide evenly."""
         return self.completions_per_rollout / self.updates_per_rollout
 
     @property
@@ -59,7 +60,7 @@ class BatchPlan:
 
     @property
     def cycle(self) -> int:
-        """Micro-steps trained on one rollout: micro-batches x passes."""
+        """Micro-steps trained on one rollout: micro-batches x epochs."""
         return self.micro_batches * self.num_iterations
 
     @property
@@ -68,11 +69,10 @@ class BatchPlan:
         return self.updates_per_rollout * self.num_iterations
 
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
-        """The micro-batches of one pass, the costliest first, as the planner cuts them when all lengths are equal.
+        """The micro-batches of one epoch over the rollout, the costliest first, as a run cuts them.
 
-        That is the worst case: every completion is at its longest, nothing is left out, and of several ranks it is the
-        one with the largest update. Micro-batches of a rank with fewer completions than micro-batches stay idle and are
-        not among them.
+        This is the worst case: all completions have the maximum length, and the rank is the one with the largest
+        update. Empty micro-batches (a rank with fewer completions than micro-batches) are left out.
 
         Args:
             prompt_length: L, tokens.
@@ -104,7 +104,7 @@ class RunPlan:
     """`max_steps` as given, where it ends inside a cycle and is rounded up."""
 
     num_prompts: int | None
-    """Prompts the run samples for, each time it meets them counted."""
+    """Prompts that the run samples for; a prompt counts once per epoch."""
 
     epochs: float | None
 
@@ -119,13 +119,13 @@ def plan_run(
 ) -> RunPlan:
     """The length of a run.
 
-        rollouts per epoch = ceil(prompts / (batch_size x ranks)),   steps = rollouts x updates x passes
+        rollouts per epoch = ceil(prompts / (batch_size x ranks)),   steps = rollouts x updates x epochs over each
 
     Args:
         batches: The cycle.
         num_prompts: In the training data; None if it is not known.
         max_steps: Optimizer steps; -1 for no limit. Rounded up to whole cycles, as the run does.
-        max_epochs: Passes over the data; None or -1 for no limit.
+        max_epochs: Epochs over the data; None or -1 for no limit.
         limit_train_batches: As the Trainer takes it: a share of an epoch's micro-steps, or a number of them.
 
     Raises:
@@ -148,7 +148,7 @@ def plan_run(
         prompts_per_epoch = min(num_prompts, rollouts * batches.prompts_per_rollout)
     if max_epochs is not None and max_epochs >= 0:
         if per_epoch is None:
-            # An epoch may be shorter than max_steps: how long the run is cannot be said.
+            # An epoch may be shorter than max_steps.
             return RunPlan(None, None, asked, None, None)
         steps = per_epoch * max_epochs if steps is None else min(steps, per_epoch * max_epochs)
     if steps is None or per_epoch is None or prompts_per_epoch is None:
@@ -165,3 +165,68 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
         return rollouts
     batches = int(rollouts * cycle * limit) if isinstance(limit, float) else min(limit, rollouts * cycle)
     return math.ceil(batches / cycle)
+
+
+# ------------------------------------------------------------------------------------------- scripts of other trainers
+
+FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
+"""From these versions on, a group may spread over the micro-steps of an update; in VLM-R1 it never may."""
+
+
+def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
+    """Translate the batch flags of a TRL, ms-swift or VLM-R1 script: (the nearest settings here, how they differ).
+
+        batch_size = b S / G,   updates_per_rollout = S / A,   accumulate_grad_batches = A
+
+    b is completions per device and micro-step, A micro-steps per update, S micro-steps served by one generation. S is
+    at least A here: generations of one update are sampled from the same weights, so they are one rollout. A group
+    never spreads over ranks, so `batch_size` is rounded to at least one prompt per rank.
+
+    Args:
+        script: Its flags by their own names, `trainer` and `version`, as `command.parse_script` returns them.
+
+    Raises:
+        ValueError: If the script would not start with its version of the trainer.
+    """
+    b, A, W = script.per_device_train_batch_size, script.gradient_accumulation_steps, script.world_size
+    G, S, differences = script.num_generations, micro_steps_per_generation(script), []
+    if S % A and (A % S or script.num_iterations > 1):
+        differences.append(
+            f"There, a generation serves {S} micro-steps and an update takes {A}, so some updates begin inside a "
+            "generation and end in the next. Here a rollout is divided over whole updates."
+        )
+    updates = max(1, round(S / A))
+    prompts = b * W * A * updates // G
+    batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
+    if batches.prompts_per_rollout != prompts:
+        differences.append(
+            f"There, a rollout has {prompts} prompt(s), which {W} ranks cannot share evenly: here all {G} completions "
+            f"of a prompt stay on one rank, so the smallest rollout has {W} x {G} = {W * G} completions. batch_size "
+            f"{batches.batch_size} gives {batches.prompts_per_rollout} prompts per rollout."
+        )
+    return batches, differences
+
+
+def micro_steps_per_generation(script: Namespace) -> int:
+    """S. Raises: ValueError if the script would not start with its version of the trainer."""
+    first = FIRST_WITH_ACCUMULATION.get(script.trainer)
+    spreads = first is not None and (script.version is None or script.version >= first)
+    given = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(script, name) is not None]
+    if len(given) == 2:
+        raise ValueError("Give --steps_per_generation or --generation_batch_size, not both.")
+    if given and not spreads:
+        raise ValueError(f"This version of {script.trainer} has no --{given[0]}: leave it out.")
+    per_step, words = script.per_device_train_batch_size * script.world_size, "per_device_train_batch_size x world_size"
+    S, rest = script.steps_per_generation or script.gradient_accumulation_steps, 0
+    if script.generation_batch_size is not None:
+        S, rest = divmod(script.generation_batch_size, per_step)
+    if rest:
+        raise ValueError(f"--generation_batch_size must be a multiple of {words} ({per_step}).")
+    size, G = per_step * (S if spreads else 1), script.num_generations
+    if size % G:
+        valid = ", ".join(str(number) for number in range(2, size + 1) if size % number == 0)
+        raise ValueError(
+            f"The script would not start: {words}{' x micro-steps' * spreads} = {size} must be a multiple of "
+            f"num_generations ({G}). Valid values of --num_generations: {valid or 'none'}."
+        )
+    return S

@@ -1,27 +1,34 @@
-"""`grpo-lightning plan`: what a run will do and need, before it starts. No weights are loaded."""
+"""`grpo-lightning plan`: batch arithmetic, length and memory of a run before it starts. No weights are loaded."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-from grpo_lightning.cli.plan.devices import ranks_of
-from grpo_lightning.cli.plan.lengths import Known, check_lengths, longest_prompt
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from grpo_lightning.cli.plan.batches import BatchPlan
+    from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
+    from grpo_lightning.cli.plan.memory import MemorySettings
+    from grpo_lightning.cli.plan.model import ModelSizes
+    from grpo_lightning.core.types import Prompt
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.policy.encoder import Encoder
     from grpo_lightning.policy.loading import PolicyLoader
 
 HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-"""Of Hugging Face's TrainingArguments, which TRL and VLM-R1 take over."""
+"""Of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
+
+ASSUMED_DEVICE_GIB = 80.0
+"""Of a device that is not here, to decide `gather_for_generation: auto`."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -33,32 +40,113 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
     Raises:
         ValueError: If a setting cannot be trained or translated.
-        SystemExit: With 1, after the plan, if the run does not fit or would not end in sensible time.
-        FileNotFoundError: If the data are not there, neither --prompt_tokens nor data.prepare replaces them; or, after
-            the arithmetic of the batches, if the policy is not.
+        SystemExit: With 1, after the plan, if the run does not fit.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare replaces them; or,
+            after the arithmetic of the batches, if the policy does not.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
-        from grpo_lightning.cli.plan.tables import print_translation
-        from grpo_lightning.cli.plan.translate import translate
+        from grpo_lightning.cli.plan.batches import translate
+        from grpo_lightning.cli.plan.report import print_translation
 
         script = parse_script(args)
-        print_translation(script, translate(script))
+        print_translation(script.trainer, *translate(script))
         return
     own, fit_args = plan_parser().parse_known_args(args)
+    from rich.console import Console
+
     from grpo_lightning.cli.main import instantiate, parse
-    from grpo_lightning.cli.plan.tables import print_plan
+    from grpo_lightning.cli.plan import memory, report
+    from grpo_lightning.cli.plan.batches import BatchPlan
+    from grpo_lightning.cli.plan.model import meta_model, sizes_of
+    from grpo_lightning.policy.probe import dense_reason
 
     config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
-    use_known_config(module.loader)
-    known = find_out(config, module, data, own)
-    batches = batch_plan(config, module, data, known.ranks.world_size)
-    refusal = print_plan(config, module, data, known, batches)
-    if refusal is not None:
+    loader, console, is_on_cpu = module.loader, Console(highlight=False), str(config.trainer.accelerator) == "cpu"
+    use_known_config(loader)
+
+    ranks = ranks_of(config.trainer, own.devices, own.nodes)
+    # The data module asks its trainer for ranks and for the policy's tokenizer.
+    data.trainer = SimpleNamespace(lightning_module=module, world_size=ranks.world_size, global_rank=0)
+    prompts = find_prompts(data, own)
+    for known, sampling in ((prompts.train, module.sampling), (prompts.val, module.validation_sampling)):
+        module.reward_set.validate_prompts(known or [])  # what `fit` refuses is not planned
+        module.reward_set.check_rows(known or [])
+        check_lengths(loader, known or [], sampling.max_completion_length)
+    completion_tokens = module.sampling.max_completion_length
+    if own.prompt_tokens is not None:
+        check_given_length(loader, own.prompt_tokens, completion_tokens)
+    prompt_tokens, why_tokens = longest_prompt(loader, data.max_prompt_length, prompts.train, own.prompt_tokens)
+
+    batches = BatchPlan(
+        batch_size=data.batch_size,
+        num_generations=module.num_generations,
+        accumulate_grad_batches=config.trainer.accumulate_grad_batches,
+        updates_per_rollout=module.updates_per_rollout,
+        num_iterations=module.num_iterations,
+        world_size=ranks.world_size,
+    )
+    report.print_lines(console, "Batches", [*report.batch_lines(batches, ranks.why), *filter(None, [ranks.idle])])
+    num_prompts = None if prompts.train is None else len(prompts.train)
+    length = run_length(config.trainer, batches, num_prompts)
+    lines = report.length_lines(config, batches, length, num_prompts, prompts.why_unknown)
+    if prompts.val or num_prompts is not None:
+        lines.append(report.validation_line(config.trainer, batches, length, len(prompts.val or [])))
+    report.print_lines(console, "Length", lines)
+
+    try:
+        model = meta_model(loader.load_config(), trust_remote_code=loader.trust_remote_code)
+    except FileNotFoundError as error:
+        if data.prepare is None:
+            raise
+        remedy = "data.prepare may build it: add --prepare to do so now."
+        report.print_lines(console, "Memory", [f"Not known: {error} {remedy}"])
+        return
+    is_eager = "eager" in (loader.attention, model.config._attn_implementation)
+    # The static rule; the start-up probe of a run may still choose the dense path.
+    path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
+    sizes = sizes_of(model, loader)
+    division = memory.division_of(config.trainer.strategy, ranks.world_size)
+    precision = memory.precision_of(config.trainer.precision, loader.dtype)
+    width = 4 if division.stage or sizes.num_adapters else precision.weights
+    optimizer_bytes, remarks = memory.optimizer_bytes(module.optimizer_factory, config.model.get("optimizer"), width)
+    rows, in_wave = sampling_size(module.engine, batches)
+    worst = batches.shapes(prompt_tokens, completion_tokens)[0]
+    settings = memory.MemorySettings(
+        memory.ScoredBatch(
+            *worst,
+            prompt_tokens,
+            completion_tokens,
+            path,
+            chunk_size=loader.chunk_size,
+            head_chunk_size=loader.head_chunk_size,
+        ),
+        precision,
+        optimizer_bytes,
+        division,
+        sampling_rows=rows,
+        sampling_prompts=in_wave,
+        checkpointing=loader.activation_checkpointing,
+        is_eager=is_eager,
+        has_reference=module.objective.needs_reference,
+        accumulates=batches.accumulate_grad_batches > 1,
+        offloaded=frozenset(module.offload),
+    )
+    total = report.device_bytes(own.device_gib) or ASSUMED_DEVICE_GIB * memory.GIB
+    settings, more = with_gathering(settings, sizes, module.engine, None if is_on_cpu else total / memory.GIB)
+    reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
+    parts = memory.memory_parts(sizes, settings) + reward_parts
+    remarks = [*model_remarks(sizes, loader, rows), *remarks, *more, *not_counted]
+    report.print_lines(console, "Tokens", report.token_lines(settings, why_tokens))
+    refusal = report.print_memory(console, sizes, settings, parts, remarks, own.device_gib)
+    if refusal is not None and not (is_on_cpu and own.device_gib is None):
         print(f"\nerror: {refusal}", file=sys.stderr)
         raise SystemExit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -67,72 +155,64 @@ def plan_parser() -> argparse.ArgumentParser:
         prog="grpo-lightning plan",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Say what a run will do and need, without loading weights: the arithmetic of its batches, its\n"
+        description="Show what a run will do and need, without loading weights: the arithmetic of its batches, its\n"
         "length, and the memory of a device part by part.\n\n"
         "  grpo-lightning plan --config recipe.yaml [any override of fit] [--devices 8] [--nodes 2]",
-        epilog="The settings of another trainer's script in this package's words:\n\n"
+        epilog="The batch settings of another trainer's script in this package's words:\n\n"
         "  grpo-lightning plan --from trl --per_device_train_batch_size 8 --gradient_accumulation_steps 4 \\\n"
         "      --num_generations 8 --world_size 2        (grpo-lightning plan --from trl --help lists the flags)",
     )
-    parser.add_argument("--devices", help="devices per node, instead of the configuration's; 8,8 for each of two nodes")
+    parser.add_argument("--devices", type=int, help="devices per node, instead of the configuration's")
     parser.add_argument("--nodes", type=int, help="nodes, instead of the configuration's")
+    parser.add_argument("--device_gib", type=float, help="memory of a device, instead of this machine's")
     parser.add_argument(
-        "--device_gib", type=float, help="memory of a device, where another one than this machine's runs"
+        "--prompt_tokens",
+        type=int,
+        help="the longest prompt, images included, instead of the data's, which may be missing",
     )
     parser.add_argument(
-        "--prompt_tokens", type=int, help="the longest prompt, instead of the data's; the data need not be there then"
+        "--prepare", action="store_true", help="run data.prepare first, if the run would build its data"
     )
-    parser.add_argument(
-        "--image_tokens", type=int, help="how many of --prompt_tokens are images', instead of what the processor says"
-    )
-    parser.add_argument("--prepare", action="store_true", help="run data.prepare first, where the run would build data")
     return parser
 
 
-def parse_script(args: Sequence[str]) -> Any:
-    """The flags of another trainer's script."""
-    from grpo_lightning.cli.plan.translate import TRAINERS, OtherScript
-
+def parse_script(args: list[str]) -> argparse.Namespace:
+    """The batch flags of another trainer's script; what is missing or out of range ends in argparse's error."""
     parser = argparse.ArgumentParser(
         prog="grpo-lightning plan --from",
         allow_abbrev=False,
         description="The batch settings of a TRL, ms-swift or VLM-R1 script in this package's words.",
     )
-    parser.add_argument("--from", dest="trainer", required=True, choices=TRAINERS)
-    parser.add_argument("--version", help="of TRL or ms-swift: 0.16, 3.3.1; the newest rule without it")
-    parser.add_argument("--world_size", type=int, default=1, help="processes that train (devices x nodes)")
-    for name, value in HF_DEFAULTS.items():
-        says = f"as the script has it (default {value}; ms-swift's script must give it)"
-        parser.add_argument(f"--{name}", type=int, help=says)
-    numbers = {
-        "num_generations": 8,
-        "steps_per_generation": None,
-        "generation_batch_size": None,
-        "num_iterations": 1,
-    }
-    for name, default in numbers.items():
-        says = "as the script has it" + ("" if default is None else f" (default {default})")
+    parser.add_argument("--from", dest="trainer", required=True, choices=("trl", "ms-swift", "vlm-r1"))
+    parser.add_argument(
+        "--version", type=parse_version, help="of TRL or ms-swift: 0.16, 3.3.1; the newest rule without it"
+    )
+    flags: dict[str, tuple[int | None, int]] = {"world_size": (1, 1), "num_generations": (8, 2)}
+    flags |= {"num_iterations": (1, 1), "steps_per_generation": (None, 1), "generation_batch_size": (None, 1)}
+    flags |= dict.fromkeys(HF_DEFAULTS, (None, 1))
+    for name, (default, _) in flags.items():
+        says = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
         parser.add_argument(f"--{name}", type=int, default=default, help=says)
-    flags = vars(parser.parse_args(args))
-    if missing := [f"--{name}" for name in HF_DEFAULTS if flags[name] is None and flags["trainer"] == "ms-swift"]:
-        raise ValueError(
-            f"Give {' and '.join(missing)}: ms-swift has defaults of its own (one completion per device, and as many "
-            "micro-steps as it finds fit), which depend on its version. Its log says what it took."
+    script = parser.parse_args(args)
+    for name, (_, least) in flags.items():
+        if (value := getattr(script, name)) is not None and value < least:
+            parser.error(f"--{name} must be at least {least}, got {value}")
+    missing = [name for name in HF_DEFAULTS if getattr(script, name) is None]
+    if missing and script.trainer == "ms-swift":
+        parser.error(
+            f"give {' and '.join(f'--{name}' for name in missing)}: ms-swift has defaults of its own (one completion "
+            "per device, and as many micro-steps as it finds fit), which depend on its version. Its log shows them."
         )
-    return OtherScript(**flags | {name: value for name, value in HF_DEFAULTS.items() if flags[name] is None})
+    vars(script).update((name, HF_DEFAULTS[name]) for name in missing)
+    return script
 
 
-def use_known_config(loader: PolicyLoader) -> None:
-    """Where a published policy's config cannot be read, as without a network, take it from the package."""
-    from grpo_lightning.cli.plan.known_models import known_config
-
-    if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
-        return
+def parse_version(text: str) -> tuple[int, ...]:
+    """`0.17.2` to (0, 17)."""
     try:
-        loader.load_config()
-    except FileNotFoundError:
-        loader.model = config
-        print(f"{loader.name} cannot be read here: its sizes are those that this package knows.")
+        return tuple(int(part) for part in text.split(".")[:2])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must look like 0.17 or 3.3.1, got {text!r}") from None
 
 
 def seed(config: Namespace) -> None:
@@ -144,47 +224,281 @@ def seed(config: Namespace) -> None:
         L.seed_everything(0 if value is True else value, verbose=False)
 
 
-def find_out(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, own: argparse.Namespace) -> Known:
-    """Ranks, prompts and the longest prompt."""
-    ranks = ranks_of(config.trainer, own.devices, own.nodes)
+def use_known_config(loader: PolicyLoader) -> None:
+    """If a published policy's config cannot be read, as without a network, take it from the package."""
+    from grpo_lightning.cli.plan.model import known_config
+
+    if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
+        return
+    try:
+        loader.load_config()
+    except FileNotFoundError:
+        loader.model = config
+        print(f"{loader.name} cannot be read here: its sizes are those that this package knows.")
+
+
+# -------------------------------------------------------------------------------------------------------------- ranks
+
+
+class Ranks(NamedTuple):
+    """The processes of a run."""
+
+    world_size: int
+    why: str
+    idle: str = ""
+    """A line about devices without a rank."""
+
+
+def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None) -> Ranks:
+    """The ranks of a trainer's configuration, or of `devices` per node and `nodes` instead.
+
+    Raises:
+        ValueError: If there is no device or node, or the cluster's nodes have unequal numbers of devices.
+    """
+    import torch
+
+    check_environment(os.environ)
+    num_nodes = trainer.num_nodes if nodes is None else nodes
+    count = count_devices(trainer.devices) if devices is None else devices
+    here = torch.cuda.device_count() if str(trainer.accelerator) in ("auto", "gpu", "cuda") else 0
+    why = f"{count} per node x {num_nodes} node(s)"
+    if count is None:
+        count = max(1, here)
+        why = f"trainer.devices is {trainer.devices}: {count} on this machine; --devices N plans for another"
+    if count < 1 or num_nodes < 1:
+        raise ValueError(f"A run needs at least one device and one node, got {count} and {num_nodes}.")
+    idle, rest = "", here - count
+    if devices is None and rest > 0:
+        idle = (
+            f"{rest} of this machine's {here} devices {'is' if rest == 1 else 'are'} idle: trainer.devices is "
+            f"{trainer.devices}. Set it to {here} or auto to train on all of them."
+        )
+    return Ranks(count * num_nodes, why, idle)
+
+
+def count_devices(given: Any) -> int | None:
+    """Devices of a node as the Trainer takes them: a number, a list of indices, or None for all there are."""
+    if isinstance(given, str):
+        given = given.strip()
+        with suppress(ValueError):
+            given = int(given)
+    if isinstance(given, str) and given != "auto":
+        given = [part for part in given.split(",") if part.strip()]
+    if isinstance(given, list | tuple):
+        return len(given)
+    return None if given in ("auto", -1) else int(given)
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Check SLURM's tasks per node and torchrun's processes. Raises: ValueError if nodes have unequal numbers."""
+    unequal = "Every node must have the same number of devices, as Lightning counts ranks by devices x num_nodes:"
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):  # "8(x2),4" is 8, 8 and 4
+        counts = {re.sub(r"\(x\d+\)", "", part).strip() for part in environment.get(name, "").split(",")}
+        if len(counts) > 1 and all(count.isdigit() for count in counts):
+            raise ValueError(f"{unequal} {name} is {environment[name]}. Use {min(map(int, counts))} on each node.")
+    world, local = (environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world.isdigit() and local.isdigit() and int(local) and int(world) % int(local):
+        raise ValueError(
+            f"{unequal} WORLD_SIZE={world} is no multiple of LOCAL_WORLD_SIZE={local}, the processes of this node. "
+            "Start torchrun with the same --nproc-per-node on every node."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+MEASURED_PROMPTS = 256
+"""Of many prompts, the longest texts are tokenized: with odd exceptions, the longest in tokens is among them."""
+
+MEASURED_IMAGES = 10_000
+"""Of many prompts with images, as many are opened for their sizes."""
+
+LARGEST_IMAGES = 32
+"""Prompts with the largest images that are measured in tokens."""
+
+ASSUMED_PROMPT_TOKENS = 512
+
+
+class Prompts(NamedTuple):
+    """The prompts of a run; None if they are streamed or do not exist yet."""
+
+    train: list[Prompt] | None
+    val: list[Prompt] | None
+    why_unknown: str = ""
+
+
+def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
+    """Set up the data as `fit` does. Raises: FileNotFoundError if they do not exist and nothing replaces them."""
+    why = "the data are streamed"
     if own.prepare:
         data.prepare_data()
-    # The data module asks its trainer for ranks and for the policy's tokenizer.
-    data.trainer = SimpleNamespace(lightning_module=module, world_size=ranks.world_size, global_rank=0)  # type: ignore[assignment]
-    why_no_prompts = ""
     try:
         data.setup("fit")
     except FileNotFoundError as error:
-        if data.prepare is not None:
-            why_no_prompts = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
-        elif own.prompt_tokens is not None:
-            why_no_prompts = f"the data are not here ({error})"
-        else:
+        if data.prepare is None and own.prompt_tokens is None:
             raise FileNotFoundError(
-                f"{error} To plan without the data, say how long the prompts are: --prompt_tokens 300."
+                f"{error} To plan without the data, give --prompt_tokens: --prompt_tokens 300."
             ) from error
+        why = f"the data are not here ({error})"
+        if data.prepare is not None:
+            why = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
     train, val = (prompts if isinstance(prompts, list) else None for prompts in (data.train_prompts, data.val_prompts))
-    if train is None and not why_no_prompts:
-        why_no_prompts = "the data are streamed"
-    for prompts in (train, val):  # what `fit` refuses is not planned
-        module.reward_set.validate_prompts(prompts or [])
-        module.reward_set.check_rows(prompts or [])
-    _, validation = module.validation.draw(module.sampling, is_greedy=False)
-    for prompts, sampling in ((train, module.sampling), (val, validation)):
-        check_lengths(module, prompts or [], sampling)
-    longest = longest_prompt(module, data, train, own.prompt_tokens, own.image_tokens)
-    return Known(ranks, train, val, longest, why_no_prompts, own.device_gib)
+    return Prompts(train, val, why)
 
 
-def batch_plan(config: Namespace, module: GRPOLightningModule, data: PromptDataModule, world_size: int) -> BatchPlan:
-    """The cycle's arithmetic."""
-    from grpo_lightning.cli.plan.batches import BatchPlan
+def longest_prompt(
+    loader: PolicyLoader, max_prompt_length: int | None, prompts: list[Prompt] | None, given: int | None
+) -> tuple[int, str]:
+    """(tokens of the longest training prompt, how they are known): as given, measured, limited or assumed."""
+    if given is not None:
+        return given, "as --prompt_tokens says"
+    why = "the prompts are not known yet"
+    try:
+        encoder = loader.load_encoder()
+        if prompts:
+            return measure_longest(prompts, encoder)
+    except (OSError, ImportError) as error:  # a folder with a config alone can be planned for, too
+        why = f"the policy's tokenizer cannot be loaded: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+    if max_prompt_length is not None:
+        return max_prompt_length, "data.max_prompt_length"
+    return ASSUMED_PROMPT_TOKENS, f"assumed, without images, as {why}; --prompt_tokens N replaces it"
 
-    return BatchPlan(
-        batch_size=data.batch_size,
-        num_generations=module.num_generations,
-        accumulate_grad_batches=config.trainer.accumulate_grad_batches,
-        updates_per_rollout=module.updates_per_rollout,
-        num_iterations=module.num_iterations,
-        world_size=world_size,
+
+def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
+    """The longest of the prompts that may be it, by the policy's tokenizer and processor."""
+    chosen, largest = longest_texts(prompts), largest_images(prompts)
+    tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
+    among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))
+    return tokens, f"the longest of all {len(prompts):,} prompts, by the policy's tokenizer{among}"
+
+
+def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts with the longest texts."""
+    return sorted(prompts, key=lambda prompt: len(str(prompt.content)), reverse=True)[:MEASURED_PROMPTS]
+
+
+def largest_images(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts with the most pixels, by the headers of their images."""
+    seen = [prompt for prompt in prompts if prompt.images]
+    opened = seen[:: -(-len(seen) // MEASURED_IMAGES) or 1]
+    sizes = [(sum(width * height for width, height in (image.size() for image in p.images)), p) for p in opened]
+    return [prompt for _, prompt in sorted(sizes, key=lambda pair: pair[0], reverse=True)[:LARGEST_IMAGES]]
+
+
+def positions(loader: PolicyLoader) -> int | None:
+    """Positions of the policy; None without a limit, or without a policy, which is reported when memory is planned."""
+    from grpo_lightning.policy.tokens import num_positions
+
+    try:
+        return num_positions(loader.load_config())
+    except FileNotFoundError:
+        return None
+
+
+def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_length: int) -> None:
+    """Check as `fit` does that prompts and their completions fit the policy's positions. Raises: ValueError."""
+    from grpo_lightning.policy.tokens import check_length
+    from grpo_lightning.training.data_checks import TEMPLATE_TOKENS, num_bytes
+
+    limit = positions(loader)
+    if limit is None:
+        return
+    # A text has no more tokens than bytes: most prompts need no tokenizer.
+    most = limit - TEMPLATE_TOKENS - max_completion_length
+    long = [prompt for prompt in longest_texts(prompts) if num_bytes(prompt) > most]
+    checked = [*long, *largest_images(prompts)]
+    if not checked:
+        return
+    with suppress(OSError):  # without a tokenizer, lengths are assumed, and the plan says so
+        encoder = loader.load_encoder()
+        for prompt in checked:
+            check_length(prompt, encoder.num_tokens(prompt), limit, max_completion_length)
+
+
+def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_length: int) -> None:
+    """Check that a prompt of --prompt_tokens could be trained on. Raises: ValueError."""
+    if prompt_tokens < 1:
+        raise ValueError(f"--prompt_tokens must be at least 1, got {prompt_tokens}.")
+    limit = positions(loader)
+    if limit is not None and prompt_tokens + max_completion_length > limit:
+        raise ValueError(
+            f"--prompt_tokens {prompt_tokens} and sampling.max_completion_length {max_completion_length} are more than "
+            f"the policy's {limit} positions: `fit` would refuse such a prompt. Lower one of them."
+        )
+
+
+def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) -> RunPlan:
+    """The run's length under the trainer's limits; `max_time` is not counted."""
+    from grpo_lightning.cli.plan.batches import plan_run
+
+    if trainer.fast_dev_run:  # Lightning's own settings then; the run rounds them up to a full cycle
+        steps = int(trainer.fast_dev_run)
+        return plan_run(batches, num_prompts, max_steps=steps, max_epochs=1, limit_train_batches=steps)
+    return plan_run(
+        batches,
+        num_prompts,
+        max_steps=trainer.max_steps,
+        max_epochs=trainer.max_epochs,
+        limit_train_batches=trainer.overfit_batches or trainer.limit_train_batches,
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
+    """(completions, prompts) that the policy itself decodes at the same time; none with another engine."""
+    from grpo_lightning.rollout.local import LocalEngine
+
+    if not isinstance(engine, LocalEngine):
+        return 0, 0
+    prompts = batches.batch_size
+    if engine.max_rows is not None:
+        prompts = min(prompts, max(1, engine.max_rows // batches.num_generations))
+    return prompts * batches.num_generations, prompts
+
+
+def with_gathering(
+    settings: MemorySettings, model: ModelSizes, engine: Any, device_gib: float | None
+) -> tuple[MemorySettings, list[str]]:
+    """(the settings with whether sharded weights are gathered to sample, remarks). device_gib None: no limit."""
+    import dataclasses
+
+    from grpo_lightning.cli.plan.memory import GIB, peak, state_parts
+    from grpo_lightning.rollout.lockstep import LARGEST_SHARE
+
+    if not settings.division.gathers_layers or not settings.sampling_rows:
+        return settings, []
+    choice, remarks = engine.gather_for_generation, []
+    everything = model.num_weights * settings.widths.compute / GIB
+    if choice == "auto" and device_gib is None:
+        choice = True
+    elif choice == "auto":
+        assert device_gib is not None
+        free = max(0.0, device_gib - peak(state_parts(model, settings), "sampling") / GIB)
+        choice = everything <= LARGEST_SHARE * free
+        remarks = [
+            f"the full weights, {everything:,.1f} GiB, {'are gathered' if choice else 'stay sharded'} while sampling "
+            f"(engine.gather_for_generation auto), as about {free:,.0f} of a device's {device_gib:,.0f} GiB are free "
+            "then; the run measures how many are"
+        ]
+    if not choice:
+        remarks.append(
+            f"sampling is slow: every device gathers all {everything:,.1f} GiB of weights, layer by layer, for each of "
+            f"up to {settings.batch.completion_length:,} tokens"
+        )
+    return dataclasses.replace(settings, gathers_for_sampling=choice), remarks
+
+
+def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -> list[str]:
+    """What the memory of a model leaves out, and how its vision tower is trained."""
+    remarks = []
+    if model.num_linear_layers:
+        remarks.append(f"{model.num_linear_layers} layers keep a recurrent state: not counted")
+    if not sampling_rows:
+        remarks.append("an engine of its own samples, with memory of its own: not counted")
+    if model.num_vision_weights:
+        how = "frozen, as policy.lora trains the language model alone" if loader.lora else "frozen"
+        if model.has_trained_tower or loader.freeze_vision_modules:
+            how = f"{'trained' if model.has_trained_tower else 'frozen'} (policy.freeze_vision_modules)"
+        remarks.append(f"{model.num_vision_weights:,} of the weights are the vision tower's and its projector's: {how}")
+    return remarks

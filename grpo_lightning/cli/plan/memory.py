@@ -1,101 +1,620 @@
-"""A device's memory, part by part: the states, and what sampling and an update need beside them."""
+"""The memory of a device by part: formulas for what a run keeps, and for what sampling and an update need on top."""
 
 from __future__ import annotations
 
-from grpo_lightning.cli.plan.activations import activation_bytes, cache_bytes, logits_bytes, recomputed_bytes
-from grpo_lightning.cli.plan.image_parts import image_parts
-from grpo_lightning.cli.plan.memory_settings import MemorySettings
-from grpo_lightning.cli.plan.parts import Moment, Part
-from grpo_lightning.cli.plan.shape import ModelShape
-from grpo_lightning.cli.plan.state_parts import state_parts
-from grpo_lightning.cli.plan.trained_weights import TrainedWeights
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from grpo_lightning.cli.plan.model import ModelSizes, known_config
+from grpo_lightning.rewards.base import WeightedReward, innermost
+from grpo_lightning.rewards.reward_model import RewardModel
+
+GIB = 2**30
+
+Moment = Literal["sampling", "update", "step"]
+"""While completions are sampled; in a micro-batch's forward and backward; while the optimizer steps."""
+
+MOMENTS: tuple[Moment, ...] = ("sampling", "update", "step")
+ALWAYS: frozenset[Moment] = frozenset(MOMENTS)
+TRAINING: frozenset[Moment] = frozenset({"update", "step"})
+SAMPLING: frozenset[Moment] = frozenset({"sampling"})
+UPDATE: frozenset[Moment] = frozenset({"update"})
+STEP: frozenset[Moment] = frozenset({"step"})
+
+Checkpointing = Literal["none", "layers", "chunks"]
+
+ADAPTER_BYTES = 4
+"""Per LoRA weight."""
+
+SUB_GROUP = 10**9
+"""Weights that ZeRO-3 steps at a time (`sub_group_size`)."""
+
+ADAMW_BYTES = 8.0
+BYTES_OF_8_BIT = 2 + 2 * 4 / 256
+"""Two states of a byte, each with a 32-bit scale per 256 (arXiv:2110.02861, in the blocks of bitsandbytes)."""
+
+PROBE_WEIGHTS = 64 * 1024
+"""More than the 4,096 up to which 8-bit optimizers keep a tensor in 32 bits."""
 
 
-def memory_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
-    """Every part, largest moments included; parts of no bytes are left out."""
-    batch = settings.batch
-    images = image_parts(
-        shape,
-        settings.images,
-        settings.widths,
-        prompts=batch.num_completions if batch.path == "dense" else batch.num_prompts,
-        checkpointing=settings.checkpointing,
+class Part(NamedTuple):
+    """One part of the memory."""
+
+    name: str
+    num_bytes: int
+    moments: frozenset[Moment]
+    how: str
+    """How the size comes about."""
+
+    is_estimate: bool = False
+    """False if tensors of the run have this size."""
+
+    is_on_cpu: bool = False
+    """True if it lies in the CPU's memory, for every device of a node."""
+
+
+def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
+    """Bytes at one moment, on the device or on the CPU."""
+    return sum(part.num_bytes for part in parts if moment in part.moments and part.is_on_cpu == is_on_cpu)
+
+
+# ----------------------------------------------------------------------------------------- precision and strategy
+
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+MIXED = ("bf16-mixed", "16-mixed")
+TRUE = {"32-true": None, "bf16-true": 2, "16-true": 2, "64-true": 8}
+ALIASES = {"None": "32-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per number."""
+
+    weights: int
+    compute: int
+    """Of the inputs and outputs of matrix products."""
+
+    is_mixed: bool = False
+    """True under autocast of 32-bit weights: the stream between the layers has 32 bits, matrix products 16."""
+
+    @property
+    def residual(self) -> int:
+        """Of the stream between the layers, and of the keys that scoring caches: autocast rotates them in 32 bits."""
+        return 4 if self.is_mixed else self.compute
+
+
+def precision_of(precision: str | int | None, dtype: str) -> Precision:
+    """Bytes per number of a run.
+
+    Args:
+        precision: `trainer.precision`.
+        dtype: `policy.dtype`: "...-true" with a width replaces it, "32-true" and "...-mixed" keep it.
+
+    Raises:
+        ValueError: If one of them is not known.
+    """
+    name = ALIASES.get(str(precision), str(precision))
+    if dtype not in FLOAT_BYTES:
+        raise ValueError(f"policy.dtype must be one of {', '.join(FLOAT_BYTES)}, got {dtype!r}.")
+    if name in MIXED:
+        return Precision(FLOAT_BYTES[dtype], 2, is_mixed=dtype == "float32")
+    if name in TRUE:
+        width = TRUE[name] or FLOAT_BYTES[dtype]
+        return Precision(width, width)
+    raise ValueError(f"trainer.precision {precision!r} is not known here: {', '.join([*TRUE, *MIXED])}.")
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over how many ranks a strategy divides each state (1: a full copy on every device), and what is on the CPU."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    stage: int = 0
+    """DeepSpeed's ZeRO stage: it converts the model and keeps 32-bit master weights; from 2 on it sums gradients in
+    32 bits."""
+
+    has_buckets: bool = False
+    """DDP's second copy of the gradients, in the buckets in which they are averaged."""
+
+    gathers_layers: bool = False
+    gathers_ends: bool = False
+    """Embeddings and head stay gathered through a forward and backward (FSDP2's root)."""
+
+    offloads_optimizer: bool = False
+    """Optimizer states, master weights and their gradients are on the CPU."""
+
+    offloads_weights: bool = False
+
+
+def division_of(strategy: Any, world_size: int) -> Division:
+    """How `trainer.strategy` divides the states among W ranks.
+
+    | strategy            | weights | gradients | optimizer |
+    |---------------------|---------|-----------|-----------|
+    | one device, DDP     | 1       | 1         | 1         |
+    | ZeRO stage 1        | 1       | 1         | W         |
+    | ZeRO stage 2        | 1       | W         | W         |
+    | ZeRO stage 3, FSDP2 | W       | W         | W         |
+
+    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1; DDP's buckets: torch, `gradient_as_bucket_view=False`.
+
+    Args:
+        strategy: A name, or a class path and its arguments. "..._offload" moves to the CPU what can be there.
+        world_size: W.
+
+    Raises:
+        ValueError: If the strategy is unknown here, or one that `fit` refuses.
+    """
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from grpo_lightning.training.strategies import INSTEAD
+
+    W, given, kind, arguments = world_size, strategy, strategy, {}
+    if isinstance(strategy, str):
+        if strategy in StrategyRegistry:
+            kind = StrategyRegistry[strategy]["strategy"].__name__
+            arguments = StrategyRegistry[strategy]["init_params"]
+    else:
+        kind = given = strategy["class_path"].rsplit(".", 1)[-1]
+        arguments = dict(strategy.get("init_args") or {})
+    if kind in INSTEAD:  # `fit` refuses it, too
+        raise ValueError(f"trainer.strategy {given} is not supported: {INSTEAD[kind]}.")
+    if kind == "GRPODeepSpeedStrategy":
+        stage, offloads_optimizer, offloads_weights = deepspeed_settings(arguments)
+        return Division(
+            weights=W if stage == 3 else 1,
+            gradients=W if stage >= 2 else 1,
+            optimizer=W,
+            stage=stage,
+            gathers_layers=stage == 3,
+            offloads_optimizer=offloads_optimizer,
+            offloads_weights=offloads_weights,
+        )
+    if kind in ("FSDP2Strategy", "ModelParallelStrategy"):
+        return Division(W, W, W, gathers_layers=True, gathers_ends=True)
+    if kind == "DDPStrategy" or (kind == "auto" and W > 1):
+        return Division(has_buckets=W > 1)
+    if kind in ("auto", "SingleDeviceStrategy"):
+        return Division()
+    raise ValueError(
+        f"How the strategy {given!r} divides memory is not known here; auto, single_device, ddp, fsdp2, zero1, zero2, "
+        "zero3 and zero3_offload are."
     )
-    parts = [*state_parts(shape, settings), *images, *sampling_parts(shape, settings), *update_parts(shape, settings)]
+
+
+def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
+    """(stage, whether the optimizer is offloaded, whether the weights are) by GRPODeepSpeedStrategy's arguments.
+
+    Raises:
+        ValueError: If the DeepSpeed configuration among them has no stage of ZeRO.
+    """
+    config = arguments.get("config")
+    if config is None:
+        offloads = arguments.get("offload_optimizer"), arguments.get("offload_parameters")
+        return arguments.get("stage", 3), bool(offloads[0]), bool(offloads[1])
+    if isinstance(config, str | Path):
+        config = json.loads(Path(config).read_text(encoding="utf-8"))
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage", 0) not in (1, 2, 3):
+        raise ValueError(f"strategy.stage must be 1, 2 or 3, got {zero.get('stage', 0)!r}.")
+    optimizer, weights = ((zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param"))
+    return zero["stage"], optimizer != "none", weights != "none"
+
+
+def optimizer_bytes(
+    factory: Callable[[Iterable[Parameter]], Optimizer], settings: Any, width: int
+) -> tuple[float, list[str]]:
+    """(bytes of optimizer state per trained weight, remarks): counted on a small tensor after a step of the optimizer.
+
+    AdamW keeps two numbers as wide as the weight: 8 bytes at 32 bits. Optimizers that factor a matrix need less on
+    larger ones.
+
+    Args:
+        factory: Makes the optimizer.
+        settings: `model.optimizer` of the configuration, which names its class.
+        width: Bytes of a weight that it steps.
+    """
+    name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
+    if "8bit" in name:  # which steps on a GPU only
+        paged = ["a paged optimizer moves its states to the CPU while memory is short: they count on the device here"]
+        return BYTES_OF_8_BIT, paged * name.startswith("Paged")
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
+    probe = Parameter(torch.zeros(256, PROBE_WEIGHTS // 256, dtype=dtype))
+    probe.grad = torch.ones_like(probe)
+    try:
+        optimizer = factory([probe])
+        optimizer.step()
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        return ADAMW_BYTES, [f"the optimizer cannot step on this machine's CPU ({reason}): AdamW's 8 bytes are assumed"]
+    states = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+    return sum(state.nbytes for state in states if state.numel() > 1) / probe.numel(), []
+
+
+# ------------------------------------------------------------------------------------------------------ the settings
+
+
+class Pass(NamedTuple):
+    """One forward: rows of tokens that attend to a context, their own tokens included."""
+
+    rows: int
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A micro-batch and how it is scored."""
+
+    num_prompts: int
+    num_completions: int
+    prompt_length: int
+    completion_length: int
+    path: Literal["extended", "dense"] = "extended"
+    chunk_size: int | None = None
+    head_chunk_size: int | None = None
+    """Tokens whose logits exist at a time; None: those of a whole chunk."""
+
+    @property
+    def has_sliced_head(self) -> bool:
+        """True if a chunk's logits never exist all at once."""
+        return self.head_chunk_size is not None and self.chunk_rows[0] * self.completion_length > self.head_chunk_size
+
+    @property
+    def chunk_rows(self) -> list[int]:
+        """Completions of every chunk, as `Scorer.chunks` cuts them, the largest first."""
+        if self.chunk_size is None or self.chunk_size >= self.num_completions:
+            return [self.num_completions]
+        chunks = math.ceil(self.num_completions / self.chunk_size)
+        size, rest = divmod(self.num_completions, chunks)
+        return [size + 1] * rest + [size] * (chunks - rest)
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The forwards: the prompts', then one per chunk. On the dense path every row brings its own prompt."""
+        total = self.prompt_length + self.completion_length
+        if self.path == "dense":
+            return [Pass(rows, total, total) for rows in self.chunk_rows]
+        tokens = max(self.completion_length - 1, 2)  # the last token predicts nothing
+        chunks = [Pass(rows, tokens, self.prompt_length + tokens) for rows in self.chunk_rows]
+        return [Pass(self.num_prompts, self.prompt_length, self.prompt_length), *chunks]
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """The settings of a run that its memory depends on, besides the model."""
+
+    batch: ScoredBatch
+    """The largest micro-batch, at its longest."""
+
+    precision: Precision
+    optimizer_bytes: float = ADAMW_BYTES
+    """Of optimizer state per trained weight."""
+
+    division: Division = field(default_factory=Division)
+    sampling_rows: int = 0
+    """Completions decoded at the same time; 0 if the policy does not sample itself."""
+
+    sampling_prompts: int = 0
+    checkpointing: Checkpointing = "none"
+    is_eager: bool = False
+    has_reference: bool = True
+    accumulates: bool = False
+    """True with several micro-batches per step: gradients of the first exist while the next ones run."""
+
+    gathers_for_sampling: bool = False
+    """True if every device gathers all sharded weights to sample."""
+
+    offloaded: frozenset[str] = frozenset()
+    """What is on the CPU while completions are sampled: "reference", "optimizer"."""
+
+    @property
+    def widths(self) -> Precision:
+        """The precision as the strategy runs it: DeepSpeed converts the model and keeps masters in the optimizer."""
+        width = self.precision.compute
+        return Precision(width, width) if self.division.stage else self.precision
+
+    @property
+    def adapter_width(self) -> int:
+        """Bytes of a LoRA weight: 4 whatever the model is, but DeepSpeed converts adapters too."""
+        return self.widths.weights if self.division.stage else ADAPTER_BYTES
+
+
+def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Every part that has bytes, of the policy alone; see `reward_parts`."""
+    parts = [*state_parts(model, settings), *sampling_parts(model, settings), *update_parts(model, settings)]
     return [part for part in parts if part.num_bytes]
 
 
-def sampling_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
-    """What decoding needs: the cache at its fullest, one layer of it twice, and the scores of the next token."""
-    batch, widths, rows = settings.batch, settings.widths, settings.sampling_rows
-    now: frozenset[Moment] = frozenset({"sampling"})
-    tokens = batch.prompt_length + batch.completion_length - 1
-    cache = cache_bytes(shape, rows, tokens, widths)
-    layer = cache // max(1, len(shape.windows))
-    scores = 4 * rows * shape.vocab_size * 4
-    prefill = settings.sampling_prompts * batch.prompt_length * 4 * widths.compute
-    prefill *= shape.intermediate_size + shape.hidden_size
-    if shape.tower is not None and settings.images is not None:  # which encodes the images before the prompts run
-        patches = settings.sampling_prompts * settings.images.tokens * shape.tower.patches_per_token
-        width = shape.tower.intermediate_size + shape.tower.hidden_size
-        prefill = max(prefill, patches * 4 * widths.compute * width)
+# -------------------------------------------------------------------------------------------------------- the states
+
+
+def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """What stays from step to step: weights, reference, gradients, optimizer. Some parts may have no bytes.
+
+    Bytes per trained weight of a float32 model under AdamW: 4 of weights, 4 of gradients (DDP: 8), 8 of states, and 4
+    of the reference. Under DeepSpeed with 16 bits: 2 of weights, 2 of the reference, 4 of summed gradients (stage 1:
+    2), 4 of master weights, 8 of states; offloaded, the CPU holds another 4 of gradients.
+    """
+    kept = [*weight_parts(model, settings), *gradient_parts(model, settings), *optimizer_parts(model, settings)]
+    kept = [piece for part in kept for piece in parked(part, settings.offloaded)]
+    return [*kept, *gathered_parts(model, settings), *autocast_parts(model, settings)]
+
+
+def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """The policy, its adapters and its reference. With adapters the reference is the policy without them."""
+    ranks, width, on_cpu = settings.division.weights, settings.widths.weights, settings.division.offloads_weights
+    plain = (model.num_weights - model.num_quantized) * width + model.num_quantized * model.quantized_bytes
+    how = f"{width} bytes per weight"
+    if model.num_quantized:
+        how = f"{model.num_quantized:,} in {model.quantized_bytes:.3g} bytes, the others in {width}"
+    lora = f"{model.num_adapters:,} LoRA weights, {settings.adapter_width} bytes each"
+    copied, reference = "a frozen copy of the weights", model.num_weights * width
+    if model.num_adapters:
+        copied, reference = "a copy of the starting adapter", model.num_adapters * ADAPTER_BYTES
+        reference *= model.has_starting_adapter
+    elif model.num_trained < model.num_weights and not settings.division.gathers_layers:
+        copied, reference = "a frozen copy of what is trained", model.num_trained * width
+    sizes = [
+        ("weights", plain, how),
+        ("adapters", model.num_adapters * settings.adapter_width, lora),
+        ("reference", reference * settings.has_reference, copied),
+    ]
+    return [Part(name, share(size, ranks), ALWAYS, how + over(ranks), is_on_cpu=on_cpu) for name, size, how in sizes]
+
+
+def gradient_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Gradients, and DDP's buckets. ZeRO-3 sums them in one buffer, made at the start and kept."""
+    division, least = settings.division, 4 if settings.division.stage >= 2 else 0
+    width, adapter_width = settings.widths.weights, settings.adapter_width
+    gradients = model.num_trained * max(width, least) + model.num_adapters * max(adapter_width, least)
+    buckets = (model.num_trained * width + model.num_adapters * adapter_width) * division.has_buckets
+    is_held = settings.accumulates or (settings.checkpointing == "chunks" and len(settings.batch.chunk_rows) > 1)
+    during = ALWAYS if division.stage == 3 else TRAINING if is_held else STEP
+    how, on_cpu = f"of what is trained{over(division.gradients)}", division.offloads_optimizer and division.stage == 3
     return [
-        Part(
-            "key-value cache",
-            cache,
-            now,
-            shape.num_linear_layers == 0,
-            f"{rows} completions x {tokens:,} tokens, {len(shape.windows)} layers",
-        ),
-        Part("growing the cache", layer, now, False, "a layer of it is copied for every token"),
-        Part("next-token scores", max(scores, prefill), now, False, "four copies in float32, or the prompts' forward"),
+        Part("gradients", share(gradients, division.gradients), during, how, is_on_cpu=on_cpu),
+        Part("gradient buckets", buckets, ALWAYS, "DDP's second copy of the gradients"),
     ]
 
 
-def update_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
-    """What one forward and backward of the largest micro-batch needs."""
-    batch, widths, mode = settings.batch, settings.widths, settings.checkpointing
-    now: frozenset[Moment] = frozenset({"update"})
-    activations = activation_bytes(shape, batch, widths, checkpointing=mode, is_eager=settings.is_eager)
-    kept, passing = logits_bytes(shape, batch, checkpointing=mode)
-    rows, width = batch.chunk_rows[0], f"{batch.completion_length:,} x {shape.vocab_size:,}"
-    rows_kept = rows if mode == "chunks" else batch.num_completions
-    how = f"4 copies of {rows} x {width} float32, for the entropy"
-    if batch.has_sliced_head:
-        how = f"of {batch.head_chunk_size:,} tokens x {shape.vocab_size:,} at a time (policy.head_chunk_size)"
-    passing_part = Part("logits, passing", passing, now, False, how)
-    if mode == "layers":
-        # Layers are recomputed when the logits in passing are gone: only the larger of the two counts.
-        layer = recomputed_bytes(shape, batch, widths, is_eager=settings.is_eager)
-        if layer > passing:
-            passing_part = Part("recomputed layer", layer, now, False, "one at a time")
+def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and what a step needs: a copy of one state.
+
+    The step of ZeRO-1 and ZeRO-3 also copies gradients to 32 bits; ZeRO-2 steps on the 32-bit sums themselves.
+    """
+    division, per_weight, on_cpu = settings.division, settings.optimizer_bytes, settings.division.offloads_optimizer
+    own = -(-model.num_stepped // division.optimizer)
+    stepped = 0 if on_cpu else min(own, SUB_GROUP) if division.stage == 3 else own
+    work = stepped * (per_weight / 2 + 4 * (division.stage in (1, 3)))
+    words = f"bytes per trained weight{over(division.optimizer)}"
     return [
-        *autocast_parts(shape, settings),
-        Part("activations", activations, now, False, f"{batch.path} path, checkpointing: {mode}"),
-        Part("logits, kept", kept, now, True, f"{rows_kept} x {width} float32, for the backward pass"),
-        passing_part,
+        Part("optimizer states", share(own * per_weight), ALWAYS, f"{per_weight:.3g} {words}", is_on_cpu=on_cpu),
+        Part("master weights", 4 * own * (division.stage > 0), ALWAYS, f"4 {words}", is_on_cpu=on_cpu),
+        Part("master gradients", 4 * own * on_cpu, ALWAYS, "for the step on the CPU", is_on_cpu=True),
+        Part("optimizer's work", share(work), STEP, f"copies of the {stepped:,} weights stepped at once", True),
     ]
 
 
-def autocast_parts(shape: ModelShape, settings: MemorySettings) -> list[Part]:
-    """Autocast's 16-bit copies of 32-bit matrices.
+def share(num_bytes: float, ranks: int = 1) -> int:
+    """Bytes of one rank's share, rounded up."""
+    return math.ceil(num_bytes / ranks)
 
-    Those of trained ones are kept and used again; those of frozen ones are made anew by every forward, which keeps them
-    for its backward pass. FSDP2 gathers in 16 bits and needs none.
+
+def over(ranks: int) -> str:
+    """How a part is divided, in words."""
+    return f", over {ranks} ranks" if ranks > 1 else ""
+
+
+def parked(part: Part, offloaded: frozenset[str]) -> list[Part]:
+    """The part; if `model.offload` names it, its place on the CPU while completions are sampled, too."""
+    group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
+    if group not in offloaded or part.is_on_cpu:
+        return [part]
+    there = Part(f"{part.name}, parked", part.num_bytes, SAMPLING, "model.offload", is_on_cpu=True)
+    return [part._replace(moments=TRAINING), there]
+
+
+def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Full weights where they are sharded: of the layers that run, or all of them while sampling."""
+    division, width = settings.division, settings.widths.compute
+    if not division.gathers_layers:
+        return []
+    layer, matrix = model.num_layer_weights, model.vocab_size * model.hidden_size
+    running = 2 * layer + model.num_end_weights if division.gathers_ends else max(2 * layer, layer + matrix)
+    everything = (model.num_weights + model.num_adapters) * settings.gathers_for_sampling
+    how = "the running layer and the next" + ", embeddings and head" * division.gathers_ends
+    during = UPDATE if everything else UPDATE | SAMPLING
+    return [
+        Part("gathered layers", running * width, during, how, is_estimate=True),
+        Part("gathered weights", everything * width, SAMPLING, "all, to sample", is_estimate=True),
+    ]
+
+
+def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """Autocast's 16-bit copies of 32-bit matrices. FSDP2 gathers in 16 bits and needs none.
+
+    Copies of trained matrices are kept and used again; of frozen ones each forward makes its own, for its backward.
     """
     if not settings.widths.is_mixed or settings.division.gathers_layers:
         return []
-    trained = settings.trained or TrainedWeights.all_of(shape)
-    frozen = max(0, shape.num_matrix_weights - trained.own_matrices - trained.quantized)
-    if shape.tower is not None and settings.images is not None and not settings.images.is_tower_trained:
-        frozen = max(0, frozen - shape.tower.num_matrix_weights)  # it runs while completions are drawn, and not again
-    chunks = 1 if settings.checkpointing == "chunks" else len(settings.batch.chunks)
-    forwards = 1 if settings.checkpointing == "layers" else chunks + (settings.batch.prompts is not None)
-    width, always = settings.widths.compute, frozenset[Moment]({"sampling", "update"})
-    how = f"autocast's copies of frozen matrices, of {forwards} forwards: policy.dtype bfloat16 needs none"
+    passes, mode = settings.batch.passes, settings.checkpointing
+    forwards = 1 if mode == "layers" else min(2, len(passes)) if mode == "chunks" else len(passes)
+    how = f"copies of frozen matrices by {forwards} forwards: policy.dtype bfloat16 needs none"
     return [
         Part(
-            "16-bit weights", trained.own_matrices * width, always, False, "autocast's copies of all trained matrices"
+            "16-bit weights", 2 * model.num_trained_matrices, UPDATE | SAMPLING, "autocast's copies", is_estimate=True
         ),
-        Part("16-bit frozen", frozen * forwards * width, frozenset({"update"}), False, how),
+        Part("16-bit frozen", 2 * model.num_frozen_matrices * forwards, UPDATE, how, is_estimate=True),
     ]
+
+
+# ------------------------------------------------------------------------------------------- sampling and the update
+
+
+def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """What decoding needs: the cache at its fullest, one layer of it twice, and the scores of the next token."""
+    batch, widths, rows = settings.batch, settings.widths, settings.sampling_rows
+    tokens = batch.prompt_length + batch.completion_length - 1  # the last token is never fed back
+    cache, layers = cache_bytes(model, rows, tokens, widths), len(model.windows)
+    scores = 4 * rows * model.vocab_size * 4
+    prompts = settings.sampling_prompts * batch.prompt_length
+    prefill = prompts * 4 * widths.compute * (model.intermediate_size + model.hidden_size)
+    how = f"{rows} completions x {tokens:,} tokens, {layers} layers"
+    return [
+        Part("key-value cache", cache, SAMPLING, how, is_estimate=model.num_linear_layers > 0),
+        Part("growing the cache", cache // max(1, layers), SAMPLING, "a layer of it is copied per token", True),
+        Part("next-token scores", max(scores, prefill), SAMPLING, "4 float32 copies, or the prompts' forward", True),
+    ]
+
+
+def cache_bytes(model: ModelSizes, rows: int, tokens: int, precision: Precision) -> int:
+    """Bytes of the key-value cache of some sequences.
+
+        sum over layers of  rows x min(tokens, window - 1) x key-value heads x head size x 2 x bytes of a number
+
+    A layer with a sliding window keeps one token less than the window: the next token fills it.
+    """
+    return rows * cached_positions(model, tokens) * model.num_kv_heads * model.head_dim * 2 * precision.compute
+
+
+def cached_positions(model: ModelSizes, tokens: int) -> int:
+    """Positions that all layers keep of one sequence."""
+    return sum(tokens if window is None else min(tokens, window - 1) for window in model.windows)
+
+
+def update_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """What forward and backward of the largest micro-batch need."""
+    batch, mode = settings.batch, settings.checkpointing
+    kept, passing = logits_bytes(model, batch, mode)
+    width = f"{batch.completion_length:,} x {model.vocab_size:,}"
+    how = f"4 copies of {batch.chunk_rows[0]} x {width} float32, for the entropy"
+    if batch.has_sliced_head:
+        how = f"{batch.head_chunk_size:,} tokens x {model.vocab_size:,} at a time (policy.head_chunk_size)"
+    largest = Part("logits, passing", passing, UPDATE, how, is_estimate=True)
+    layer = max(layer_bytes(model, size, settings.widths, is_eager=settings.is_eager) for size in batch.passes)
+    if mode == "layers" and layer > passing:  # a layer is recomputed when the logits are gone
+        largest = Part("recomputed layer", layer, UPDATE, "one at a time", is_estimate=True)
+    activations = activation_bytes(model, batch, settings.widths, mode, is_eager=settings.is_eager)
+    rows_kept = batch.chunk_rows[0] if mode == "chunks" else batch.num_completions
+    return [
+        Part("activations", activations, UPDATE, f"{batch.path} path, checkpointing: {mode}", is_estimate=True),
+        Part("logits, kept", kept, UPDATE, f"{rows_kept} x {width} float32, for the backward pass"),
+        largest,
+    ]
+
+
+def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager: bool = False) -> int:
+    """Bytes that one decoder layer keeps of a forward for its backward pass.
+
+    The count of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for RMS norms, grouped queries, fused
+    attention, a gated feed-forward block and no dropout. Their `s b h (34 + 5 a s / h)` is the same count for GPT-3's
+    layer. With c and r the bytes of a number in products and between the layers, h the hidden and i the feed-forward
+    width, a heads of size d, per token:
+
+        2 norms       their input in 32 bits and their result        2 h (4 + r)
+                      the copies that the products behind read       2 c h; under autocast 5 c h
+        attention     queries and output                             2 c a d
+                      keys and values, per token of the context      2 c a d
+                      the softmax's sum, the mask                    4 a, c per token of the context
+                      eager attention: its scores                    (4 + c) a per token of the context
+        feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
+
+    Llama and Qwen2 keep this within 2 %. Further norms (Qwen3, Gemma 3) and experts keep more, and are not counted.
+    """
+    c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
+    tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context
+    copies = (5 if model.has_gated_mlp else 4) if precision.is_mixed else 2
+    width = 4 if model.has_gated_mlp else 2
+    per_token = 2 * h * (4 + precision.residual) + copies * c * h + 2 * c * heads + 4 * model.num_heads
+    per_token += width * c * model.intermediate_size
+    attention = size.rows * size.context * 2 * c * heads + pairs * c
+    return tokens * per_token + attention + pairs * model.num_heads * (4 + c) * is_eager
+
+
+def activation_bytes(
+    model: ModelSizes, batch: ScoredBatch, precision: Precision, mode: Checkpointing = "none", *, is_eager: bool = False
+) -> int:
+    """Bytes kept for the backward pass of a micro-batch, without the logits.
+
+        none      every layer of every forward
+        layers    every layer's input; one layer is recomputed at a time on top
+        chunks    every layer of the prompts' forward and of the largest chunk, which is recomputed
+
+    and the prompts' keys and values, the last norm's input and result, and what the head reads. Images count as tokens
+    of the decoder. The activations of a trained vision tower are not counted; adapters keep up to half as much again
+    where they are 32-bit in a 16-bit model.
+    """
+    passes = batch.passes
+    if mode == "chunks":
+        passes = passes[:2] if batch.path == "extended" else passes[:1]
+    tokens = sum(size.rows * size.tokens for size in passes)
+    if mode == "layers":
+        kept = model.num_layers * tokens * model.hidden_size * precision.residual
+    else:
+        kept = model.num_layers * sum(layer_bytes(model, size, precision, is_eager=is_eager) for size in passes)
+    ends = tokens * model.hidden_size * (4 + precision.residual + precision.compute)
+    prefix = 0
+    if batch.path == "extended":
+        positions = batch.num_prompts * cached_positions(model, batch.prompt_length)
+        prefix = positions * model.num_kv_heads * model.head_dim * (precision.residual + precision.compute)
+    return kept + ends + prefix
+
+
+def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
+    """Bytes of the float32 logits: (kept for the backward pass, passing, while the entropy is computed).
+
+    whole    kept = 4 rows T V (of all completions, or of one chunk where chunks are recomputed),
+             passing = 16 rows' T V, with rows' those of the largest chunk
+    slices   kept = 0, passing = 20 S V: a chunk of more than S tokens runs the head on S at a time, and again in
+             the backward pass
+    """
+    if batch.has_sliced_head:
+        assert batch.head_chunk_size is not None
+        return 0, batch.head_chunk_size * model.vocab_size * 20
+    per_row = batch.completion_length * model.vocab_size
+    rows = batch.chunk_rows[0] if mode == "chunks" else batch.num_completions
+    return rows * per_row * 4, batch.chunk_rows[0] * per_row * 16
+
+
+# ----------------------------------------------------------------------------------------------------- reward models
+
+
+def reward_parts(rewards: Iterable[WeightedReward]) -> tuple[list[Part], list[str]]:
+    """(the full copy of each reward model that every device has, remarks on what is not counted).
+
+    A call's activations are smaller than an update's and are not counted.
+
+    Raises:
+        FileNotFoundError: If a reward model's config cannot be read and its sizes are not known here.
+    """
+    parts, remarks = [], []
+    for reward in rewards:
+        inner = innermost(reward.reward)
+        if not isinstance(inner, RewardModel):
+            if reward.loads:
+                remarks.append(f"what the reward {reward.name} loads is not counted")
+            continue
+        try:
+            config = inner.source.load_config()
+        except FileNotFoundError:  # no network
+            config = known_config(inner.source.model)
+            if config is None:
+                raise
+            remarks.append(f"{inner.source.model} cannot be read here: its sizes are those that this package knows")
+        num_weights, width = inner.source.size(config)
+        how = f"{num_weights:,} weights of {width} bytes, a full copy on every device"
+        how += ", to which it moves during its calls" * inner.offload
+        is_on_cpu = inner.offload or (inner.device is not None and inner.device.type == "cpu")
+        parts.append(Part(f"reward {reward.name}", num_weights * width, ALWAYS, how, is_on_cpu=is_on_cpu))
+    return parts, remarks

@@ -1,11 +1,14 @@
-"""The arithmetic of a cycle and of a run, against the planner and the prompt source themselves."""
+"""The arithmetic of a cycle and of a run, against what a run does, and other trainers' batches in our words."""
+
+import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_lightning.cli.plan.batches import BatchPlan, MicroBatchShape, plan_run
+from grpo_lightning.cli.plan.batches import BatchPlan, MicroBatchShape, plan_run, translate
+from grpo_lightning.cli.plan.command import parse_script
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.training.micro_batches import plan_micro_batches
@@ -91,3 +94,100 @@ def test_micro_batches_hold_every_completion_once(batch_size, num_generations, a
     shapes = plan.shapes(6, 9)
     assert sum(shape.num_completions for shape in shapes) == batch_size * num_generations
     assert len(shapes) <= plan.micro_batches
+
+
+# ------------------------------------------------------------------------------------------- scripts of other trainers
+
+LETTERS = {
+    **{"b": "per_device_train_batch_size", "A": "gradient_accumulation_steps", "G": "num_generations"},
+    **{"W": "world_size", "S": "steps_per_generation", "mu": "num_iterations"},
+}
+
+
+def script(trainer="trl", **flags):
+    return parse_script(["--from", trainer, *(f"--{LETTERS.get(name, name)}={value}" for name, value in flags.items())])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # A GSM8K recipe on one device: an update is one prompt's four completions.
+        ({"b": 1, "A": 4, "G": 4}, BatchPlan(1, 4, accumulate_grad_batches=4)),
+        # GSPO's recipe, S = 4 A: 8 x 4 x 8 = 256 completions, 32 prompts, 8 per rank, 4 updates.
+        ({"b": 8, "A": 2, "W": 4, "S": 8}, BatchPlan(8, 8, 2, 4, world_size=4)),
+        ({"b": 8, "A": 2, "W": 4, "generation_batch_size": 256}, BatchPlan(8, 8, 2, 4, world_size=4)),
+        # Several generations per update, sampled from the same weights, are one rollout.
+        ({"b": 8, "A": 4, "S": 1}, BatchPlan(4, 8, accumulate_grad_batches=4)),
+    ],
+)
+def test_translations_that_are_exact(flags, expected):
+    assert translate(script(**flags)) == (expected, [])
+
+
+def test_the_version_decides_whether_groups_may_spread():
+    for old in ({"trainer": "vlm-r1"}, {"version": "0.16.1"}, {"trainer": "ms-swift", "version": "3.3.1"}):
+        with pytest.raises(ValueError, match=r"x world_size = 1 must be a multiple .* \(4\).*--num_generations: none"):
+            translate(script(b=1, A=4, G=4, **old))
+    for new in ({"version": "0.17"}, {"trainer": "ms-swift", "version": "3.4.0"}):
+        translate(script(b=1, A=4, G=4, **new))
+
+
+@pytest.mark.parametrize("flags", [{"A": 4, "S": 6}, {"A": 4, "S": 3}, {"A": 4, "S": 2, "mu": 2}])
+def test_updates_across_generations_have_no_equal(flags):
+    (difference,) = translate(script(b=8, G=8, **flags))[1]
+    assert "begin inside a generation" in difference
+
+
+def test_a_group_over_several_ranks_has_no_equal():
+    """8 devices with one completion each, G 8: one prompt per rollout there, at least eight here."""
+    batches, (difference,) = translate(script(b=1, W=8, G=8))
+    assert batches.batch_size == 1
+    assert "8 x 8 = 64 completions" in difference
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"S": 2, "generation_batch_size": 8}, "not both"),
+        ({"b": 6, "G": 4}, "Valid values of --num_generations: 2, 3, 6"),
+        ({"b": 6, "W": 2, "A": 3, "G": 5}, "x micro-steps = 36"),
+        ({"generation_batch_size": 12}, "must be a multiple of per_device_train_batch_size x world_size (8)"),
+        ({"trainer": "vlm-r1", "S": 2}, "This version of vlm-r1 has no --steps_per_generation"),
+    ],
+)
+def test_scripts_that_would_not_start(flags, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        translate(script(**flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"trainer": "verl"}, "invalid choice: 'verl'"),
+        ({"G": 1}, "--num_generations must be at least 2, got 1"),
+        ({"b": 0}, "--per_device_train_batch_size must be at least 1, got 0"),
+        ({"version": "new"}, "must look like 0.17 or 3.3.1, got 'new'"),
+        ({"trainer": "ms-swift", "A": 1}, "give --per_device_train_batch_size: ms-swift has defaults of its own"),
+    ],
+)
+def test_flags_out_of_range(flags, error, capsys):
+    with pytest.raises(SystemExit):
+        script(**flags)
+    assert error in " ".join(capsys.readouterr().err.split())
+
+
+small = st.integers(1, 6)
+
+
+@given(small, st.integers(1, 4), st.integers(2, 6), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_an_exact_translation_trains_on_as_much(b, accumulate, group, ranks, updates, passes):
+    assume(b * ranks * accumulate * updates % group == 0)
+    plan, differences = translate(script(b=b, A=accumulate, G=group, W=ranks, S=accumulate * updates, mu=passes))
+    if differences:
+        assert b * ranks * accumulate * updates // group % ranks
+        assert plan.batch_size >= 1
+    else:
+        assert plan.completions_per_rollout == b * ranks * accumulate * updates
+        assert plan.completions_per_update == b * ranks * accumulate
+        assert plan.batch_size * group == b * plan.micro_batches  # micro-batches of b completions
+        assert plan.steps_per_rollout == updates * passes

@@ -1,0 +1,285 @@
+"""What `grpo-lightning plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
+from grpo_lightning.cli.plan.memory import ALWAYS, GIB, MOMENTS, SAMPLING, TRAINING, UPDATE, MemorySettings, Part, peak
+from grpo_lightning.cli.plan.model import ModelSizes
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+TIGHT = 0.9
+"""Share of a device above which fragmentation and the CUDA context decide whether a run fits."""
+
+
+def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
+    """A heading and its lines."""
+    console.print(f"\n[bold]{title}[/bold]")
+    for line in lines:
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """`1 prompt`, `1,600 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+# ------------------------------------------------------------------------------------------------- batches and length
+
+
+def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
+    """The arithmetic of a cycle."""
+    b = batches
+    update = f"{b.completions_per_update:,.6g}"
+    return [
+        f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')} x {b.num_generations} completions = "
+        f"{b.completions_per_rollout:,} completions per rollout (ranks: {why_world_size}).",
+        f"A rank cuts its {b.batch_size * b.num_generations:,} into {b.accumulate_grad_batches} x "
+        f"{b.updates_per_rollout} = {count(b.micro_batches, 'micro-batch', 'es')} (accumulate_grad_batches x "
+        f"updates_per_rollout) of about {b.batch_size * b.num_generations / b.micro_batches:,.3g} completions.",
+        f"A rollout is trained for {b.updates_per_rollout} x {b.num_iterations} = "
+        f"{count(b.steps_per_rollout, 'optimizer step')} (updates_per_rollout x num_iterations), each on {update} "
+        "completions over all ranks.",
+    ]
+
+
+def length_lines(
+    config: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int | None, why_unknown: str
+) -> list[str]:
+    """Steps per epoch and in all; with dynamic sampling, how many there may be."""
+    settings = config.model.dynamic_sampling
+    most = "" if settings is None else "up to "
+    if num_prompts is None or length.steps_per_epoch is None:
+        lines = [f"The number of prompts is not known: {why_unknown}.".replace("..", ".")]
+    else:
+        rollouts = length.steps_per_epoch // batches.steps_per_rollout
+        epoch = f"{count(rollouts, 'rollout')} = {count(length.steps_per_epoch, 'optimizer step')} per epoch."
+        lines = [f"{count(num_prompts, 'prompt')}: {most}{epoch}"]
+    if settings is not None:
+        lines.append(
+            f"With dynamic_sampling, a rollout may take up to {settings.max_resample_times + 1} times the prompts and "
+            "the time to sample, and an epoch may have fewer steps."
+        )
+    if length.asked_steps is not None and not config.trainer.fast_dev_run:
+        lines.append(f"max_steps {length.asked_steps} ends inside a cycle: it is rounded up.")
+    return [*lines, total_line(config, batches, length)]
+
+
+def total_line(config: Namespace, batches: BatchPlan, length: RunPlan) -> str:
+    """The length of the run and what decides it."""
+    trainer, is_open = config.trainer, config.model.dynamic_sampling is not None
+    limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs, "max_time": trainer.max_time}
+    if trainer.fast_dev_run:
+        limits = {"fast_dev_run": trainer.fast_dev_run}
+    by = ", ".join(f"{name} {value}" for name, value in limits.items() if value not in (None, -1))
+    by_epochs = trainer.max_epochs not in (None, -1)
+    if length.total_steps is None:
+        if trainer.max_steps >= 0 or by_epochs:
+            return f"The length of the run follows from the number of prompts ({by})."
+        if trainer.max_time is None:
+            return "Nothing ends the run: max_epochs -1, and neither max_steps nor max_time."
+        return f"The time decides how long the run is ({by})."
+    by += ": fewer if the time is up before" * ("max_time" in by)
+    line = f"The run: {'up to ' * (is_open and by_epochs)}{count(length.total_steps, 'optimizer step')}"
+    if length.num_prompts is not None:
+        line += f", {count(length.num_prompts, 'prompt')} {'trained on' if is_open else 'sampled for'}"
+        line += f", {count(length.num_prompts * batches.num_generations, 'completion')}"
+    if length.epochs is not None:
+        least = "at least " * (is_open and not by_epochs)
+        line += f", {least}{length.epochs:.3g} epoch{'' if length.epochs == 1 else 's'}"
+    return f"{line} ({by})."
+
+
+def validation_line(trainer: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int) -> str:
+    """How often the run validates."""
+    if not num_prompts:
+        return "No validation data."
+    prompts, every = f"Validation on {count(num_prompts, 'prompt')}", trainer.val_check_interval
+    every = 1.0 if every is None else every
+    if isinstance(every, int) and not isinstance(every, bool):
+        return f"{prompts} every {every / batches.accumulate_grad_batches:g} optimizer steps ({every} micro-steps)."
+    if not isinstance(every, float):
+        return f"{prompts} every {every}."
+    epochs = trainer.check_val_every_n_epoch or 1
+    if every == 1.0 or length.steps_per_epoch is None:
+        share = "" if every == 1.0 else f"{every:g} of "
+        return f"{prompts} every {share}{'epoch' if epochs == 1 else f'{epochs} epochs'}."
+    micro_steps = int(length.steps_per_epoch * batches.accumulate_grad_batches * every)
+    return f"{prompts} every {micro_steps / batches.accumulate_grad_batches:g} optimizer steps of an epoch."
+
+
+def token_lines(settings: MemorySettings, why_prompt_tokens: str) -> list[str]:
+    """The largest micro-batch in tokens, and how it is cut into chunks."""
+    batch = settings.batch
+    N, B, L, T = batch.num_prompts, batch.num_completions, batch.prompt_length, batch.completion_length
+    dense, shared = B * (L + T), N * L + B * T
+    lines = [f"Longest prompt: {count(L, 'token')} ({why_prompt_tokens}). Longest completion: {T:,}."]
+    if batch.path == "dense":
+        lines.append(f"The largest micro-batch: {B} x ({L:,} + {T:,}) = {dense:,} tokens (dense path).")
+    else:
+        lines.append(
+            f"The largest micro-batch: {N} x {L:,} prompt + {B} x {T:,} completion tokens = {shared:,}; with the "
+            f"prompt in every row it would be {dense:,}, {dense / shared:.1f} times as many."
+        )
+    chunks, setting = batch.chunk_rows, f"policy.chunk_size {batch.chunk_size}".replace("None", "null")
+    size = f"{count(len(chunks), 'forward')} of at most {count(chunks[0], 'completion')}"
+    if len(chunks) == 1:
+        size = f"all {B} completions in one forward."
+    elif settings.checkpointing == "chunks":
+        size += ", each recomputed in the backward pass."
+    else:
+        size += ". Their activations are all kept: policy.activation_checkpointing 'chunks' keeps one at a time."
+    return [*lines, f"{setting}: {size}"]
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def print_memory(
+    console: Console,
+    model: ModelSizes,
+    settings: MemorySettings,
+    parts: list[Part],
+    remarks: list[str],
+    device_gib: float | None,
+) -> str | None:
+    """Print the table of parts, the highest moment, and the device it has to fit.
+
+    Returns:
+        That it does not fit, with the settings that need less; None if it may fit, or there is no device to compare.
+    """
+    peaks = {moment: peak(parts, moment) for moment in MOMENTS}
+    highest = max(MOMENTS, key=peaks.__getitem__)
+    unit, name = (GIB, "GiB") if peaks[highest] > GIB / 10 else (2**20, "MiB")
+    table = Table(title=f"Memory of one device, {name}", title_justify="left", title_style="bold")
+    table.add_column("part")
+    for moment in MOMENTS:
+        table.add_column(moment, justify="right")
+    table.add_column("made of")
+    for part in parts:
+        if not part.is_on_cpu:
+            size = f"{'~' * part.is_estimate}{part.num_bytes / unit:.2f}"
+            table.add_row(part.name, *[size if moment in part.moments else "" for moment in MOMENTS], part.how)
+    table.add_section()
+    total = [f"~{peaks[moment] / unit:.2f}" for moment in MOMENTS]
+    table.add_row("together", *total, f"highest: {highest}", style="bold")
+    console.print()
+    console.print(table)
+    compared = device_line(peaks[highest], device_gib)
+    if model.has_trained_tower:
+        compared += " What the trained vision tower keeps of images for its backward pass comes on top."
+    for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), compared]:
+        console.print(note, markup=False)
+    if not compared.startswith(verdict(2)):
+        return None
+    total_bytes = device_bytes(device_gib)
+    assert total_bytes is not None
+    too_high = [moment for moment in MOMENTS if peaks[moment] > total_bytes]
+    lines = [f"{moment}: {'; '.join(levers(model, settings, moment))}" for moment in too_high]
+    return "\n".join([f"{compared} What needs less, by moment:", *lines])
+
+
+def memory_notes(model: ModelSizes, settings: MemorySettings, remarks: list[str]) -> list[str]:
+    """What the table is about, and what it leaves out."""
+    weights = f"{model.num_weights:,} weights, {model.num_layers} layers, {settings.widths.weights} bytes each"
+    trained = f" {model.num_stepped:,} are trained ({model.num_stepped / model.num_weights:.2%})."
+    return [
+        f"The policy has {weights} (trainer.precision, policy.dtype)."
+        + trained * (model.num_stepped != model.num_weights),
+        "sampling: while completions are sampled; update: in a micro-batch's forward and backward; step: while the "
+        "optimizer steps. ~ is an estimate by formula. Fragmentation, the CUDA context (about 0.5 GiB) and buckets of "
+        "DeepSpeed (up to 0.8 GiB) come on top. A run on a GPU logs its measured peaks as memory/<phase>_gib.",
+        *[f"{remark[0].upper()}{remark[1:]}." for remark in remarks],
+    ]
+
+
+def cpu_lines(parts: list[Part]) -> list[str]:
+    """What is kept on the CPU instead of the device."""
+    there = [part for part in parts if part.is_on_cpu]
+    if not there:
+        return []
+    needed = max(peak(parts, moment, is_on_cpu=True) for moment in MOMENTS)
+    sizes = ", ".join(f"{part.name} {part.num_bytes / GIB:.2f}" for part in there)
+    return [f"On the CPU, for every device of a node: {needed / GIB:.2f} GiB ({sizes})."]
+
+
+def device_bytes(device_gib: float | None) -> float | None:
+    """Memory of the device as given, or of this machine's; None if there is none."""
+    if device_gib is not None:
+        return device_gib * GIB
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def device_line(needed: int, device_gib: float | None) -> str:
+    """Compare what is needed with the device."""
+    total = device_bytes(device_gib)
+    if total is None:
+        return "No CUDA device is here to compare with; --device_gib N names one."
+    answer = f"{verdict(needed / total)}: {needed / GIB:.1f}"
+    if device_gib is not None:
+        return f"{answer} of {device_gib:g} GiB."
+    name = torch.cuda.get_device_properties(0).name
+    return f"{answer} GiB of the {total / GIB:.1f} GiB of this machine's {name} ({needed / total:.0%})."
+
+
+def verdict(share: float) -> str:
+    """Whether this share of a device's memory exists."""
+    return "It fits" if share <= TIGHT else "It may not fit" if share <= 1 else "It does not fit"
+
+
+def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
+    """The settings that lower the memory of a moment and are not used yet, the cheapest in time first."""
+    division, batch, is_full = settings.division, settings.batch, not model.num_adapters
+    has_copy = settings.has_reference and is_full and not division.offloads_weights
+    found = [
+        (batch.num_completions > 1, UPDATE, "a larger trainer.accumulate_grad_batches (the update stays the same)"),
+        (settings.checkpointing == "none", UPDATE, "policy.activation_checkpointing: layers"),
+        (settings.sampling_prompts > 1, SAMPLING, "model.engine.max_rows: sample in several waves"),
+        (has_copy and "reference" not in settings.offloaded, SAMPLING, "model.offload: [reference, optimizer]"),
+        (has_copy, ALWAYS, "objective.beta: 0, which needs no reference"),
+        (
+            settings.optimizer_bytes > 4 and is_full and not division.offloads_optimizer,
+            ALWAYS,
+            "the optimizer AdamW8bit",
+        ),
+        (is_full, ALWAYS, "policy.lora"),
+        (not division.gathers_layers, ALWAYS, "--config strategies/zero3 (or fsdp2) on several devices"),
+        (division.gathers_layers, ALWAYS, "more devices (each holds a smaller share)"),
+        (not division.offloads_optimizer, TRAINING, "--config strategies/zero3_offload"),
+        (settings.gathers_for_sampling, SAMPLING, "model.engine.gather_for_generation: false"),
+        (True, UPDATE | SAMPLING, "a smaller sampling.max_completion_length"),
+    ]
+    return [text for is_open, moments, text in found if is_open and moment in moments]
+
+
+# -------------------------------------------------------------------------------------------------------- translation
+
+
+def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) -> None:
+    """A script's batches as settings, the arithmetic, and what differs."""
+    console = Console(highlight=False)
+    console.print("\n[bold]Here[/bold]")
+    for line in (
+        "trainer:",
+        f"  accumulate_grad_batches: {batches.accumulate_grad_batches}",
+        "data:",
+        f"  batch_size: {batches.batch_size}",
+        "model:",
+        f"  num_generations: {batches.num_generations}",
+        f"  updates_per_rollout: {batches.updates_per_rollout}",
+        f"  num_iterations: {batches.num_iterations}",
+    ):
+        console.print(line, markup=False)
+    print_lines(console, "In words", batch_lines(batches, f"{trainer}'s processes"))
+    same = "Every update trains on as many prompts and completions as the script's."
+    print_lines(console, "Differences", differences or [same])

@@ -1,0 +1,68 @@
+"""The lines of a plan."""
+
+import pytest
+import torch
+from jsonargparse import Namespace
+
+from grpo_lightning.cli.plan import report
+from grpo_lightning.cli.plan.batches import BatchPlan, plan_run
+from grpo_lightning.cli.plan.memory import ALWAYS, GIB, STEP, MemorySettings, Part, Precision, ScoredBatch
+
+
+@pytest.mark.parametrize(
+    ("interval", "epochs", "line"),
+    [
+        (None, 1, "every epoch."),
+        (1.0, 3, "every 3 epochs."),
+        (4, None, "every 2 optimizer steps (4 micro-steps)."),
+        (0.4, 1, "every 2 optimizer steps of an epoch."),  # of 5
+    ],
+)
+def test_validation(interval, epochs, line):
+    trainer = Namespace(val_check_interval=interval, check_val_every_n_epoch=epochs)
+    batches = BatchPlan(2, 4, accumulate_grad_batches=2)
+    length = plan_run(batches, 10, max_epochs=1)
+    assert report.validation_line(trainer, batches, length, 3) == f"Validation on 3 prompts {line}"
+
+
+def token_text(checkpointing="none", **changes):
+    batch = ScoredBatch(2, 8, 10, 6, **changes)
+    return " ".join(report.token_lines(MemorySettings(batch, Precision(4, 4), checkpointing=checkpointing), ""))
+
+
+def test_tokens_and_chunks():
+    whole = token_text()
+    assert "2 x 10 prompt + 8 x 6 completion tokens = 68; with the prompt in every row it would be 128, 1.9" in whole
+    assert "policy.chunk_size null: all 8 completions in one forward" in whole
+    assert "3 forwards of at most 3 completions. Their activations are all kept" in token_text(chunk_size=3)
+    assert "3 completions, each recomputed in the backward pass" in token_text("chunks", chunk_size=3)
+    assert "8 x (10 + 6) = 128 tokens (dense path)" in token_text(path="dense")
+
+
+def test_what_is_on_the_cpu():
+    """The highest moment, not the sum of all parts."""
+    parts = [
+        Part("weights", 2 * GIB, ALWAYS, "", is_on_cpu=True),
+        Part("optimizer states, parked", GIB, frozenset({"sampling"}), "", is_on_cpu=True),
+        Part("gradients", GIB, STEP, "", is_on_cpu=True),
+        Part("cache", GIB, ALWAYS, ""),
+    ]
+    (line,) = report.cpu_lines(parts)
+    assert line.startswith(
+        "On the CPU, for every device of a node: 3.00 GiB (weights 2.00, optimizer states, parked 1.00"
+    )
+    assert report.cpu_lines(parts[-1:]) == []
+
+
+def test_the_device_is_compared(monkeypatch):
+    class Device:
+        name = "Tiny GPU"
+        total_memory = 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "No CUDA device is here" in report.device_line(2**29, None)
+    assert report.device_line(2**29, 0.5) == "It may not fit: 0.5 of 0.5 GiB."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    assert report.device_line(2**29, None) == "It fits: 0.5 GiB of the 1.0 GiB of this machine's Tiny GPU (50%)."
+    assert report.device_line(2**31, None).startswith("It does not fit")
