@@ -28,8 +28,8 @@ from grpo_lightning.cli.plan.shape import ModelShape
 from grpo_lightning.cli.plan.state_parts import state_parts
 from grpo_lightning.cli.plan.states import division_of
 from grpo_lightning.cli.plan.strategy import strategy_division
-from grpo_lightning.demo.solutions import TASKS
-from grpo_lightning.tasks.prepare import entries, row
+from grpo_lightning.data.reasoning_gym import entries, row
+from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.cli.plan.real_shapes import published, reward_model_0_6b

@@ -28,9 +28,6 @@ class Measured:
     where: str = ""
     """File and line."""
 
-    bad_image_of: str | None = None
-    """The source of a prompt that is left out for its images or its box."""
-
 
 @dataclass(frozen=True)
 class LengthCount:

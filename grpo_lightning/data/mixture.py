@@ -26,18 +26,22 @@ import yaml
 
 from grpo_lightning.core import unique_keys
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.entry import DatasetEntry, check_keys
-from grpo_lightning.data.files import READERS, existing, read_file
+from grpo_lightning.data.entry import DATA_FILES, DatasetEntry, check_keys, parse_strategy, select
 from grpo_lightning.data.formats import log_prompt_columns
-from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
 from grpo_lightning.data.images.boxes import Boxes
-from grpo_lightning.data.images.counts import ImageCounts
-from grpo_lightning.data.images.preflight import Preflight
+from grpo_lightning.data.images.preflight import ImageCounts, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.orders import PromptStream
 from grpo_lightning.data.parallel import in_processes
-from grpo_lightning.data.rows import Row, RowReader
-from grpo_lightning.data.selection import parse_strategy, select
-from grpo_lightning.data.stream import PromptStream
+from grpo_lightning.data.readers import (
+    DatasetRows,
+    Row,
+    RowReader,
+    existing,
+    open_dataset,
+    read_file,
+    stream_dataset,
+)
 from grpo_lightning.data.templates import PromptTemplate
 
 logger = logging.getLogger(__name__)
@@ -90,7 +94,13 @@ def load_mixture(
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
-    _check_images(measured, named, image_root)
+    counts = ImageCounts()
+    for m in measured:
+        if m.prompt is not None:
+            counts.add(m.prompt)
+    for source, entry in named:
+        counts.check_root(source, entry.image_root, image_root)
+    counts.warn()
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
@@ -104,21 +114,6 @@ def load_mixture(
             "(max_prompt_length) and which for their images or boxes (bad_images)."
         )
     return prompts
-
-
-def _check_images(
-    measured: Sequence[Measured], named: Sequence[tuple[str, DatasetEntry]], image_root: str | None
-) -> None:
-    """Warn about rows without an image in data sets that have images. Raises: ValueError as `check_root`."""
-    counts = ImageCounts()
-    for m in measured:
-        counts.add(m)
-    for source, entry in named:
-        counts.check_root(source, entry.image_root, image_root)
-    for source in counts.mixed:
-        counts.warn_empty(source)
-    for source in counts.unread:
-        counts.warn_unread(source)
 
 
 def stream_mixture(
@@ -166,7 +161,7 @@ def download(entries: Entries) -> None:
 def as_entries(entries: Entries) -> list[DatasetEntry]:
     """The entries of whatever gives them. Raises: as `read_mixture_yaml`, and ValueError naming the entry."""
     if isinstance(entries, str | os.PathLike):
-        is_data = Path(entries).suffix.lower() in READERS
+        is_data = Path(entries).suffix.lower() in DATA_FILES
         return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
     if not isinstance(entries, Sequence):
         raise ValueError(f"datasets must be a list of entries or the path of a YAML file, got {entries!r:.80}.")
@@ -186,7 +181,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     file = existing(path)
     if file.suffix.lower() not in (".yaml", ".yml"):
         raise ValueError(
-            f"datasets: {str(path)!r} must be a data file ({', '.join(READERS)}), a YAML file with the key datasets "
+            f"datasets: {str(path)!r} must be a data file ({', '.join(DATA_FILES)}), a YAML file with the key datasets "
             "(.yaml, .yml), or a list of entries: [{json_path: FILE}], [{dataset: HUB_NAME}]."
         )
     try:

@@ -18,9 +18,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
 from grpo_lightning.data.images.prefetch import ImageReader
-from grpo_lightning.data.listed import ListedOrder
-from grpo_lightning.data.readable import readable
-from grpo_lightning.data.stream import PromptStream, StreamOrder
+from grpo_lightning.data.orders import ListedOrder, PromptStream, StreamOrder, as_prompts
 from grpo_lightning.data.templates import PromptTemplate
 
 __all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch"]
@@ -84,7 +82,7 @@ class PromptSource:
         if isinstance(prompts, PromptStream) and (template, shuffle_buffer, num_workers) != (None, 1000, 0):
             raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
-        self.prompts = readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
+        self.prompts = as_prompts(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
         if not self.is_stream and shuffle_buffer != 1000:
             log.info("shuffle_buffer has no effect: the data set has a length, and is no stream.")
         self.images = ImageReader(prompts.num_workers if isinstance(prompts, PromptStream) else num_workers)

@@ -28,8 +28,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.core.seeding import run_seed
-from grpo_lightning.demo.cache import DemoFiles, built_once, copied, files_in, key_of, write_recipe
-from grpo_lightning.demo.teaching import Teacher, progress
+from grpo_lightning.demo.build import DemoFiles, Teacher, built_once, copied, files_in, key_of, progress, write_recipe
 
 CODE_VERSION = 1
 """Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_lightning.data.reasoning_gym import EVALUATES_ANSWERS, Entry, package, verifier
 from grpo_lightning.rewards.answers import given_answer
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
 from grpo_lightning.tasks.exact_json import exact_loads
-from grpo_lightning.tasks.reasoning_gym import EVALUATES_ANSWERS, Entry, package, verifier
 
 logger = logging.getLogger(__name__)
 

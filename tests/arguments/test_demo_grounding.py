@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from grpo_lightning.demo import grounding, grounding_warm_up
+from grpo_lightning.demo import grounding
+from grpo_lightning.demo import grounding as grounding_warm_up
 from grpo_lightning.demo.grounding import (
     GroundingModel,
     GroundingQuickstart,

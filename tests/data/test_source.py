@@ -12,10 +12,8 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
-from grpo_lightning.data.listed import LazyPrompts
-from grpo_lightning.data.readable import known_prompts, source_names
+from grpo_lightning.data.orders import LazyPrompts, PromptStream, known_prompts, source_names, stream_of
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.data.stream import PromptStream, stream_of
 from grpo_lightning.data.templates import PromptTemplate
 
 

@@ -12,24 +12,23 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from grpo_lightning.demo import grounding, grounding_warm_up
+from grpo_lightning.demo import grounding
+from grpo_lightning.demo import grounding as grounding_warm_up
 from grpo_lightning.demo.grounding import (
+    NOTHING,
     GroundingModel,
     GroundingQuickstart,
     GroundingRecipe,
     GroundingWarmUp,
+    Habits,
     build_model,
     build_processor,
     build_tokenizer,
-    prepare,
-)
-from grpo_lightning.demo.grounding_warm_up import (
-    NOTHING,
-    Habits,
     labels_of,
     learning_rate_share,
     multiplied_patches,
     patches_of,
+    prepare,
     prompt_ids,
     teach_tower,
     warm_up,

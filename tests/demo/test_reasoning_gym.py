@@ -14,8 +14,7 @@ pytest.importorskip("reasoning_gym")
 
 from grpo_lightning.cli import main
 from grpo_lightning.demo import reasoning_gym as demo
-from grpo_lightning.demo.reasoning_gym import NOT_TRAINED_ON, GymRecipe, padded, prepare
-from grpo_lightning.demo.solutions import TASKS
+from grpo_lightning.demo.reasoning_gym import NOT_TRAINED_ON, TASKS, GymRecipe, padded, prepare
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_reasoning_gym.yaml"
 SIZES = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}

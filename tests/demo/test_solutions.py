@@ -4,9 +4,8 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from grpo_lightning.demo.reasoning_gym import build_tokenizer
-from grpo_lightning.demo.solutions import PHRASES, TASKS, hasty, steps, worked
-from grpo_lightning.tasks.prepare import entries
+from grpo_lightning.data.reasoning_gym import entries
+from grpo_lightning.demo.reasoning_gym import PHRASES, TASKS, build_tokenizer, hasty, steps, worked
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
+from grpo_lightning.data.reasoning_gym import EVALUATES_ANSWERS, entries, row
 from grpo_lightning.rewards import ReasoningGym, reward
-from grpo_lightning.tasks.prepare import entries, row
-from grpo_lightning.tasks.reasoning_gym import EVALUATES_ANSWERS
 
 
 def columns(task: str, *, config: dict[str, Any] | None = None) -> dict[str, str]:

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
+from grpo_lightning.data import reasoning_gym as prepare
 from grpo_lightning.data.mixture import load_mixture
-from grpo_lightning.tasks import ReasoningGymTasks, prepare
-from grpo_lightning.tasks.prepare import entries, new_questions
-from grpo_lightning.tasks.reasoning_gym import created
+from grpo_lightning.data.reasoning_gym import created, entries, new_questions
+from grpo_lightning.tasks import ReasoningGymTasks
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # a + b or a - b: 200 questions
 

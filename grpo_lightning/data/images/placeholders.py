@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Message
-from grpo_lightning.data.images.values import ImageFinder, is_empty
+from grpo_lightning.data.images.references import ImageFinder, is_empty
 
 IMAGE = "<image>"
 """The place of an image in a text."""

@@ -17,7 +17,7 @@ from PIL import Image
 
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.data.images.cells import RowsWithCells, opened_value, with_cells, without_decoding
+from grpo_lightning.data.images.references import RowsWithCells, opened_value, with_cells, without_decoding
 from grpo_lightning.data.mixture import load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
 from tests.tiny_vlms import picture
@@ -122,7 +122,7 @@ def test_cells_come_back_from_other_processes_as_they_were():
     assert there.source.cells is ref.source.cells
     assert rows[1]["one"] != ref
     assert with_cells(dataset(), "d")[0]["one"].key != ref.key
-    with mock.patch("grpo_lightning.data.images.cells._OPEN", {}):
+    with mock.patch("grpo_lightning.data.images.references._OPEN", {}):
         elsewhere = pickle.loads(pickle.dumps(ref))
     assert elsewhere.source.cells is not ref.source.cells
     assert np.array_equal(pixels(elsewhere.read()), pixels(picture(0)))
