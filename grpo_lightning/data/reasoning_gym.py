@@ -1,7 +1,12 @@
-"""reasoning-gym: its tasks by name, their questions as files of rows, their verifiers."""
+"""reasoning-gym's tasks: their settings checked, their items as files of rows, their verifiers for the reward.
+
+reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760) has about a hundred generators of questions, each with a
+verifier of answers.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import datetime
@@ -10,6 +15,7 @@ import enum
 import functools
 import json
 import logging
+import numbers
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,7 +25,14 @@ from typing import Any
 
 from grpo_lightning.core.files import put_whole
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.tasks.exact_json import exact_dumps
+
+logger = logging.getLogger(__name__)
+
+CODE_VERSION = 2
+"""Part of the recipe of a folder: raise it when code here changes what is written."""
+
+COUNTS = "counts.json"
+"""The file that says how many rows every task has, and how many were left out."""
 
 Entry = dict[str, Any]
 """A question as reasoning-gym gives it: `question`, `answer` (None where there are many) and `metadata`."""
@@ -60,7 +73,7 @@ def task_names() -> list[str]:
     return sorted(set(DATASETS) - {COMPOSITE})
 
 
-def created(task: str, config: Mapping[str, Any], *, size: int = 1, seed: int = 0) -> Any:
+def create_task(task: str, config: Mapping[str, Any], *, size: int = 1, seed: int = 0) -> Any:
     """A task of reasoning-gym: `[index]` makes an item of it, `score_answer(answer, entry)` verifies.
 
     Args:
@@ -110,7 +123,7 @@ def check_name(task: Any) -> None:
         )
 
 
-def drawn(dataset: Any, task: str, index: int) -> Entry:
+def make_item(dataset: Any, task: str, index: int) -> Entry:
     """Item `index` of a task: the same for the same settings and seed, whatever was drawn before.
 
     Raises:
@@ -139,9 +152,9 @@ def verifier(task: str, config_text: str) -> Any:
         config_text: Its settings as JSON.
 
     Raises:
-        ImportError, ValueError: As `created`.
+        ImportError, ValueError: As `create_task`.
     """
-    return created(task, json.loads(config_text))
+    return create_task(task, json.loads(config_text))
 
 
 @contextlib.contextmanager
@@ -177,15 +190,6 @@ def _nearest(name: str, allowed: list[str]) -> str:
     if close:
         return f" (did you mean {' or '.join(map(repr, close))}?)"
     return f"; there are {', '.join(allowed)}" if len(allowed) <= 20 else ""
-
-
-logger = logging.getLogger(__name__)
-
-CODE_VERSION = 1
-"""Part of the recipe of a folder: raise it when code here changes what is written."""
-
-COUNTS = "counts.json"
-"""The file that says how many rows every task has, and how many were left out."""
 
 
 class ReasoningGymTasks:
@@ -225,7 +229,7 @@ class ReasoningGymTasks:
         self.tasks = {task: dict(config or {}) for task, config in tasks.items()}
         for task, config in self.tasks.items():
             try:
-                created(task, config)
+                create_task(task, config)
             except ValueError as error:  # which names `tasks`; a recipe has more than these
                 raise ValueError(f"{type(self).__name__}.{error}") from error.__cause__
         self.folder, self.size, self.heldout_size, self.seed = Path(folder), size, heldout_size, seed
@@ -276,11 +280,11 @@ def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> 
     reasoning-gym draws item i with seed + i, so that the tasks of seeds 0 and 1 would have nearly the same items.
 
     Raises:
-        ImportError, ValueError: As `created` and `drawn`.
+        ImportError, ValueError: As `create_task` and `make_item`.
     """
     base = derived_seed(seed, "reasoning-gym", task) % 2**31
-    dataset = created(task, config, size=indices.stop, seed=base)
-    return [drawn(dataset, task, index) for index in indices]
+    dataset = create_task(task, config, size=indices.stop, seed=base)
+    return [make_item(dataset, task, index) for index in indices]
 
 
 def new_questions(later: list[Entry], *earlier: list[Entry]) -> list[Entry]:
@@ -295,10 +299,10 @@ def new_questions(later: list[Entry], *earlier: list[Entry]) -> list[Entry]:
 
 
 def row(task: str, config: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
-    """The row of an item. Raises: ValueError if it holds what cannot be written."""
+    """The row of an item. Raises: ValueError if it holds something that cannot be written."""
     try:
-        text = exact_dumps(entry)
-    except TypeError as error:
+        text = write_entry(entry)
+    except ValueError as error:
         raise ValueError(f"tasks.{task}: an item of it cannot be written to a file: {error}") from error
     return {
         "question": entry["question"],
@@ -307,6 +311,49 @@ def row(task: str, config: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
         "task_config": json.dumps(config, default=str),
         "entry": text,
     }
+
+
+def write_entry(entry: Entry) -> str:
+    """An item as a Python literal, which `read_entry` reads: tuples stay tuples and numbers stay keys.
+
+    JSON would make lists and text of them, and `arc_agi` and `rearc` would take a right answer for a wrong one. Nor
+    can the item be made again where the reward needs it: some tasks follow Python's hash seed, which differs between
+    processes.
+
+    Raises:
+        ValueError: If it holds something other than text, numbers, None and their lists, tuples, sets and mappings.
+    """
+    text = repr(_plain(entry))
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"{text:.200} is not a Python literal ({error}).") from error
+    return text
+
+
+def read_entry(text: str) -> Entry:
+    """The item that `write_entry` wrote; nothing is executed. Raises: ValueError if the text is no item."""
+    try:
+        entry = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"it is no Python literal ({error}).") from error
+    if not isinstance(entry, dict) or not {"question", "answer", "metadata"} <= entry.keys():
+        raise ValueError(f"it must have question, answer and metadata, got {text:.80}.")
+    return entry
+
+
+def _plain(value: Any) -> Any:
+    """The value with plain numbers and texts in the place of numpy's, of fractions and of members of an `Enum`."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(_plain, value))
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
 
 
 def write_rows(path: Path, task: str, config: Mapping[str, Any], items: list[Entry]) -> None:

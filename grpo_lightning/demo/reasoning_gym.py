@@ -29,7 +29,7 @@ from grpo_lightning.demo import arithmetic
 from grpo_lightning.demo.arithmetic import EOS, build_model
 from grpo_lightning.demo.build import Teacher, built_once, copied, key_of, progress, write_recipe
 
-CODE_VERSION = 3
+CODE_VERSION = 4
 """Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
 
 NOT_TRAINED_ON = -100

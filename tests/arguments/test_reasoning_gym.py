@@ -12,11 +12,10 @@ import torch
 
 pytest.importorskip("reasoning_gym")
 
-from grpo_lightning.data.reasoning_gym import entries, row
+from grpo_lightning.data.reasoning_gym import ReasoningGymTasks, entries, row
 from grpo_lightning.demo import reasoning_gym as demo
 from grpo_lightning.demo.reasoning_gym import GymRecipe, ReasoningGymQuickstart, build_model, build_tokenizer
 from grpo_lightning.rewards import ReasoningGym
-from grpo_lightning.tasks import ReasoningGymTasks
 from tests.arguments.registry import case
 
 TINY: dict[str, Any] = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
