@@ -269,7 +269,7 @@ def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
     return list(named.items())
 
 
-def _all_rows(entry: DatasetEntry) -> Sequence[Row]:
+def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
     """All rows of an entry. Raises: ValueError if there is none."""
     if entry.json_path is not None:
         return list(read_file(existing(entry.json_path)))

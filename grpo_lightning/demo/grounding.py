@@ -16,106 +16,24 @@ import importlib.util
 import itertools
 import math
 import random
-import string
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from grpo_lightning.core.seeding import run_seed
-from grpo_lightning.demo.build import DemoFiles, Teacher, built_once, copied, files_in, key_of, progress, write_recipe
-from grpo_lightning.demo.grounding import EOS, IMAGE, PATCHES_PER_TOKEN
+from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
 from grpo_lightning.demo.scenes import ANY_COLOUR, ANY_SHAPE, COLOURS, SHAPES, Scene, SceneTask, namings, varied
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLProcessor
 
-CODE_VERSION = 2
-"""Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
 
-
-@dataclass(frozen=True)
-class GroundingRecipe:
-    """Everything that decides what is built."""
-
-    task: SceneTask = field(default_factory=SceneTask)
-    model: GroundingModel = field(default_factory=GroundingModel)
-    warm_up: GroundingWarmUp = field(default_factory=GroundingWarmUp)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Every number, as JSON has it."""
-        task = {setting.name: getattr(self.task, setting.name) for setting in fields(self.task) if setting.init}
-        return {"task": task, "model": asdict(self.model), "warm_up": asdict(self.warm_up)}
-
-    @property
-    def key(self) -> str:
-        """A hash of every number and of the code's versions: names the cache folder."""
-        return key_of(self.facts | {"code": f"grounding {CODE_VERSION}"})
-
-
-def prepare(
-    seed: int = 0,
-    cache_dir: str | Path | None = None,
-    recipe: GroundingRecipe | None = None,
-    *,
-    show_progress: bool = True,
-) -> DemoFiles:
-    """Build model, processor, images and data once; later calls with the same recipe return the same folder at once.
-
-    Args:
-        seed: Replaces the task's seed.
-        cache_dir: Where the folder goes, as in `built_once`.
-        recipe: What to build; the quickstart's by default.
-        show_progress: Whether the warm-up shows progress bars.
-
-    Raises:
-        ImportError: If a package that images need is missing.
-    """
-    if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
-        raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
-    recipe = recipe or GroundingRecipe()
-    recipe = replace(recipe, task=replace(recipe.task, seed=seed))
-    build = partial(_build, recipe, show_progress=show_progress)
-    return files_in(built_once(recipe.key, cache_dir, build))
-
-
-class GroundingQuickstart:
-    """Puts the demo's model and data where the grounding recipe reads them; a data module's `prepare`.
-
-    Args:
-        folder: Gets `model/`, `images/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
-        num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
-    """
-
-    def __init__(self, folder: str = "runs/quickstart_grounding/task", num_threads: int = 1) -> None:
-        self.folder, self.num_threads = Path(folder), num_threads
-
-    def __call__(self) -> None:
-        """Build the demo unless its cache has it, and copy it here."""
-        torch.set_num_threads(self.num_threads)
-        files = prepare(run_seed(None))
-        copied(files.model.parent, self.folder)
-
-
-def _build(recipe: GroundingRecipe, folder: Path, *, show_progress: bool) -> None:
-    recipe.task.write(folder)
-    processor = build_processor(recipe.task, build_tokenizer(recipe.task))
-    model = build_model(recipe.task, processor.tokenizer, recipe.model)
-    warm_up(model, processor, recipe.task, recipe.warm_up, show_progress=show_progress)
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    write_recipe(folder, recipe.key, recipe.facts)
-
-
-PAD, EOS = "<pad>", "<eos>"
 IMAGE, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -141,25 +59,9 @@ class GroundingModel:
 
 
 def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
-    """A token per word, number and tag of the task, and one per printable ASCII character for everything else.
-
-    Byte-level BPE without merges, for the reason that `arithmetic.build_tokenizer` gives.
-    """
-    stored = (string.digits + string.ascii_letters + string.punctuation + " ").replace(" ", "\u0120")
-    vocabulary = {token: index for index, token in enumerate([*stored, PAD, EOS])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """A token per word, number and tag of the task, and one per printable ASCII character for everything else."""
     media = {"image_token": IMAGE, "video_token": VIDEO, "vision_start_token": START, "vision_end_token": END}
-    whole = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=PAD,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        extra_special_tokens=media,
-    )
+    whole = character_tokenizer(chat_template=CHAT_TEMPLATE, extra_special_tokens=media)
     tags = ["<think>", "</think>", "<answer>", "</answer>", ", ", "Where is the ", "anything"]
     words = [
         *tags,
@@ -338,7 +240,7 @@ def teach_language(
 ) -> None:
     """Teach mostly worked completions, then mostly lazy ones; the tower stays as it is."""
     scenes = varied_scenes(task, "language", settings.num_images)
-    habits = Habits(model, processor, task, scenes, show_progress=show_progress)
+    habits = _Habits(model, processor, task, scenes, show_progress=show_progress)
     language = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
     language = list(dict.fromkeys(language))  # the head may be the embedding
     for what, num_steps, highest, lazy_share in (
@@ -367,7 +269,7 @@ def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) ->
     return ramp * 0.5 * (1 + math.cos(math.pi * past))
 
 
-class Habits:
+class _Habits:
     """The warm-up corpus: every image, with the questions about each of its things, answered both ways.
 
     All questions have one length, and so have all answers of one habit: nothing is padded.
@@ -506,3 +408,39 @@ def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
         most, which = covered.sum((2, 4)).flatten(1).max(0)  # [tokens]
         labels[index, most > 0] = facts[which[most > 0]]
     return labels
+
+
+@dataclass(frozen=True)
+class GroundingRecipe(Recipe):
+    """Everything that decides what is built."""
+
+    task: SceneTask = field(default_factory=SceneTask)
+    model: GroundingModel = field(default_factory=GroundingModel)
+    warm_up: GroundingWarmUp = field(default_factory=GroundingWarmUp)
+
+    code = "grounding 2"
+
+    def build(self, folder: Path, *, show_progress: bool) -> None:
+        """Write images and data, teach the model. Raises: ImportError if a package that images need is missing."""
+        if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
+            raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
+        self.task.write(folder)
+        processor = build_processor(self.task, build_tokenizer(self.task))
+        model = build_model(self.task, processor.tokenizer, self.model)
+        warm_up(model, processor, self.task, self.warm_up, show_progress=show_progress)
+        model.save_pretrained(folder / "model")
+        processor.save_pretrained(folder / "model")
+
+
+class GroundingQuickstart(PrepareDemo):
+    """Puts the demo's model and data where the grounding recipe reads them; a data module's `prepare`.
+
+    Args:
+        folder: Gets `model/`, `images/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
+        num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
+    """
+
+    recipe = GroundingRecipe
+
+    def __init__(self, folder: str = "runs/quickstart_grounding/task", num_threads: int = 1) -> None:
+        super().__init__(folder, num_threads)

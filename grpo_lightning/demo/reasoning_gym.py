@@ -13,8 +13,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,214 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.data.reasoning_gym import Entry, entries, new_questions, package, write_rows
 from grpo_lightning.demo import arithmetic
-from grpo_lightning.demo.arithmetic import EOS, build_model
-from grpo_lightning.demo.build import Teacher, built_once, copied, key_of, progress, write_recipe
-
-CODE_VERSION = 4
-"""Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
-
-NOT_TRAINED_ON = -100
-"""In place of a target: a token of the prompt, or padding."""
-
-
-@dataclass(frozen=True)
-class GymRecipe:
-    """Everything that decides what is built."""
-
-    num_warm_up: int = 3000
-    """Questions of each task for the warm-up."""
-
-    num_train: int = 1000
-    """Questions of each task for GRPO."""
-
-    num_heldout: int = 80
-    """Questions of each task to measure on; neither the warm-up nor GRPO has them."""
-
-    batch_size: int = 64
-    learning_rate: float = 3e-3
-    """Reached over 20 steps and held until the worked completions are learned."""
-
-    target_loss: float = 0.02
-    """The worked completions are learned when the running mean of their loss is below this."""
-
-    max_worked_steps: int = 2500
-    """The warm-up fails if they are not learned within so many steps."""
-
-    num_decay_steps: int = 300
-    """Further steps on worked completions, while the learning rate falls to zero."""
-
-    num_hasty_steps: int = 150
-    """At the end, from a third of the learning rate."""
-
-    hasty_share: float = 0.75
-    """Share of hasty completions in those last steps. The rest is how often the policy starts out writing its steps."""
-
-    seed: int = 0
-    """Draws the questions; initialises the model and orders the warm-up too."""
-
-    @property
-    def key(self) -> str:
-        """A hash of every number and of the code's versions: names the cache folder."""
-        gym = str(package().__version__)
-        return key_of(asdict(self) | {"tasks": TASKS, "reasoning-gym": gym, "code": f"reasoning-gym {CODE_VERSION}"})
-
-    @cached_property
-    def train(self) -> dict[str, list[Entry]]:
-        """By task."""
-        return {task: entries(task, config, self.seed, range(self.num_train)) for task, config in TASKS.items()}
-
-    @cached_property
-    def warm_up(self) -> dict[str, list[Entry]]:
-        """By task."""
-        chosen = range(self.num_train, self.num_train + self.num_warm_up)
-        return {task: entries(task, config, self.seed, chosen) for task, config in TASKS.items()}
-
-    @cached_property
-    def heldout(self) -> dict[str, list[Entry]]:
-        """By task: the first questions that are in neither of the others. Raises: ValueError if there are too few."""
-        first = self.num_train + self.num_warm_up
-        found = {}
-        for task, config in TASKS.items():
-            later = entries(task, config, self.seed, range(first, first + 10 * self.num_heldout))
-            new = new_questions(later, self.train[task], self.warm_up[task])[: self.num_heldout]
-            if len(new) < self.num_heldout:
-                raise ValueError(f"{task} has only {len(new)} of {self.num_heldout} new questions: lower num_warm_up.")
-            found[task] = new
-        return found
-
-    def write(self, folder: Path) -> None:
-        """Write `train/<task>.jsonl` and `heldout/<task>.jsonl`, as `ReasoningGymTasks` does."""
-        for task, config in TASKS.items():
-            write_rows(folder / "train" / f"{task}.jsonl", task, config, self.train[task])
-            write_rows(folder / "heldout" / f"{task}.jsonl", task, config, self.heldout[task])
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """That of the other quickstart, and one token for each of `PHRASES`."""
-    tokenizer = arithmetic.build_tokenizer()
-    tokenizer.add_tokens(list(PHRASES))
-    return tokenizer
-
-
-def warm_up(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
-) -> None:
-    """Teach both habits, in place: worked completions until they are learned, then mostly hasty ones.
-
-    How many steps the worked completions take varies with the seed, so their phase ends by the loss.
-
-    Raises:
-        RuntimeError: If the worked completions are not learned within `max_worked_steps`.
-    """
-    habits = _Habits(tokenizer, recipe)
-    teacher = Teacher(model.parameters(), learning_rate=recipe.learning_rate, beta2=0.99)
-    with progress("worked answers (until learned)", None, show=show_progress) as bar:
-        average = float("inf")
-        for step in range(recipe.max_worked_steps):
-            loss = teacher.step(habits.loss(model, num_hasty=0), bar, rate=min(1.0, (step + 1) / 20))
-            average = loss if step == 0 else 0.95 * average + 0.05 * loss
-            if average < recipe.target_loss:
-                break
-        else:
-            raise RuntimeError(
-                f"The worked completions were not learned: their loss is {average:.3f} after "
-                f"{recipe.max_worked_steps} steps and should be {recipe.target_loss}. Choose another seed."
-            )
-        for step in range(recipe.num_decay_steps):
-            teacher.step(habits.loss(model, num_hasty=0), bar, rate=1 - step / recipe.num_decay_steps)
-    num_hasty = round(recipe.hasty_share * recipe.batch_size)
-    with progress("hasty answers", recipe.num_hasty_steps, show=show_progress) as bar:
-        for step in range(recipe.num_hasty_steps):
-            teacher.step(habits.loss(model, num_hasty), bar, rate=(1 - step / recipe.num_hasty_steps) / 3)
-
-
-def prepare(
-    seed: int = 0, cache_dir: str | Path | None = None, recipe: GymRecipe | None = None, *, show_progress: bool = True
-) -> Path:
-    """Build model, tokenizer and data once; later calls with the same recipe return the same folder at once.
-
-    Args:
-        seed: Replaces the recipe's seed.
-        cache_dir: Where the folder goes, as in `built_once`.
-        recipe: What to build; the quickstart's by default.
-        show_progress: Whether the warm-up shows progress bars.
-
-    Returns:
-        The folder with `model/`, `train/` and `heldout/`.
-
-    Raises:
-        ImportError: If reasoning-gym is missing.
-    """
-    recipe = replace(recipe or GymRecipe(), seed=seed)
-    return built_once(recipe.key, cache_dir, partial(_build, recipe, show_progress=show_progress))
-
-
-class ReasoningGymQuickstart:
-    """Puts the demo's model and data where its recipe reads them; a data module's `prepare`.
-
-    Args:
-        folder: Gets `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`, of the run's seed.
-        num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
-    """
-
-    def __init__(self, folder: str = "runs/quickstart_reasoning_gym/task", num_threads: int = 1) -> None:
-        """Raises: ImportError if reasoning-gym is missing."""
-        package()
-        self.folder, self.num_threads = Path(folder), num_threads
-
-    def __call__(self) -> None:
-        """Build the demo unless its cache has it, and copy it here."""
-        torch.set_num_threads(self.num_threads)
-        copied(prepare(run_seed(None)), self.folder)
-
-
-class _Habits:
-    """The warm-up corpus: every question with its worked completion, or with a hasty one."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe) -> None:
-        self.questions = [(task, entry) for task, found in recipe.warm_up.items() for entry in found]
-        self.by_task = recipe.warm_up
-        self.tokenizer, self.batch_size = tokenizer, recipe.batch_size
-        self.draw = random.Random(recipe.seed)
-
-    def loss(self, model: Qwen2ForCausalLM, num_hasty: int) -> Tensor:
-        """The mean over all completion tokens of a fresh batch, `num_hasty` of its rows hasty."""
-        rows = []
-        for number, (task, entry) in enumerate(self.draw.sample(self.questions, self.batch_size)):
-            answered = hasty(self.draw.choice(self.by_task[task])) if number < num_hasty else worked(task, entry)
-            rows.append((self.tokenizer.encode(entry["question"]), self.tokenizer.encode(answered + EOS)))
-        ids, targets = padded(rows, self.tokenizer.pad_token_id)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, L + T - 1, V]
-        return functional.cross_entropy(logits.transpose(1, 2), targets[:, 1:], ignore_index=NOT_TRAINED_ON)
-
-
-def padded(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """(Ids, targets), [B, L + T] each, of prompts and completions side by side; padding is on the right.
-
-    Where a position is causal, what stands to the right of a row makes no difference to it: no mask is needed.
-    """
-    longest = max(len(prompt) + len(completion) for prompt, completion in rows)
-    ids = torch.full((len(rows), longest), pad_token_id)
-    targets = torch.full((len(rows), longest), NOT_TRAINED_ON)
-    for number, (prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        ids[number, :end] = torch.tensor(prompt + completion)
-        targets[number, len(prompt) : end] = torch.tensor(completion)
-    return ids, targets
-
-
-def _build(recipe: GymRecipe, folder: Path, *, show_progress: bool) -> None:
-    recipe.write(folder)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=recipe.seed)
-    warm_up(model, tokenizer, recipe, show_progress=show_progress)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_recipe(folder, recipe.key, asdict(recipe))
-
+from grpo_lightning.demo.arithmetic import build_model
+from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, progress
 
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
@@ -244,7 +40,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
 }
-"""The tasks and their settings."""
+"""The tasks and their settings, chosen so that a question is one line, and a step of its solution depends on the line
+before it and on little else."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -311,3 +108,182 @@ _STEPS: dict[str, Callable[[str], str]] = {
     "number_filtering": _comparisons,
     "spell_backward": _letters,
 }
+
+
+NOT_TRAINED_ON = -100
+"""In place of a target: a token of the prompt, or padding."""
+
+
+@dataclass(frozen=True)
+class GymRecipe(Recipe):
+    """Everything that decides what is built."""
+
+    num_warm_up: int = 3000
+    """Questions of each task for the warm-up."""
+
+    num_train: int = 1000
+    """Questions of each task for GRPO."""
+
+    num_heldout: int = 80
+    """Questions of each task to measure on; neither the warm-up nor GRPO has them."""
+
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    """Reached over 20 steps and held until the worked completions are learned."""
+
+    target_loss: float = 0.02
+    """The worked completions are learned when the running mean of their loss is below this."""
+
+    max_worked_steps: int = 2500
+    """The warm-up fails if they are not learned within so many steps."""
+
+    num_decay_steps: int = 300
+    """Further steps on worked completions, while the learning rate falls to zero."""
+
+    num_hasty_steps: int = 150
+    """At the end, from a third of the learning rate."""
+
+    hasty_share: float = 0.75
+    """Share of hasty completions in those last steps. The rest is how often the policy starts out writing its steps."""
+
+    seed: int = 0
+    """Draws the questions; initialises the model and orders the warm-up too."""
+
+    code = "reasoning-gym 4"
+
+    def more_versions(self) -> dict[str, Any]:
+        """The tasks, and the package that makes their questions."""
+        return {"tasks": TASKS, "reasoning-gym": str(package().__version__)}
+
+    def with_seed(self, seed: int) -> GymRecipe:
+        """The same recipe with another seed."""
+        return replace(self, seed=seed)
+
+    @cached_property
+    def train(self) -> dict[str, list[Entry]]:
+        """By task."""
+        return {task: entries(task, config, self.seed, range(self.num_train)) for task, config in TASKS.items()}
+
+    @cached_property
+    def warm_up(self) -> dict[str, list[Entry]]:
+        """By task."""
+        chosen = range(self.num_train, self.num_train + self.num_warm_up)
+        return {task: entries(task, config, self.seed, chosen) for task, config in TASKS.items()}
+
+    @cached_property
+    def heldout(self) -> dict[str, list[Entry]]:
+        """By task: the first questions that are in neither of the others. Raises: ValueError if there are too few."""
+        first = self.num_train + self.num_warm_up
+        found = {}
+        for task, config in TASKS.items():
+            later = entries(task, config, self.seed, range(first, first + 10 * self.num_heldout))
+            new = new_questions(later, self.train[task], self.warm_up[task])[: self.num_heldout]
+            if len(new) < self.num_heldout:
+                raise ValueError(f"{task} has only {len(new)} of {self.num_heldout} new questions: lower num_warm_up.")
+            found[task] = new
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write `train/<task>.jsonl` and `heldout/<task>.jsonl`, as `ReasoningGymTasks` does."""
+        for task, config in TASKS.items():
+            write_rows(folder / "train" / f"{task}.jsonl", task, config, self.train[task])
+            write_rows(folder / "heldout" / f"{task}.jsonl", task, config, self.heldout[task])
+
+    def build(self, folder: Path, *, show_progress: bool) -> None:
+        """Write the data, teach the model."""
+        self.write(folder)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, seed=self.seed)
+        warm_up(model, tokenizer, self, show_progress=show_progress)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+
+
+class ReasoningGymQuickstart(PrepareDemo):
+    """Puts the demo's model and data where its recipe reads them; a data module's `prepare`.
+
+    Args:
+        folder: Gets `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`, of the run's seed.
+        num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
+    """
+
+    recipe = GymRecipe
+
+    def __init__(self, folder: str = "runs/quickstart_reasoning_gym/task", num_threads: int = 1) -> None:
+        """Raises: ImportError if reasoning-gym is missing."""
+        package()
+        super().__init__(folder, num_threads)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """That of the other quickstart, and one token for each of `PHRASES`."""
+    tokenizer = arithmetic.build_tokenizer()
+    tokenizer.add_tokens(list(PHRASES))
+    return tokenizer
+
+
+def warm_up(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
+) -> None:
+    """Teach both habits, in place: worked completions until they are learned, then mostly hasty ones.
+
+    How many steps the worked completions take varies with the seed, so their phase ends by the loss.
+
+    Raises:
+        RuntimeError: If the worked completions are not learned within `max_worked_steps`.
+    """
+    habits = _Habits(tokenizer, recipe)
+    teacher = Teacher(model.parameters(), learning_rate=recipe.learning_rate, beta2=0.99)
+    with progress("worked answers (until learned)", None, show=show_progress) as bar:
+        average = float("inf")
+        for step in range(recipe.max_worked_steps):
+            loss = teacher.step(habits.loss(model, num_hasty=0), bar, rate=min(1.0, (step + 1) / 20))
+            average = loss if step == 0 else 0.95 * average + 0.05 * loss
+            if average < recipe.target_loss:
+                break
+        else:
+            raise RuntimeError(
+                f"The worked completions were not learned: their loss is {average:.3f} after "
+                f"{recipe.max_worked_steps} steps and should be {recipe.target_loss}. Choose another seed."
+            )
+        for step in range(recipe.num_decay_steps):
+            teacher.step(habits.loss(model, num_hasty=0), bar, rate=1 - step / recipe.num_decay_steps)
+    num_hasty = round(recipe.hasty_share * recipe.batch_size)
+    with progress("hasty answers", recipe.num_hasty_steps, show=show_progress) as bar:
+        for step in range(recipe.num_hasty_steps):
+            teacher.step(habits.loss(model, num_hasty), bar, rate=(1 - step / recipe.num_hasty_steps) / 3)
+
+
+class _Habits:
+    """The warm-up corpus: every question with its worked completion, or with a hasty one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe) -> None:
+        self.questions = [(task, entry) for task, found in recipe.warm_up.items() for entry in found]
+        self.by_task = recipe.warm_up
+        self.tokenizer, self.batch_size = tokenizer, recipe.batch_size
+        self.draw = random.Random(recipe.seed)
+
+    def loss(self, model: Qwen2ForCausalLM, num_hasty: int) -> Tensor:
+        """The mean over all completion tokens of a fresh batch, `num_hasty` of its rows hasty."""
+        rows = []
+        for number, (task, entry) in enumerate(self.draw.sample(self.questions, self.batch_size)):
+            answered = hasty(self.draw.choice(self.by_task[task])) if number < num_hasty else worked(task, entry)
+            rows.append((self.tokenizer.encode(entry["question"]), self.tokenizer.encode(answered + EOS)))
+        ids, targets = padded(rows, self.tokenizer.pad_token_id)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, L + T - 1, V]
+        return functional.cross_entropy(logits.transpose(1, 2), targets[:, 1:], ignore_index=NOT_TRAINED_ON)
+
+
+def padded(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """(Ids, targets), [B, L + T] each, of prompts and completions side by side; padding is on the right.
+
+    Where a position is causal, what stands to the right of a row makes no difference to it: no mask is needed.
+    """
+    longest = max(len(prompt) + len(completion) for prompt, completion in rows)
+    ids = torch.full((len(rows), longest), pad_token_id)
+    targets = torch.full((len(rows), longest), NOT_TRAINED_ON)
+    for number, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        ids[number, :end] = torch.tensor(prompt + completion)
+        targets[number, len(prompt) : end] = torch.tensor(completion)
+    return ids, targets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,12 @@ def test_warm_up_of_the_quickstart(monkeypatch):
 
 @case(ReasoningGymQuickstart, "folder", "num_threads")
 def test_quickstart(tmp_path, monkeypatch):
-    built = demo.prepare(0, tmp_path / "cache", replace(GymRecipe(), **TINY), show_progress=False)
+    recipe = GymRecipe(**TINY)
+    built = recipe.prepare(0, tmp_path / "cache", show_progress=False).folder
     threads: list[int] = []
-    monkeypatch.setattr(demo, "prepare", lambda seed: built)
+    monkeypatch.setattr(ReasoningGymQuickstart, "recipe", staticmethod(lambda: recipe))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     train = Path("train") / "chain_sum.jsonl"
     for name in ("one", "two"):

@@ -66,9 +66,7 @@ def test_values_come_back_as_they_were(value: Any, read: Any):
 
 @pytest.mark.parametrize("value", [object(), [{"a": np.zeros(2)}], float("nan")])
 def test_an_item_that_cannot_be_written_is_named(value: Any):
-    with pytest.raises(
-        ValueError, match=r"tasks.chain_sum: an item of it cannot be written to a file: .* literal"
-    ):
+    with pytest.raises(ValueError, match=r"tasks.chain_sum: an item of it cannot be written to a file: .* literal"):
         gym.row("chain_sum", {}, {"question": "1 + 1", "answer": "2", "metadata": {"a": value}})
 
 

@@ -75,8 +75,9 @@ class ImageReader:
         with self.lock:
             for image in _images(prompts):
                 if image.key not in shared:
-                    shared[image.key] = self.coming.pop(image.key, None) or SharedRead(image, self)
-                    shared[image.key].num_users = counts[image.key]
+                    read = self.coming.pop(image.key) if image.key in self.coming else SharedRead(image, self)
+                    read.num_users = counts[image.key]
+                    shared[image.key] = read
         return [
             replace(prompt, images=[image.shared_by(shared[image.key]) for image in prompt.images])
             if prompt.images
