@@ -80,6 +80,10 @@ class LengthLimit:
             kept = self.cut(prompt, where) if is_cut else None
         return Measured(kept, num_tokens, where)
 
+    def measure_kept(self, measured: Measured) -> Measured:
+        """A prompt that was not measured yet; one that is left out stays as it is. Raises: ValueError as `measure`."""
+        return measured if measured.prompt is None else self.measure(measured.prompt, measured.where)
+
     def cut(self, prompt: Prompt, where: str) -> Prompt:
         """The prompt with its last tokens alone."""
         return replace(prompt, token_ids=self.encoder(prompt, where).token_ids[-self.max_prompt_length :])

@@ -17,8 +17,8 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -87,10 +87,10 @@ def load_mixture(
         rows = _all_rows(entry)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
         logger.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
-        convert = _Convert(_reader(entry, source, template, image_root), limit)
+        reader = RowReader(source, entry, template or PromptTemplate(), entry.image_folder(image_root), limit)
         boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]
-        measured += in_processes(convert.item, items, num_proc)
+        measured += in_processes(reader.read, items, num_proc)
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
@@ -104,7 +104,10 @@ def load_mixture(
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
-        measured = _measured_images(measured, limit, num_proc)
+        places = [place for place, m in enumerate(measured) if m.prompt is not None and m.prompt.images]
+        with_images = in_processes(limit.measure_kept, [measured[place] for place in places], num_proc)
+        for place, m in zip(places, with_images, strict=True):
+            measured[place] = m
         limit.check(measured, of="the mixture")
     prompts = [m.prompt for m in measured if m.prompt is not None]
     log_prompt_columns(prompts, set())
@@ -140,8 +143,9 @@ def stream_mixture(
     for source, entry in named:
         if entry.json_path is not None:
             existing(entry.json_path)
-        convert = _Convert(_reader(entry, source, template, image_root), limit, preflight or Preflight(), entry.boxes)
-        parts.append(functools.partial(_open_part, entry, source, seed, convert))
+        folder = entry.image_folder(image_root)
+        reader = RowReader(source, entry, template or PromptTemplate(), folder, limit, preflight or Preflight())
+        parts.append(functools.partial(_open_part, reader, seed))
     sources = [source for source, _ in named]
     return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
 
@@ -211,51 +215,6 @@ def _is_beside(entry: DatasetEntry, folder: Path) -> bool:
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 
-@dataclass(frozen=True)
-class _Convert:
-    """A row to a measured prompt. Picklable: other processes do it too."""
-
-    reader: RowReader
-    limit: LengthLimit | None
-    preflight: Preflight | None = None
-    """None if images are checked later, all at once: their prompts are not measured before."""
-
-    boxes: Boxes = "auto"
-
-    def __call__(self, row: Row, index: int) -> Measured:
-        """Read the row; measure it if there is a limit."""
-        measured = Measured(self.reader(row, index), where=row.where)
-        if measured.prompt is not None and measured.prompt.images:
-            if self.preflight is None:
-                return measured
-            measured = self.preflight.one(measured, self.boxes)
-        return measured if self.limit is None else _measure(self.limit, measured)
-
-    def item(self, item: tuple[Row, int]) -> Measured:
-        """The same of both in one argument."""
-        return self(*item)
-
-
-def _measure(limit: LengthLimit, measured: Measured) -> Measured:
-    """The prompt measured, unless it is left out already."""
-    return measured if measured.prompt is None else limit.measure(measured.prompt, measured.where)
-
-
-def _measured_images(measured: list[Measured], limit: LengthLimit, num_proc: int) -> list[Measured]:
-    """The prompts, those with images measured too."""
-    places = [place for place, m in enumerate(measured) if m.prompt is not None and m.prompt.images]
-    waiting = [measured[place] for place in places]
-    for place, done in zip(places, in_processes(functools.partial(_measure, limit), waiting, num_proc), strict=True):
-        measured[place] = done
-    return measured
-
-
-def _reader(entry: DatasetEntry, source: str, template: PromptTemplate | None, image_root: str | None) -> RowReader:
-    """What reads the rows of an entry."""
-    template, folder = template or PromptTemplate(), entry.image_folder(image_root)
-    return RowReader(source, template, entry.columns, entry.rewards, entry.accu_reward_method, folder=folder)
-
-
 def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
     """Every entry with its own name: they are kept apart in logs, and draw their random rows apart."""
     own = {entry.source for entry in entries}
@@ -279,11 +238,10 @@ def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
     return rows
 
 
-def _open_part(
-    entry: DatasetEntry, source: str, seed: int, convert: _Convert
-) -> Iterator[tuple[Row, Callable[[Row, int], Measured]]]:
-    """The chosen rows of an entry, each with what converts it."""
+def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
+    """The chosen rows of an entry, each with its reader."""
     rows: Iterator[Row]
+    entry = reader.entry
     if entry.streaming:
         strategy = parse_strategy(entry.strategy, name=entry.label)
         is_file = entry.json_path is not None
@@ -291,5 +249,5 @@ def _open_part(
         rows = itertools.islice(rows, None if strategy.take == "all" else int(strategy.amount))
     else:
         everything = _all_rows(entry)
-        rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=source))
-    return ((row, convert) for row in rows)
+        rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=reader.source))
+    return ((row, reader) for row in rows)

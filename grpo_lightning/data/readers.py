@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.entry import DATA_FILES, DatasetEntry
 from grpo_lightning.data.formats import refuse_media, to_prompt
+from grpo_lightning.data.images.preflight import Preflight
 from grpo_lightning.data.images.references import with_cells, without_decoding
+from grpo_lightning.data.lengths import LengthLimit, Measured
 from grpo_lightning.data.templates import PromptTemplate
 
 
@@ -51,14 +53,30 @@ class RowReader:
     """Turns the rows of one entry of a mixture into prompts. Picklable: other processes do it too."""
 
     source: str
-    template: PromptTemplate
-    columns: Mapping[str, str | None] | None = None
-    rewards: list[str] | None = None
-    accu_reward_method: str | None = None
+    entry: DatasetEntry
+    template: PromptTemplate = field(default_factory=PromptTemplate)
     folder: Path | None = None
     """Where relative paths of images begin; None for the current folder."""
 
-    def __call__(self, row: Row, index: int) -> Prompt:
+    limit: LengthLimit | None = None
+    preflight: Preflight | None = None
+    """None if images are checked later, all at once: their prompts are not measured before."""
+
+    def __call__(self, row: Row, index: int) -> Measured:
+        """The prompt of a row, checked and measured. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
+        prompt = self.prompt(row, index)
+        measured = Measured(prompt, where=row.where)
+        if prompt.images:
+            if self.preflight is None:
+                return measured
+            measured = self.preflight.one(measured, self.entry.boxes)
+        return measured if self.limit is None else self.limit.measure_kept(measured)
+
+    def read(self, item: tuple[Row, int]) -> Measured:
+        """The same of both in one argument."""
+        return self(*item)
+
+    def prompt(self, row: Row, index: int) -> Prompt:
         """The prompt of a row.
 
         Raises:
@@ -66,28 +84,29 @@ class RowReader:
         """
         content = self._renamed(row.parse(), row.where)
         # A CSV file has no other way to say "none" than an empty cell.
-        if self.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
-            content["accu_reward_method"] = self.accu_reward_method
+        if self.entry.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
+            content["accu_reward_method"] = self.entry.accu_reward_method
         prompt = to_prompt(
             content, where=row.where, index=index, source=self.source, template=self.template, folder=self.folder
         )
         refuse_media(prompt, row.where)
-        return prompt if self.rewards is None else replace(prompt, rewards=list(self.rewards))
+        return prompt if self.entry.rewards is None else replace(prompt, rewards=list(self.entry.rewards))
 
     def _renamed(self, content: dict[str, Any], where: str) -> dict[str, Any]:
         """The columns by their new names, without those that are dropped."""
-        if not self.columns:
+        columns = self.entry.columns
+        if not columns:
             return dict(content)
-        if missing := [old for old in self.columns if old not in content]:
-            verb = "drops" if self.columns[missing[0]] is None else "renames"
+        if missing := [old for old in columns if old not in content]:
+            verb = "drops" if columns[missing[0]] is None else "renames"
             raise ValueError(
                 f"{where}: columns {verb} {missing[0]!r}, which the row does not have; it has: {', '.join(content)}."
             )
-        kept = {name: value for name, value in content.items() if self.columns.get(name, name) is not None}
-        renamed = {self.columns.get(name) or name: value for name, value in kept.items()}
+        kept = {name: value for name, value in content.items() if columns.get(name, name) is not None}
+        renamed = {columns.get(name) or name: value for name, value in kept.items()}
         if len(renamed) < len(kept):
             raise ValueError(
-                f"{where}: renamed as columns says ({dict(self.columns)}), two columns have one name; the row has: "
+                f"{where}: renamed as columns says ({columns}), two columns have one name; the row has: "
                 f"{', '.join(content)}. Choose other names, or rename the other column too."
             )
         return renamed

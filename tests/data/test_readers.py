@@ -6,6 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.data.readers import Row, RowReader, existing, read_file
 from grpo_lightning.data.templates import PromptTemplate
 
@@ -33,10 +34,13 @@ def test_what_is_no_row_is_named(row, message):
         row.parse()
 
 
+ENTRY = DatasetEntry("f.jsonl", columns={"q": "question"}, rewards=["exact"], accu_reward_method="math")
+
+
 def test_a_reader_leaves_the_row_as_it_is_and_goes_to_other_processes():
     content = {"q": "1?", "accu_reward_method": None}
-    reader = RowReader("s", PromptTemplate("Be brief."), {"q": "question"}, ["exact"], "math")
-    prompt = pickle.loads(pickle.dumps(reader))(Row("f:1", content), 4)
+    reader = RowReader("s", ENTRY, PromptTemplate("Be brief."))
+    prompt = pickle.loads(pickle.dumps(reader)).prompt(Row("f:1", content), 4)
     assert content == {"q": "1?", "accu_reward_method": None}
     assert prompt.columns == {"question": "1?", "accu_reward_method": "math"}
     assert [message["content"] for message in prompt.content] == ["Be brief.", "1?"]
@@ -45,8 +49,11 @@ def test_a_reader_leaves_the_row_as_it_is_and_goes_to_other_processes():
 
 @pytest.mark.parametrize(("cell", "method"), [(None, "math"), ("", "math"), ("iou", "iou")])
 def test_an_empty_cell_says_no_reward_method(cell, method):
-    reader = RowReader("s", PromptTemplate(), accu_reward_method="math")
-    assert reader(Row("f:2", {"prompt": "a", "accu_reward_method": cell}), 0).columns["accu_reward_method"] == method
+    reader = RowReader("s", DatasetEntry("f.jsonl", accu_reward_method="math"))
+    assert (
+        reader.prompt(Row("f:2", {"prompt": "a", "accu_reward_method": cell}), 0).columns["accu_reward_method"]
+        == method
+    )
 
 
 def test_a_missing_brace_is_said_at_its_column():

@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -17,65 +17,44 @@ from weakref import WeakValueDictionary
 from grpo_lightning.core.images import ImageError, ImageRef
 
 
-class ImageCells:
-    """The image columns of a data set. Nothing of an image is read before a cell is.
-
-    Args:
-        dataset: A `datasets.Dataset`, of any format.
-        columns: Those of its columns that hold images or lists of images.
-        label: What to call it in errors.
-        key: Of the same cells in another process.
-    """
-
-    def __init__(self, dataset: Any, columns: Sequence[str], label: str, key: str | None = None) -> None:
-        self.columns, self.label, self.key = list(columns), label, key or uuid.uuid4().hex
-        # As Arrow has them: no image is decoded, and a slice of a file that is mapped into memory is not read.
-        self.table = dataset.select_columns(self.columns).with_format("arrow")
-        _OPEN.setdefault(self.key, self)
-
-    def row(self, number: int) -> dict[str, ImageRef | list[ImageRef] | None]:
-        """The images of a row by column; None for an empty cell."""
-        where = f"{self.label}, row {number + 1}"
-        cells = self.table[number : number + 1]
-        found: dict[str, ImageRef | list[ImageRef] | None] = {}
-        for column in self.columns:
-            cell = cells.column(column)[0]
-            if not cell.is_valid:
-                found[column] = None
-            elif hasattr(cell, "keys"):
-                found[column] = ImageRef(Cell(self, number, column), where)
-            else:
-                found[column] = [ImageRef(Cell(self, number, column, place), where) for place in range(len(cell))]
-        return found
-
-    def __reduce__(self) -> Any:
-        """What is pickled: in the process that it comes from, it becomes itself again."""
-        return _same_cells, (self.key, self.table, self.columns, self.label)
-
-
 class RowsWithCells:
-    """The rows of a `datasets.Dataset`, with references to cells for images. Nothing of an image is read with its row.
+    """The rows of a `datasets.Dataset`, with references to cells for images: no image is read with its row.
 
     Args:
         dataset: A `datasets.Dataset`.
-        images: Its columns with images.
+        images: Its columns with images or lists of images.
         label: What to call it in errors.
     """
 
     def __init__(self, dataset: Any, images: Sequence[str], label: str) -> None:
-        self.names = list(dataset.column_names)
-        self.num_rows = len(dataset)
-        self.cells = ImageCells(dataset, images, label)
-        self.others = dataset.remove_columns(list(images)) if len(images) < len(self.names) else None
+        self.names, self.images, self.label = list(dataset.column_names), list(images), label
+        # As Arrow has them: no image is decoded, and a slice of a file that is mapped into memory is not read.
+        self.table = dataset.select_columns(self.images).with_format("arrow")
+        self.key = uuid.uuid4().hex
+        _TABLES[self.key] = self.table
+        self.others = dataset.remove_columns(self.images) if len(images) < len(self.names) else None
 
     def __len__(self) -> int:
         """Rows."""
-        return self.num_rows
+        return len(self.table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A row's columns, in the data set's order."""
-        columns = {**self.cells.row(index), **(self.others[index] if self.others is not None else {})}
+        columns = dict(self.others[index]) if self.others is not None else {}
+        cells = self.table[index : index + 1]
+        for column in self.images:
+            cell = cells.column(column)[0]
+            if not cell.is_valid:
+                columns[column] = None
+            elif hasattr(cell, "keys"):
+                columns[column] = self._ref(index, column)
+            else:
+                columns[column] = [self._ref(index, column, place) for place in range(len(cell))]
         return {name: columns[name] for name in self.names}
+
+    def _ref(self, index: int, column: str, place: int | None = None) -> ImageRef:
+        """The reference to an image of a row."""
+        return ImageRef(Cell(self.key, self.table, index, column, place), f"{self.label}, row {index + 1}")
 
 
 def with_cells(dataset: Any, label: str) -> Any:
@@ -89,20 +68,16 @@ def with_cells(dataset: Any, label: str) -> Any:
     return RowsWithCells(dataset, images, label) if images else dataset
 
 
-_OPEN: WeakValueDictionary[str, ImageCells] = WeakValueDictionary()
-"""The cells of this process by key: prompts that come back from other processes share them."""
+_TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""The tables of this process by key: cells that come back from other processes share them."""
 
 
-def _same_cells(key: str, table: Any, columns: Sequence[str], label: str) -> ImageCells:
-    """The cells of a key."""
-    return _OPEN.get(key) or ImageCells(table, columns, label, key)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Cell:
-    """One image of a cell: called, it gives what can be opened."""
+    """One image of a cell: called, it gives what can be opened. Equal for the same place of the same data set."""
 
-    cells: ImageCells
+    key: str
+    table: Any = field(compare=False, repr=False)
     row: int
     column: str
     place: int | None = None
@@ -110,24 +85,21 @@ class Cell:
 
     def __call__(self) -> Any:
         """The bytes, the file or the image itself. Raises: ValueError if there is nothing."""
-        cell = self.cells.table[self.row : self.row + 1].column(self.column)[0]
+        cell = self.table[self.row : self.row + 1].column(self.column)[0]
         return opened_value((cell if self.place is None else cell[self.place]).as_py())
-
-    def __eq__(self, other: object) -> bool:
-        """True for the same place in the same data set."""
-        return isinstance(other, Cell) and self._place() == other._place()
-
-    def __hash__(self) -> int:
-        """Of the place."""
-        return hash(self._place())
 
     def __str__(self) -> str:
         """The column, and the number in its list."""
         return f"of column {self.column!r}" + ("" if self.place is None else f", number {self.place + 1}")
 
-    def _place(self) -> tuple[Any, ...]:
-        """What makes it this cell."""
-        return self.cells.key, self.row, self.column, self.place
+    def __reduce__(self) -> Any:
+        """Pickle; in the process that it comes from, it finds its table again."""
+        return _cell, (self.key, self.table, self.row, self.column, self.place)
+
+
+def _cell(key: str, table: Any, row: int, column: str, place: int | None) -> Cell:
+    """A cell with the table of its key."""
+    return Cell(key, _TABLES.setdefault(key, table), row, column, place)
 
 
 @dataclass(frozen=True)
@@ -201,9 +173,6 @@ IMAGE_COLUMNS = ("image", "images")
 
 _ALIKE = re.compile(r"(?:\w*_)?(?:image|img|picture|photo)s?(?:_\w*)?", re.IGNORECASE)
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-
-EMPTY: tuple[Any, ...] = (None, "", [], ())
-"""What a column without an image holds; a CSV file has no other way to say it than an empty cell."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +293,8 @@ class ImageFinder:
 
 
 def is_empty(value: Any) -> bool:
-    """True if a column holds no image."""
-    return any(value is empty or (type(value) is type(empty) and value == empty) for empty in EMPTY)
+    """True for None, "", [] and (): a CSV file has no other way to say "no image" than an empty cell."""
+    return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
 def has_empty_column(columns: Mapping[str, Any]) -> bool:

@@ -119,12 +119,12 @@ def test_cells_come_back_from_other_processes_as_they_were():
     there = pickle.loads(pickle.dumps(ref))
     assert there == ref
     assert there.key == ref.key
-    assert there.source.cells is ref.source.cells
+    assert there.source.table is ref.source.table
     assert rows[1]["one"] != ref
     assert with_cells(dataset(), "d")[0]["one"].key != ref.key
-    with mock.patch("grpo_lightning.data.images.references._OPEN", {}):
+    with mock.patch("grpo_lightning.data.images.references._TABLES", {}):
         elsewhere = pickle.loads(pickle.dumps(ref))
-    assert elsewhere.source.cells is not ref.source.cells
+    assert elsewhere.source.table is not ref.source.table
     assert np.array_equal(pixels(elsewhere.read()), pixels(picture(0)))
 
 
@@ -152,7 +152,7 @@ def test_a_mixture_of_a_saved_data_set(num_proc):
     assert [part["type"] for part in prompts[0].content[0]["content"]] == ["image", "text"]
     assert np.array_equal(pixels(prompts[3].images[0].read()), pixels(picture(3)))
     assert prompts[0].columns["image"] == prompts[0].images[0]
-    assert len({id(prompt.images[0].source.cells) for prompt in prompts[:5]}) == 1
+    assert len({id(prompt.images[0].source.table) for prompt in prompts[:5]}) == 1
 
 
 def test_a_stream_has_the_same_images():
