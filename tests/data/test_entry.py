@@ -271,10 +271,9 @@ def test_percent_is_the_ceiling(count: int, percent: Fraction):
     assert strategy.num_rows(count) == -((-percent * count) // 100)
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
-def test_random_is_the_same_in_every_process(hash_seed: str):
+def test_random_is_the_same_in_every_process():
     program = "from grpo_lightning.data.entry import select; print(select(1000, 'random:5', seed=0, name='gsm8k'))"
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    environment = os.environ | {"PYTHONHASHSEED": "random"}
     out = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     ).stdout
