@@ -25,7 +25,7 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""What puts an image upright, by the tag's value (EXIF 2.3, 4.6.4)."""
+"""The turn that puts an image upright, by the tag's value (EXIF 2.3, 4.6.4)."""
 
 LYING = (5, 6, 7, 8)
 """Its values for images whose width and height change places when they are put upright."""
@@ -108,7 +108,7 @@ class ImageRef:
 
     @property
     def name(self) -> str:
-        """What to call it: a file by its path, other sources by what they are."""
+        """Its name in messages: the path of a file, a description of other sources."""
         if isinstance(self.source, bytes):
             return f"of {len(self.source)} bytes"
         if isinstance(self.source, Path) or callable(self.source):

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream
-"""What a mixture gives: all its prompts, or a stream of them."""
+"""All prompts of a mixture, or a stream of them."""
 
 
 class PromptDataModule(L.LightningDataModule):
@@ -120,7 +120,7 @@ class PromptDataModule(L.LightningDataModule):
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
-        self._unused: set[str] = set()  # settings that were said to have no effect
+        self._unused: set[str] = set()  # settings that were logged as without effect
 
     def prepare_data(self) -> None:
         """Download or build the files."""

@@ -1,4 +1,4 @@
-"""One data set of a mixture: where it is, which rows of it, and what is said about them."""
+"""One data set of a mixture: where it is, which rows of it are taken, and their columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DatasetEntry:
     `.parquet`."""
 
     sampling_strategy: str = "all"
-    """Which rows: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
+    """The rows taken: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
 
     dataset: str | None = None
     """Hub name, a folder with data files, or one written by `save_to_disk`. `name:subset` names the subset as well,
@@ -63,7 +63,7 @@ class DatasetEntry:
     `json_path`, or the folder `dataset`."""
 
     boxes: Boxes = "auto"
-    """What the column `solution` is in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
+    """Form of the column `solution` in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
     in 0 to 1000 (VLM-R1's InternVL data), which is made pixels: `gold_coordinates` of rewards and metrics stay as they
     are. `auto`: in pixels if it is four numbers and the row has one image. `none`: anything. A box outside of its image
     is bad data (`bad_images`)."""
@@ -97,7 +97,7 @@ class DatasetEntry:
 
     @property
     def label(self) -> str:
-        """What the user calls it in the configuration."""
+        """Its path or name in the configuration."""
         return cast(str, self.dataset if self.json_path is None else self.json_path)
 
     @property
@@ -172,7 +172,7 @@ class DatasetEntry:
         check_keys(item, [field.name for field in fields(cls)], where=where)
         for key, value in item.items():
             if key == "sampling_strategy":
-                continue  # said better by the strategy's own check
+                continue  # the strategy's own check has a better message
             kind = _KINDS.get(key, str)
             is_right = isinstance(value, kind) or (value is None and key not in ("split", "streaming"))
             if not is_right:
@@ -190,7 +190,7 @@ _WORDS = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}
 
 @dataclass(frozen=True)
 class Location:
-    """What a `dataset` says, taken apart."""
+    """The parts of a `dataset`."""
 
     name: str
     """File, hub name or folder."""

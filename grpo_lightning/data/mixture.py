@@ -37,7 +37,7 @@ from grpo_lightning.data.readers import (
     DatasetRows,
     Row,
     RowReader,
-    existing,
+    find_file,
     open_dataset,
     read_file,
     stream_dataset,
@@ -78,7 +78,7 @@ def load_mixture(
 
     Raises:
         FileNotFoundError: If a file or data set is not there.
-        ValueError: If a file, row or image is not what it should be (said with file and line), or nothing is left.
+        ValueError: If a file, row or image is not what it should be (naming file and line), or nothing is left.
     """
     named = _named(as_entries(entries))
     measured: list[Measured] = []
@@ -142,7 +142,7 @@ def stream_mixture(
     named = _named(as_entries(entries))
     for source, entry in named:
         if entry.json_path is not None:
-            existing(entry.json_path)
+            find_file(entry.json_path)
         folder = entry.image_folder(image_root)
         reader = RowReader(source, entry, template or PromptTemplate(), folder, limit, preflight or Preflight())
         parts.append(functools.partial(_open_part, reader, seed))
@@ -182,7 +182,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
         FileNotFoundError: If the YAML file, or a file it names, is not there.
         ValueError: If `datasets` is missing or empty, or a key is unknown.
     """
-    file = existing(path)
+    file = find_file(path)
     if file.suffix.lower() not in (".yaml", ".yml"):
         raise ValueError(
             f"datasets: {str(path)!r} must be a data file ({', '.join(DATA_FILES)}), a YAML file with the key datasets "
@@ -199,7 +199,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     for number, item in enumerate(content["datasets"], start=1):
         entry = DatasetEntry.of(item, where=f"{file}, entry {number}")
         if entry.json_path is not None:
-            entry = replace(entry, json_path=str(existing(entry.json_path, file.parent)))
+            entry = replace(entry, json_path=str(find_file(entry.json_path, file.parent)))
         elif entry.dataset is not None and _is_beside(entry, file.parent):
             entry = replace(entry, dataset=str(file.parent / entry.dataset))
         root = entry.image_root
@@ -231,7 +231,7 @@ def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
 def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
     """All rows of an entry. Raises: ValueError if there is none."""
     if entry.json_path is not None:
-        return list(read_file(existing(entry.json_path)))
+        return list(read_file(find_file(entry.json_path)))
     rows = DatasetRows(open_dataset(entry), entry.label)
     if not len(rows):
         raise ValueError(f"dataset {entry.dataset!r} (split {entry.split!r}) is empty: it must have at least one row.")
@@ -245,7 +245,7 @@ def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
     if entry.streaming:
         strategy = parse_strategy(entry.strategy, name=entry.label)
         is_file = entry.json_path is not None
-        rows = read_file(existing(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
+        rows = read_file(find_file(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
         rows = itertools.islice(rows, None if strategy.take == "all" else int(strategy.amount))
     else:
         everything = _all_rows(entry)

@@ -269,7 +269,7 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
             "list, or a datasets.IterableDataset (datasets.IterableDataset.from_generator)."
         )
     if not hasattr(data, "__len__"):
-        return stream_of(cast(Iterable[Any], without_decoding(data)), convert, **stream)
+        return stream_rows(cast(Iterable[Any], without_decoding(data)), convert, **stream)
     if not len(data):
         raise ValueError("The prompt source has no prompts: the data set is empty.")
     if isinstance(data, list | tuple):
@@ -282,7 +282,7 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
     return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the data set"), convert)
 
 
-def stream_of(rows: Iterable[T], convert: Callable[[T, int], Prompt], **options: Any) -> PromptStream:
+def stream_rows(rows: Iterable[T], convert: Callable[[T, int], Prompt], **options: Any) -> PromptStream:
     """A stream over anything that can be iterated repeatedly."""
     return PromptStream([functools.partial(_open, rows, functools.partial(_measure, convert))], **options)
 

@@ -131,7 +131,7 @@ def read_file(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} is empty: it must have at least one row.")
 
 
-def existing(path: str | os.PathLike[str], *folders: Path) -> Path:
+def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
     """The file, looked up in the current folder, then in `folders`. Raises: FileNotFoundError naming all tried."""
     given = Path(path).expanduser()
     tried = [given, *(folder / given for folder in folders)]
@@ -206,7 +206,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-"""What reads a file, by the end of its name."""
+"""Readers by the end of a file's name."""
 
 
 def open_dataset(entry: DatasetEntry) -> Any:
@@ -241,7 +241,7 @@ def open_dataset(entry: DatasetEntry) -> Any:
 
 
 def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
-    """What `save_to_disk` wrote: one data set, or one per split."""
+    """Load a folder of `save_to_disk`: one data set, or one per split."""
     import datasets
 
     given = [key for key, value in {"subset": entry.subset, "revision": entry.revision}.items() if value is not None]

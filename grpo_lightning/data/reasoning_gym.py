@@ -38,7 +38,7 @@ Entry = dict[str, Any]
 """A question as reasoning-gym gives it: `question`, `answer` (None where there are many) and `metadata`."""
 
 OWN_SETTINGS = ("size", "seed")
-"""Of every task of reasoning-gym; here they are said once, for all."""
+"""Settings of every task of reasoning-gym, which here are set once, for all tasks."""
 
 COMPOSITE = "composite"
 """A mixture of other tasks, which is what a list of data sets is here."""
@@ -124,7 +124,7 @@ def check_name(task: Any) -> None:
 
 
 def make_item(dataset: Any, task: str, index: int) -> Entry:
-    """Item `index` of a task: the same for the same settings and seed, whatever was drawn before.
+    """Item `index` of a task: the same for the same settings and seed, whatever was made before.
 
     Raises:
         ValueError: If reasoning-gym fails to make it, or it is not what it should be.
@@ -275,7 +275,7 @@ class ReasoningGymTasks:
 
 
 def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> list[Entry]:
-    """Items of a task. No index is drawn as another one is, and no two seeds draw alike.
+    """Items of a task. Each index and each seed gives items of its own.
 
     reasoning-gym draws item i with seed + i, so that the tasks of seeds 0 and 1 would have nearly the same items.
 

@@ -74,7 +74,7 @@ class Recipe(ABC):
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def more_versions(self) -> dict[str, Any]:
-        """What else the result depends on."""
+        """Further versions and settings that the result depends on."""
         return {}
 
     def with_seed(self, seed: int) -> Any:

@@ -49,7 +49,7 @@ class GroundingModel:
     """The size of the Qwen2.5-VL."""
 
     hidden_size: int = 64
-    """Of the language model and of the vision tower."""
+    """Width of the language model and of the vision tower."""
 
     num_layers: int = 2
     num_vision_layers: int = 2
@@ -225,7 +225,7 @@ def teach_tower(
 def word_embeddings(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, words: Iterable[str]
 ) -> Tensor:
-    """What the language model reads for some words, as it is now. Returns: [words, width]."""
+    """The embeddings of some words, as they are now. Returns: [words, width]."""
     embeddings: Tensor = model.get_input_embeddings().weight
     return embeddings[tokenizer.convert_tokens_to_ids(list(words))].detach().clone()
 
@@ -358,7 +358,7 @@ def patches_of(scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLPr
 
 
 def features_of(model: Qwen2_5_VLForConditionalGeneration, task: SceneTask, patches: Tensor) -> Tensor:
-    """What the language model gets to see. Args: patches: [B, patches, values]. Returns: [B, tokens, width]."""
+    """The vision tower's features of images. Args: patches: [B, patches, values]. Returns: [B, tokens, width]."""
     grids = torch.tensor([patch_grid(task)]).expand(len(patches), 3)
     outputs: Any = model.model.visual(patches.flatten(0, 1), grid_thw=grids)
     return outputs.pooler_output.unflatten(0, (len(patches), -1))  # type: ignore[no-any-return]
@@ -389,7 +389,7 @@ def patches_in_parts(
 
 
 def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
-    """What every image token shows most of.
+    """Labels: the thing that covers most of every image token.
 
     Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells; `NOTHING`
         where there is none, and for a colour or a shape without a name.

@@ -51,7 +51,7 @@ PHRASES = (
     *("<think>", "</think><answer>", "<answer>", "</answer>"),
     *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # what a sum of three digits can be
 )
-"""What is one token for the model: what the questions of a task have in common, and numbers of several characters."""
+"""Texts that are one token for the model: the common parts of a task's questions, and numbers of several characters."""
 
 
 def steps(task: str, entry: Entry) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
-from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffled, stream_of
+from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffled, stream_rows
 from grpo_lightning.policy.encoder import Encoder
 from tests.tiny_models import tiny_tokenizer
 
@@ -19,7 +19,7 @@ def as_prompt(row, number):
 
 
 def stream(count, **options):
-    return stream_of([f"p{i}" for i in range(count)], as_prompt, **options)
+    return stream_rows([f"p{i}" for i in range(count)], as_prompt, **options)
 
 
 def names(prompts):
@@ -73,7 +73,7 @@ def test_a_row_is_parsed_only_when_it_is_used():
         parsed.append(number)
         return Prompt(row, index=number)
 
-    order = stream_of([f"p{i}" for i in range(100)], convert).order(None)
+    order = stream_rows([f"p{i}" for i in range(100)], convert).order(None)
     assert names(order.take(50, 2)[0]) == ["p50", "p51"]
     assert parsed == [50, 51]
 
@@ -99,7 +99,7 @@ def test_an_error_is_no_end():
             raise ValueError("bad row")
         return Prompt(row, index=number)
 
-    order = stream_of([f"p{i}" for i in range(5)], convert).order(None)
+    order = stream_rows([f"p{i}" for i in range(5)], convert).order(None)
     assert names(order.take(0, 2)[0]) == ["p0", "p1"]
     for _ in range(2):
         with pytest.raises(ValueError, match="bad row"):

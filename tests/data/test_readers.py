@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.data.readers import Row, RowReader, existing, read_file
+from grpo_lightning.data.readers import Row, RowReader, find_file, read_file
 from grpo_lightning.data.templates import PromptTemplate
 
 
@@ -126,4 +126,4 @@ def test_a_wrong_file_is_named_with_the_place(folder, name, content, message):
 
 def test_a_missing_file_names_every_place_it_was_looked_for(folder):
     with pytest.raises(FileNotFoundError, match=f"'a.json': no file {folder}/a.json or {folder}/x/a.json"):
-        existing("a.json", folder / "x")
+        find_file("a.json", folder / "x")

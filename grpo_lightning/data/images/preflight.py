@@ -12,7 +12,7 @@ from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.messages import listed, progress_bar
 from grpo_lightning.core.ranks import gather_objects, is_any, rank, world_size
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.images.boxes import Boxes, checked_solution
+from grpo_lightning.data.images.boxes import Boxes, check_solution
 from grpo_lightning.data.images.references import IMAGE_COLUMNS, has_empty_column, unread_column
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.parallel import in_threads
@@ -40,7 +40,7 @@ class Preflight:
     """Threads that read images; 0 reads them one after the other."""
 
     advice: str = "Fix them, correct the data set's image_root or boxes, or leave the rows out: data.bad_images 'drop'."
-    """What to do about bad ones."""
+    """Advice to the user about bad ones."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError if `bad_images` is none of its choices."""
@@ -185,7 +185,7 @@ def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes
         return measured
     solution = prompt.columns.get("solution")
     try:
-        checked = checked_solution(solution, sizes, boxes)
+        checked = check_solution(solution, sizes, boxes)
     except ValueError as error:
         advice = " If it is no box in pixels, set boxes: none (or norm1000) in the entry of this data set."
         raise ValueError(f"{measured.where}: {error}.{advice if boxes == 'auto' else ''}") from None
@@ -206,7 +206,7 @@ class ImageCounts:
     """Rows without a column for images, and without images in their messages."""
 
     unread: dict[str, Counter[str]] = field(default_factory=dict)
-    """Of these, rows with the path of an image in another column, by that column."""
+    """Those of `without_column` that have the path of an image in another column, by that column."""
 
     warned: set[tuple[str, str | None]] = field(default_factory=set)
     """The warnings that were logged: source and unread column, None for an empty one."""

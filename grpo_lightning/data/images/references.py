@@ -86,7 +86,7 @@ class Cell:
     def __call__(self) -> Any:
         """The bytes, the file or the image itself. Raises: ValueError if there is nothing."""
         cell = self.table[self.row : self.row + 1].column(self.column)[0]
-        return opened_value((cell if self.place is None else cell[self.place]).as_py())
+        return openable_value((cell if self.place is None else cell[self.place]).as_py())
 
     def __str__(self) -> str:
         """The column, and the number in its list."""
@@ -119,8 +119,8 @@ class RemoteFile:
         return self.path
 
 
-def opened_value(value: Any) -> Any:
-    """What can be opened of `{"bytes": ..., "path": ...}`, the form in which `datasets` stores an image.
+def openable_value(value: Any) -> Any:
+    """The bytes, path or image of `{"bytes": ..., "path": ...}`, the form in which `datasets` stores an image.
 
     Raises:
         ValueError: If both are empty.
@@ -227,7 +227,7 @@ class ImageFinder:
             what: The value's place in the row, for error messages.
 
         Returns:
-            What raises ImageError when it is read, if the value is none of these or a URL of the web: then all bad
+            The reference. If the value is none of these or a URL of the web, reading it raises ImageError: so all bad
             images of the data are named at once, whatever is wrong with each.
         """
         if isinstance(value, ImageRef):
@@ -266,7 +266,7 @@ class ImageFinder:
         return found
 
     def _of_text(self, text: str, what: str) -> Any:
-        """What a path or URL names. Raises: ValueError if it is empty, on the web, or no URL."""
+        """The source that a path or URL names. Raises: ValueError if it is empty, on the web, or no URL."""
         if not text.strip():
             raise ValueError(f"{self.where}: {what} must be the path of an image, got {text!r}.")
         if text[:5].lower() == "data:":
@@ -285,7 +285,7 @@ class ImageFinder:
                     f"{self.where}: {what} must be the URL of a file, got {text!r:.80}: {error}. Give its path."
                 ) from error
             return self._path(Path(unquote(path)))
-        return RemoteFile(text) if is_remote(text) else self._path(expanded(Path(text)))
+        return RemoteFile(text) if is_remote(text) else self._path(expand_home(Path(text)))
 
     def _path(self, path: Path) -> Path:
         """A path that does not depend on the current folder."""
@@ -330,7 +330,7 @@ def _of_data_uri(text: str, what: str) -> bytes:
         raise ValueError(f"{what} is a data: URI whose base64 is broken ({error}).") from error
 
 
-def expanded(path: Path) -> Path:
+def expand_home(path: Path) -> Path:
     """The path with `~` for the home folder, where there is a home of that name."""
     try:
         return path.expanduser()

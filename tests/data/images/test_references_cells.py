@@ -17,7 +17,7 @@ from PIL import Image
 
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.data.images.references import RowsWithCells, opened_value, with_cells, without_decoding
+from grpo_lightning.data.images.references import RowsWithCells, openable_value, with_cells, without_decoding
 from grpo_lightning.data.mixture import load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
 from tests.tiny_vlms import picture
@@ -129,16 +129,16 @@ def test_cells_come_back_from_other_processes_as_they_were():
 
 
 def test_bytes_paths_and_nothing(folder):
-    assert opened_value({"bytes": b"x", "path": "a.png"}) == b"x"
-    assert opened_value({"bytes": None, "path": "a.png"}).name == "a.png"
+    assert openable_value({"bytes": b"x", "path": "a.png"}) == b"x"
+    assert openable_value({"bytes": None, "path": "a.png"}).name == "a.png"
     for nothing in ({"bytes": None, "path": None}, None):
         with pytest.raises(ValueError, match="neither bytes nor a path"):
-            opened_value(nothing)
+            openable_value(nothing)
     with zipfile.ZipFile("a.zip", "w") as archive:
         file = io.BytesIO()
         picture(3).save(file, "PNG")
         archive.writestr("in/a.png", file.getvalue())
-    image = opened_value({"bytes": None, "path": f"zip://in/a.png::{folder}/a.zip"})
+    image = openable_value({"bytes": None, "path": f"zip://in/a.png::{folder}/a.zip"})
     assert np.array_equal(pixels(image), pixels(picture(3)))
 
 
@@ -188,7 +188,7 @@ def test_a_corrupt_cell_is_named():
     with pytest.raises(ValueError, match="bad, row 1: image of column 'image': not an image"):
         load_mixture([DatasetEntry(dataset="bad")], seed=0)
     with pytest.raises(ImageError, match="neither bytes nor a path"):
-        ImageRef(lambda: opened_value({})).read()
+        ImageRef(lambda: openable_value({})).read()
 
 
 def test_a_renamed_column_of_images():
