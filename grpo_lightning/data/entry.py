@@ -15,8 +15,13 @@ from typing import Any, Literal, cast, get_args
 
 from grpo_lightning.data.images.boxes import Boxes
 
+logger = logging.getLogger(__name__)
+
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 """Ends of the names of data files; `readers.READERS` reads each."""
+
+_STRATEGY = re.compile(r"(?P<take>first|end|random):(?P<amount>[0-9]+(?:\.[0-9]+)?)(?P<percent>%?)")
+_ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percentage (first:12.5%)"
 
 
 @dataclass
@@ -228,12 +233,6 @@ def _nearest(key: str, allowed: list[str]) -> str | None:
     """The key that begins like this one, or is spelled most like it."""
     longer = [name for name in allowed if key and name.startswith(key)]
     return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
-
-
-logger = logging.getLogger(__name__)
-
-_STRATEGY = re.compile(r"(?P<take>first|end|random):(?P<amount>[0-9]+(?:\.[0-9]+)?)(?P<percent>%?)")
-_ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percentage (first:12.5%)"
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Recipe(ABC):
         """Further versions and settings that the result depends on."""
         return {}
 
-    def with_seed(self, seed: int) -> Any:
+    def with_seed(self, seed: int) -> Recipe:
         """The same recipe with another seed of its task."""
         return replace(self, task=replace(self.task, seed=seed))  # type: ignore[call-arg, attr-defined]
 
