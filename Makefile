@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow lint format bench prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
+.PHONY: help setup quickstart quickstart-grounding quickstart-reasoning-gym test test-slow test-all lint format bench prove-dapo prove-learning prove-grounding prove-reasoning-gym prove-resume prove-ranks prove-unchanged prove-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-25s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,11 +39,15 @@ quickstart-grounding: $(READY) ## Teach a tiny vision-language model to point, o
 quickstart-reasoning-gym: $(READY) ## Train a tiny model on three tasks of reasoning-gym, on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart_reasoning_gym.yaml --seed_everything=$(SEED)
 
-test: $(READY) ## Unit, property and mechanics tests on a CPU
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-slow: $(READY) ## The tests that `test` leaves out
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+test: $(READY) ## What protects users, in minutes, on a CPU
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-slow: $(READY) ## The rest: the full matrices
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: test test-slow ## All tests
 
 lint: $(READY) ## Style, types and spelling
 	$(BIN)/ruff check

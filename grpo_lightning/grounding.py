@@ -1,4 +1,4 @@
-"""How well a policy points at things in images: metrics for `Validation.metrics`."""
+"""Metrics of referring expression comprehension for `Validation.metrics`: how well a policy points at things."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchmetrics import Metric
 from grpo_lightning.core.types import Box, Group, Prompt
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.rewards.boxes.frame import BoxFrame, GivenCoordinates, GoldCoordinates, frame_of
-from grpo_lightning.rewards.boxes.iou import IoU
 from grpo_lightning.rewards.boxes.parsing import last_box, right_box
+from grpo_lightning.rewards.boxes.rewards import IoU
 from grpo_lightning.training.evaluation import Evaluation
 
 __all__ = ["MeanIoU", "RECAccuracy"]
@@ -31,17 +31,17 @@ class Target(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """In pixels of the image in the data, what of it lies inside."""
+        """The right box in pixels of the image in the data, clipped to it."""
         return as_box(self.frame.right([self.right]))
 
     def answered(self, text: str) -> Box | None:
-        """The last box of a completion likewise; None if it has none, or none of it lies inside."""
+        """The last box of a completion, likewise; None if it has none, or it lies outside the image."""
         found = last_box(text)
         given = self.frame.given([found])
         return None if found is None or not (given[0, 2:] > given[0, :2]).all() else as_box(given)
 
     def overlap(self, text: str) -> float:
-        """IoU of a completion's last box and the right one; 0 without a box."""
+        """IoU of a completion's last box and the right one; 0 if it has no box."""
         return iou(self.frame.given([last_box(text)]), self.frame.right([self.right])).item()
 
 
@@ -54,13 +54,13 @@ def as_box(boxes: Tensor) -> Box:
 def target_of(
     group: Group, answer_column: str, coordinates: GivenCoordinates = "auto", gold: GoldCoordinates = "original"
 ) -> Target | None:
-    """The box that a prompt asks for; None if it has not one image, or no box in that column.
+    """The box that a prompt asks for; None if it does not have one image, and one box in that column.
 
     Args:
         group: The prompt and its completions.
         answer_column: The column with the right box.
-        coordinates: What answers are in, as of the reward `IoU`.
-        gold: What the data are in, likewise.
+        coordinates: The coordinates of answers, as in the reward `IoU`.
+        gold: The coordinates of the data, likewise.
     """
     right = right_of(group.prompt, answer_column)
     return None if right is None else Target(right, frame_of(group.image_views, coordinates, gold))
@@ -77,15 +77,15 @@ def right_of(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """The mean of a number over the completions of all prompts that ask for a box, of all ranks.
+    """The mean of a number over the completions of all prompts that ask for a box, over all ranks.
 
-    Such a prompt has one image, and one box in `answer_column`. Others are not counted, which is said. A completion
+    Such a prompt has one image, and one box in `answer_column`. Others are not counted, with a warning. A completion
     without a box is wrong, never left out.
 
     Args:
         answer_column: The column with the right box.
-        coordinates: What answers are in, as of the reward `IoU`: "auto" is what the policy's family writes.
-        gold_coordinates: What the data are in: "original" pixels or "norm1000".
+        coordinates: The coordinates of answers, as in the reward `IoU`: "auto" are those of the policy's family.
+        gold_coordinates: The coordinates of the data: "original" pixels or "norm1000".
     """
 
     full_state_update = False
@@ -114,11 +114,11 @@ class BoxMetric(Metric, ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What its number is called in logs."""
+        """The name of its number in logs."""
 
     @abstractmethod
     def score(self, overlap: float) -> float:
-        """The number of a completion whose box overlaps the right one so much (IoU)."""
+        """The number of a completion, given the IoU of its box and the right one."""
 
     def update(self, evaluation: Evaluation) -> None:
         """Add an evaluation. Raises: ValueError if a right box lies outside its image."""
@@ -133,10 +133,10 @@ class BoxMetric(Metric, ABC):
             self.num_prompts += 1
 
     def compute(self) -> dict[str, float]:
-        """The mean by its name; nothing where no prompt asks for a box."""
+        """The mean by its name; empty if no prompt asks for a box."""
         if self.num_others:
             counted = int(self.num_prompts)
-            say_once(
+            warn_once(
                 f"{self.name} counts {counted} of {counted + int(self.num_others)} prompts: the others do not have one "
                 f"image, and one box in the column {self.answer_column!r}."
             )
@@ -151,11 +151,11 @@ class MeanIoU(BoxMetric):
 
     @property
     def name(self) -> str:
-        """One word."""
+        """As that of the reward."""
         return "iou"
 
     def score(self, overlap: float) -> float:
-        """The overlap."""
+        """The IoU."""
         return overlap
 
 
@@ -166,10 +166,10 @@ class RECAccuracy(BoxMetric):
     threshold, not at it, and a missing box is wrong.
 
     Args:
-        threshold: Of the IoU, at least 0 and below 1.
-        answer_column: As of `BoxMetric`.
-        coordinates: As of `BoxMetric`.
-        gold_coordinates: As of `BoxMetric`.
+        threshold: IoU above which a box is right, at least 0 and below 1.
+        answer_column: As in `BoxMetric`.
+        coordinates: As in `BoxMetric`.
+        gold_coordinates: As in `BoxMetric`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RECAccuracy(BoxMetric):
         coordinates: GivenCoordinates = "auto",
         gold_coordinates: GoldCoordinates = "original",
     ) -> None:
-        """Raises: ValueError if the threshold or a convention is none."""
+        """Raises: ValueError if the threshold is out of range, or a convention is unknown."""
         super().__init__(answer_column, coordinates=coordinates, gold_coordinates=gold_coordinates)
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, got {threshold}.")
@@ -197,6 +197,6 @@ class RECAccuracy(BoxMetric):
 
 
 @functools.cache
-def say_once(message: str) -> None:
-    """Log a message the first time: there is a metric for every validation and every kind of completions."""
+def warn_once(message: str) -> None:
+    """Log a warning the first time: there is a metric for every validation and every kind of completions."""
     log.warning("%s", message)

@@ -37,8 +37,8 @@ from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.sync_reference import RunReference, SyncReference
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
-from grpo_lightning.rewards.reward_set import Scoring
-from grpo_lightning.rewards.trainer_state import TrainerState
+from grpo_lightning.rewards.base import TrainerState
+from grpo_lightning.rewards.scoring import Scoring
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
 from grpo_lightning.rollout.engine import RolloutEngine

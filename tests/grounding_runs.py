@@ -10,7 +10,7 @@ from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Box, Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards.boxes.iou import IoU
+from grpo_lightning.rewards.boxes.rewards import IoU
 from tests import tiny_vlms
 from tests.module_runs import ScriptedEngine, make_module
 from tests.tiny_models import EOS

@@ -73,7 +73,8 @@ def test_the_stop_token_is_equally_likely_everywhere(bench: Bench):
     torch.testing.assert_close(stop, torch.full_like(stop, 1 / 4), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize(("at_once", "beta"), [(2, 0.04), pytest.param(4, 0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("at_once", "beta"), [(2, 0.04), (4, 0.0)])
 @pytest.mark.parametrize("side", versus_trl.SIDES)
 def test_a_child_measures_one_run(bench: Bench, side: str, at_once: int, beta: float):
     if side == "trl":

@@ -25,7 +25,7 @@ VIEW = ImageView(200, 100, 100, 50, "resized")
 @pytest.fixture(autouse=True)
 def unsaid():
     """Every test is told anew."""
-    grounding.say_once.cache_clear()
+    grounding.warn_once.cache_clear()
 
 
 def group(answers, solution, *, views=(VIEW,), source="", column="solution"):

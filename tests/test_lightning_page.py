@@ -83,6 +83,7 @@ def test_tests_elsewhere_are_there_and_use_the_name(name):
 FUNCTIONS = {function: "+".join(name for name in CASES if CASES[name] is function) for function in CASES.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS, ids=FUNCTIONS.get)
 def test_rows(function, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,7 @@ from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.families import inner_model
 from grpo_lightning.policy.loading import PolicyLoader
 from tests import tiny_vlms
+from tests.marks import SLOW
 from tests.module_runs import make_source, make_trainer, vowel_share
 from tests.vision_prompts import prompt_of
 
@@ -111,7 +112,7 @@ class Watched(GRPOLightningModule):
         ({}, [("policy", 2), ("reference", 2), ("policy", 2)]),
         # Of a frozen tower, what sampling made serves every pass.
         ({"freeze_vision_modules": True}, [("policy", 2)]),
-        ({"lora": {"rank": 2}}, [("policy", 2)]),
+        pytest.param({"lora": {"rank": 2}}, [("policy", 2)], marks=SLOW),
     ],
 )
 def test_every_image_is_read_preprocessed_and_encoded_once(monkeypatch, image_files, loader, encoded):
@@ -126,7 +127,9 @@ def test_every_image_is_read_preprocessed_and_encoded_once(monkeypatch, image_fi
     assert counts.encoded == encoded
 
 
-@pytest.mark.parametrize("loader", [{}, {"freeze_vision_modules": True}, {"lora": {"rank": 2}}])
+@pytest.mark.parametrize(
+    "loader", [{}, {"freeze_vision_modules": True}, pytest.param({"lora": {"rank": 2}}, marks=SLOW)]
+)
 def test_what_is_trained(image_files, loader):
     vlm = tiny_vlms.build("internvl")
     module = vision_module(vlm, loader=loader, num_generations=4)
@@ -147,7 +150,7 @@ def test_what_is_trained(image_files, loader):
     assert moved - in_tower
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("internvl", marks=SLOW)])
 def test_the_first_ratio_is_one(family, image_files):
     """With kept features too: the passes see the same images."""
     for loader in ({}, {"freeze_vision_modules": True}):
@@ -174,7 +177,7 @@ def test_the_first_ratio_is_one(family, image_files):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("loader", [{}, {"freeze_vision_modules": True}])
+@pytest.mark.parametrize("loader", [{}, pytest.param({"freeze_vision_modules": True}, marks=SLOW)])
 def test_a_run_killed_inside_a_cycle_resumes_to_the_same_bits(tmp_path, image_files, loader):
     vlm = tiny_vlms.build("qwen2_5_vl")
     prompts = vision_prompts(image_files, "no image here", "nor here")

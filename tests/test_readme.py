@@ -103,7 +103,7 @@ def test_every_strategy_named_trains(folder):
             strategy = parse(arguments).trainer.strategy
             name = strategy if isinstance(strategy, str) else strategy.class_path.rpartition(".")[2]
             assert name in {"DDPStrategy", "GRPODeepSpeedStrategy", *names_of_strategies()}
-    (sentence,) = re.findall(r"A strategy is a line, .*?;(.*?)\(\[docs/scale", README, re.DOTALL)
+    (sentence,) = re.findall(r"Choose a strategy with one flag, .*?\.(.*?)train to the same weights", README, re.DOTALL)
     named = set(re.findall(r"`(\w+)`", sentence))
     assert named
     assert named <= names_of_strategies()
@@ -116,7 +116,7 @@ def names_of_strategies() -> set[str]:
 
 def test_the_extras_are_those_of_the_package():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
-    (sentence,) = re.findall(r"The\nextras are (.*?); `all` is all but `(\w+)`", README, re.DOTALL)
+    (sentence,) = re.findall(r"The\nextras are (.*?); `all` installs all of them except `(\w+)`", README, re.DOTALL)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set(re.findall(r"`([\w-]+)`", sentence[0]))
     assert named == set(extras) - {"all", "bench", "test", "dev"}

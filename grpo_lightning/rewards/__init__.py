@@ -6,100 +6,64 @@ The names load on first use: a process that runs a reward loads what that reward
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from grpo_lightning.rewards.accuracy import Accuracy
-    from grpo_lightning.rewards.base import Reward, RewardLike, WeightedReward, completion_text
-    from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
-    from grpo_lightning.rewards.boxes.iou import FormatRec, IoU
-    from grpo_lightning.rewards.by_method import ByMethod
-    from grpo_lightning.rewards.countdown import Countdown
-    from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
-    from grpo_lightning.rewards.llm_judge import LLMJudge
-    from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
-    from grpo_lightning.rewards.reasoning_gym import ReasoningGym
-    from grpo_lightning.rewards.registry import Plugin, available, reward
-    from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
-    from grpo_lightning.rewards.reward_model import RewardModel
-    from grpo_lightning.rewards.reward_set import RewardSet
-    from grpo_lightning.rewards.scores import Scores
-    from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
-    from grpo_lightning.rewards.workers import RewardWorkers
-
-__all__ = [
-    "Accuracy",
-    "AllMatch",
-    "AnyAnswer",
-    "BoxRepetition",
-    "ByMethod",
-    "Cosine",
-    "Countdown",
-    "Counting",
-    "DetectionMAP",
-    "ExactMatch",
-    "Format",
-    "FormatRec",
-    "IoU",
-    "LLMJudge",
-    "Length",
-    "MultipleChoice",
-    "OdLength",
-    "Plugin",
-    "ReactFormat",
-    "ReasoningGym",
-    "Repetition",
-    "Reward",
-    "RewardLike",
-    "RewardModel",
-    "RewardSet",
-    "RewardWorkers",
-    "Scores",
-    "SoftOverlong",
-    "TextSimilarity",
-    "WeightedReward",
-    "WeightedSum",
-    "YesNo",
-    "available",
-    "completion_text",
-    "reward",
-]
+if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOMES`
+    from grpo_lightning.rewards.accuracy import Accuracy as Accuracy
+    from grpo_lightning.rewards.base import Reward as Reward
+    from grpo_lightning.rewards.base import RewardLike as RewardLike
+    from grpo_lightning.rewards.base import WeightedReward as WeightedReward
+    from grpo_lightning.rewards.base import completion_text as completion_text
+    from grpo_lightning.rewards.boxes.rewards import BoxRepetition as BoxRepetition
+    from grpo_lightning.rewards.boxes.rewards import DetectionMAP as DetectionMAP
+    from grpo_lightning.rewards.boxes.rewards import FormatRec as FormatRec
+    from grpo_lightning.rewards.boxes.rewards import IoU as IoU
+    from grpo_lightning.rewards.boxes.rewards import OdLength as OdLength
+    from grpo_lightning.rewards.boxes.rewards import WeightedSum as WeightedSum
+    from grpo_lightning.rewards.by_method import AllMatch as AllMatch
+    from grpo_lightning.rewards.by_method import AnyAnswer as AnyAnswer
+    from grpo_lightning.rewards.by_method import ByMethod as ByMethod
+    from grpo_lightning.rewards.by_method import Counting as Counting
+    from grpo_lightning.rewards.by_method import MultipleChoice as MultipleChoice
+    from grpo_lightning.rewards.by_method import TextSimilarity as TextSimilarity
+    from grpo_lightning.rewards.by_method import YesNo as YesNo
+    from grpo_lightning.rewards.countdown import Countdown as Countdown
+    from grpo_lightning.rewards.length import Cosine as Cosine
+    from grpo_lightning.rewards.length import Length as Length
+    from grpo_lightning.rewards.length import SoftOverlong as SoftOverlong
+    from grpo_lightning.rewards.llm_judge import LLMJudge as LLMJudge
+    from grpo_lightning.rewards.reasoning_gym import ReasoningGym as ReasoningGym
+    from grpo_lightning.rewards.registry import Plugin as Plugin
+    from grpo_lightning.rewards.registry import available as available
+    from grpo_lightning.rewards.registry import reward as reward
+    from grpo_lightning.rewards.reward_model import RewardModel as RewardModel
+    from grpo_lightning.rewards.reward_set import RewardSet as RewardSet
+    from grpo_lightning.rewards.scoring import Scores as Scores
+    from grpo_lightning.rewards.text import ExactMatch as ExactMatch
+    from grpo_lightning.rewards.text import Format as Format
+    from grpo_lightning.rewards.text import ReactFormat as ReactFormat
+    from grpo_lightning.rewards.text import Repetition as Repetition
+    from grpo_lightning.rewards.workers import RewardWorkers as RewardWorkers
 
 _HOMES = {
-    "Accuracy": "accuracy",
-    "AllMatch": "methods",
-    "AnyAnswer": "methods",
-    "BoxRepetition": "repetition",
-    "ByMethod": "by_method",
-    "Cosine": "length",
-    "Countdown": "countdown",
-    "Counting": "methods",
-    "DetectionMAP": "boxes.detection",
-    "ExactMatch": "text",
-    "Format": "text",
-    "FormatRec": "boxes.iou",
-    "IoU": "boxes.iou",
-    "LLMJudge": "llm_judge",
-    "Length": "length",
-    "MultipleChoice": "methods",
-    "OdLength": "boxes.detection",
-    "Plugin": "registry",
-    "ReactFormat": "text",
-    "ReasoningGym": "reasoning_gym",
-    "Repetition": "repetition",
-    "Reward": "base",
-    "RewardLike": "base",
-    "RewardModel": "reward_model",
-    "RewardSet": "reward_set",
-    "RewardWorkers": "workers",
-    "Scores": "scores",
-    "SoftOverlong": "length",
-    "TextSimilarity": "methods",
-    "WeightedReward": "base",
-    "WeightedSum": "boxes.detection",
-    "YesNo": "methods",
-    "available": "registry",
-    "completion_text": "base",
-    "reward": "registry",
+    name: module
+    for module, names in {
+        "accuracy": "Accuracy",
+        "base": "Reward RewardLike WeightedReward completion_text",
+        "boxes.rewards": "BoxRepetition DetectionMAP FormatRec IoU OdLength WeightedSum",
+        "by_method": "AllMatch AnyAnswer ByMethod Counting MultipleChoice TextSimilarity YesNo",
+        "countdown": "Countdown",
+        "length": "Cosine Length SoftOverlong",
+        "llm_judge": "LLMJudge",
+        "reasoning_gym": "ReasoningGym",
+        "registry": "Plugin available reward",
+        "reward_model": "RewardModel",
+        "reward_set": "RewardSet",
+        "scoring": "Scores",
+        "text": "ExactMatch Format ReactFormat Repetition",
+        "workers": "RewardWorkers",
+    }.items()
+    for name in names.split()
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

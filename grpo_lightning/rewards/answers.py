@@ -1,24 +1,27 @@
-r"""Extracting the answer from a text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
+r"""Extracting answers from text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
 
-Completions are untrusted text, so all of it takes linear time: `str` methods and patterns that cannot backtrack.
+Also reading the number or the option that an answer gives. Completions are untrusted text, so everything here takes
+linear time: `str` methods, and patterns that cannot backtrack or look a few characters far.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-UNSPACED = (
+from grpo_lightning.rewards.base import ImageSize, Reward
+
+_UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # Chinese, Japanese, Korean
 )
-"""Letters of scripts that put no spaces between words, or between words and numbers: to go into `[...]`."""
+"""Letters of scripts without spaces between words, or between words and numbers, for use in `[...]`."""
 
 _FULL_WIDTH = str.maketrans(
     {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {"\u3000": " ", "\u3001": ",", "\u3002": "."}
 )
-_SEAM = re.compile(rf"(?<=[{UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9.,!?:])(?=[{UNSPACED}])")
+_SEAM = re.compile(rf"(?<=[{_UNSPACED}])(?=[A-Za-z0-9])|(?<=[A-Za-z0-9.,!?:])(?=[{_UNSPACED}])")
 
 _GROUPED_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _CURRENCY = r"[$\u20a0-\u20bf\u00a3\u00a5\u0e3f]"  # dollar, euro, pound, yen and others
@@ -28,7 +31,6 @@ _AMOUNT = re.compile(
     rf"(?:\s{{0,4}}{_CURRENCY})?"
 )
 _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of the answer
-
 
 _ANNOUNCED = re.compile(
     r"\banswers?\b(?:[^.:=\n]|\.(?=[0-9])){0,60}?(?:[:=]|\b(?:(?:is|are|be)(?:\s{1,8}equal\s{1,8}to)?|equals?)\b|\n)"
@@ -48,36 +50,33 @@ _DISPLAY = {"\\[": "\\]", "$$": "$$"}
 def readable(text: str) -> str:
     r"""The text with full-width characters as ASCII, and a space wherever Chinese and the like touch a word or number.
 
-    Python's `\b` and `\w` take all of "3个" (three pieces) for one word.
+    Python's `\b` and `\w` treat "3个" (three pieces) as one word.
     """
     return _SEAM.sub(" ", text.translate(_FULL_WIDTH))
 
 
 def between_answer_tags(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds, up to the first closing tag; None if there is none."""
+    """The content of the last `<answer>...</answer>`, up to its first closing tag; None if there is none."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
 
 
 def after_thought(text: str) -> str:
-    """What follows the last `</think>`, else all of it.
-
-    Behind a thought that is opened and never closed (a truncated completion) there is nothing.
-    """
+    """The text after the last `</think>`, else all of it; empty if `<think>` is never closed, as in a truncated one."""
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
 
 
 def after_hashes(text: str) -> str | None:
-    """What follows the last `####`, up to the end of the line; None if there is none (GSM8K)."""
+    """The text after the last `####`, up to the end of the line; None if there is none (GSM8K)."""
     _, hashes, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0] if hashes else None
 
 
 def in_box(text: str) -> str | None:
-    r"""What the last closed `\boxed{...}` holds, braces inside it matched; None if there is none.
+    r"""The content of the last closed `\boxed{...}`, with matched braces inside; None if there is none.
 
-    Data that were escaped once too often have `\\boxed{...}`, which is read too.
+    `\\boxed{...}`, from data that were escaped once too often, is read too.
     """
     opened: list[int | None] = []  # for every brace still open: where a box begins, None for other braces
     last: tuple[int, int] | None = None
@@ -94,40 +93,40 @@ def in_box(text: str) -> str | None:
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     r"""The answer where chat models put it; None if there is none.
 
-    The first of these that the text has: the last `<answer>...</answer>`; and behind the thought, the last `\boxed{}`;
+    The first of these that the text has: the last `<answer>...</answer>`; after the reasoning, the last `\boxed{}`;
     the last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**) with no number
-    behind it; the last line, behind its last "=" or "is". One place is chosen, whatever the right answer is, and all
-    that is said there is the answer: "3 or 4" is neither 3 nor 4, and what is said not to be the answer is none.
+    after it; the last line, after its last "=" or "is". The place is chosen without regard to the right answer, and
+    everything there is the answer: "3 or 4" is neither 3 nor 4, and "not 7" is no answer.
 
     Args:
         text: A completion.
-        finish_reason: "length" if it was truncated: then its last line counts only for closed tags and boxes, as it may
+        finish_reason: "length" if it was truncated: its last line then counts only for closed tags and boxes, as it may
             hold half an answer.
     """
     tagged = between_answer_tags(text)
-    said = readable(after_thought(text) if tagged is None else tagged)
-    boxed = in_box(said)
+    final = readable(after_thought(text) if tagged is None else tagged)
+    boxed = in_box(final)
     if boxed is not None or tagged is not None:
-        return said if boxed is None else boxed
+        return final if boxed is None else boxed
     if finish_reason == "length":
-        said = said[: said.rfind("\n") + 1]
-    for found in (_announced(said), _in_bold(said)):
+        final = final[: final.rfind("\n") + 1]
+    for found in (_announced(final), _in_bold(final)):
         if found is not None:
             return found
-    return None if finish_reason == "length" else _last_line(said)
+    return None if finish_reason == "length" else _last_line(final)
 
 
-def _announced(said: str) -> str | None:
-    """What is announced as the answer, or stands after `####`, whichever comes last."""
-    *_, last = None, *_ANNOUNCED.finditer(said)
-    hashes = said.rfind("####")
+def _announced(text: str) -> str | None:
+    """The answer that is announced, or that follows `####`, whichever comes last."""
+    *_, last = None, *_ANNOUNCED.finditer(text)
+    hashes = text.rfind("####")
     if hashes > (last.start() if last else -1):
-        line, _, rest = said[hashes + 4 :].strip().partition("\n")
+        line, _, rest = text[hashes + 4 :].strip().partition("\n")
         if line and not (rest.strip() and any(char.isalpha() for char in line)):  # else it is a headline
             return line
     if last is None:
         return None
-    rest = said[last.end() :].lstrip("*_:= \t\r\n")
+    rest = text[last.end() :].lstrip("*_:= \t\r\n")
     line = rest.partition("\n")[0].rstrip()
     if (closing := _DISPLAY.get(line)) is not None:
         return rest[len(line) :].partition(closing)[0].strip()
@@ -135,26 +134,26 @@ def _announced(said: str) -> str | None:
     return None if not answer or _NEGATED.search(last[0]) or _NEGATED.match(answer) else answer
 
 
-def _in_bold(said: str) -> str | None:
+def _in_bold(text: str) -> str | None:
     """The last bold text that is no headline, if no number follows it; its whole line, if that has several."""
     last = None
-    for found in _BOLD.finditer(said):
-        last = found if not found[1].rstrip().endswith(":") and said[found.end() : found.end() + 1] != ":" else last
-    if last is None or any(char.isdigit() for char in said[last.end() :]):
+    for found in _BOLD.finditer(text):
+        last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
+    if last is None or any(char.isdigit() for char in text[last.end() :]):
         return None
-    start = said.rfind("\n", 0, last.start()) + 1
-    before = said[start : last.start()]
+    start = text.rfind("\n", 0, last.start()) + 1
+    before = text[start : last.start()]
     if _NEGATED.search(before):
         return None
-    return said[start:].partition("\n")[0].replace("**", "") if "**" in before else last[1]
+    return text[start:].partition("\n")[0].replace("**", "") if "**" in before else last[1]
 
 
-def _last_line(said: str) -> str | None:
-    """The last line that is not empty, behind its last "=" or "is" if it does not list several answers.
+def _last_line(text: str) -> str | None:
+    """The last line that is not empty, after its last "=" or "is" if it does not list several answers.
 
-    Marks around a formula or code that stand on lines of their own are no lines; what "so" begins says it anew.
+    Lines with nothing but the marks of a formula or code are skipped; a clause with "so" starts the line anew.
     """
-    lines = (line.strip() for line in reversed(said.rstrip().split("\n")))
+    lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")
     *_, so = None, *_SO.finditer(line)
     line = line[so.end() :] if so else line
@@ -169,7 +168,7 @@ def _last_line(said: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """The text up to the end of its first sentence, or to the reason that is given, without marks of bold text."""
+    """The text up to the end of its first sentence or to a "because", without marks of bold text."""
     end = _SENTENCE_END.search(text)
     return (text if end is None else text[: end.start()]).replace("**", "").strip(" \t_")
 
@@ -181,19 +180,19 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
     "hashes": lambda text, _: after_hashes(text),
     "text": lambda text, _: text,
 }
-"""Where an answer can be, by the name used in settings; called with a completion and its finish reason."""
+"""Extractors by their name in settings; called with a completion and its finish reason."""
 
 
 def given_answer(text: str) -> str:
-    r"""The answer of a completion: in the last answer tags, else behind its thought.
+    r"""The answer of a completion: in the last answer tags, else after its reasoning: in the last `\boxed{}`, or all.
 
-    There, what the last `\boxed{}` holds, else all of it. What is only thought is no answer.
+    The reasoning itself is never the answer.
     """
     if (answer := between_answer_tags(text)) is not None:
         return answer
-    said = after_thought(text)
-    boxed = in_box(said)
-    return said if boxed is None else boxed
+    final = after_thought(text)
+    boxed = in_box(final)
+    return final if boxed is None else boxed
 
 
 def right_answer(answer: Any, column: str) -> str:
@@ -218,7 +217,7 @@ def right_answer(answer: Any, column: str) -> str:
     return text.strip()
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     r"""The text as it is compared: "1,000" without its commas, no full stop at the end, no marks around it.
 
     The marks are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
@@ -244,3 +243,142 @@ def amount(text: str) -> str:
 def _unmarked(text: str) -> str:
     """The text without whitespace and `$` around it, and without a full stop at the end."""
     return text.strip(" \t\r\n$").rstrip(" \t\r\n$.")
+
+
+def plain(text: str) -> str:
+    """The text in lower case, whitespace made single spaces, without a full stop at the end."""
+    return " ".join(text.casefold().split()).rstrip(". ")
+
+
+_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?![\w]|\.[0-9])")
+
+
+def single_number(text: str) -> float | None:
+    """The number that a text gives ("There are 3." is 3); None if it has none, or several of different value."""
+    values = {float(number.replace(",", "")) for number in _NUMBER.findall(readable(text))}
+    return values.pop() if len(values) == 1 else None
+
+
+def is_number(text: str) -> bool:
+    """Whether the whole text is a number."""
+    return _NUMBER.fullmatch(readable(text)) is not None
+
+
+_LONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+_FIRST = re.compile(r"[\s*_(\[$\"']*(?:([A-Z])(?=[.):,\]*])|([a-z])(?=[.):\]*](?:\W|$)))")
+_ANSWER = re.compile(  # in Chinese: the answer (is); choose
+    r"(?:\banswers?(?:\s{1,8}(?:is|must\s{1,8}be|would\s{1,8}be))?\b"
+    r"|答案(?:应该|应)?[是为选]?|选择?)[\s:=*_(\[$\"']{0,8}"
+    r"([A-Za-z])(?![\w'\u2019])",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(
+    r"(?:\b(?:option|choice)s?(?:\s{1,8}is)?\b|选项)[\s:*_(\[$\"']{0,8}([A-Za-z])(?![\w'\u2019])", re.IGNORECASE
+)
+_MARKED = re.compile(r"(?<!\w)[(\[]([A-Za-z])[)\]]|\*\*\(?([A-Za-z])\)?[.:]?\*\*|\b([A-Z])\)")
+_CAPITAL = re.compile(r"\b[A-Z]\b(?!['\u2019])")
+_WORD_FOLLOWS = re.compile(r"\s{1,8}(?!(?:and|or)\b)[a-z]")
+_NEXT = re.compile(
+    r"[\s)\]*_$\"'.:,;/&|]{0,8}(?:(?:\b(?:and|or)\b|[和或与及]者?)\s{0,8})?"
+    r"[\s(\[*_$\"']{0,8}([A-Za-z])(?![\w'\u2019])",
+    re.IGNORECASE,
+)
+_REFUSED = re.compile(
+    r"(?:\b(?:not|never|neither|nor|cannot|except)|n['\u2019]t)\s{1,8}"
+    r"(?:(?:pick|choose|select|take|be|the|an?|answer|option|choice)\s{1,8}){0,4}[(\[*_\"']{0,4}\Z"
+    r"|(?:不(?:应该|应|能)?[选是]|并非|排除)择?\s{0,8}[(\[*_\"']{0,4}\Z",
+    re.IGNORECASE,
+)
+_REFUSED_CHARACTERS = 80
+"""How far before a letter `_REFUSED` is searched."""
+
+_WRONG = re.compile(
+    r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
+    r"(?:clearly\s{1,8}|definitely\s{1,8}|also\s{1,8})?(?:not|wrong|incorrect|false)\b"
+    r"|[)\]*_\"']{0,4}\s{1,8}isn['\u2019]t\b"
+    r"|[)\]*_\"'.]{0,4}\s{0,8}(?:选项)?(?:是|也)?(?:错|不对|不正确|不是|有误)",
+    re.IGNORECASE,
+)
+
+
+def choice(text: str) -> str | None:
+    """The option a text chooses, as a capital letter; None if it chooses none, or lists several.
+
+    In this order: the text is one letter; the last letter called the answer ("the answer is B"); the marked letter that
+    the text begins with ("B) because", "A, because I ..."), unless others are marked alike ("(A) 1 (B) 2"); the only
+    letter that is marked ("(B)") or called an option; the only capital that stands alone. A letter with another right
+    after it ("A, B", "A or B") is part of a list; one that is called wrong ("not B", "B is wrong") is not chosen.
+    """
+    text = readable(text)
+    if lone := _LONE.fullmatch(text):
+        return lone[1].upper()
+    answer = None
+    for found in _ANSWER.finditer(text):
+        answer = found if _is_option(found, text) and not _is_refused(found, text) else answer
+    if answer:
+        return None if _is_listed(answer, text) else answer[1].upper()
+    if (first := _FIRST.match(text)) and not _is_refused(first, text):
+        return None if _is_listed(first, text) or _others_alike(first, text) else (first[1] or first[2]).upper()
+    options = {found[1].upper() for found in _allowed(_OPTION, text) if _is_option(found, text)}
+    marked = options | {(found[1] or found[2] or found[3]).upper() for found in _allowed(_MARKED, text)}
+    capitals = (found for found in _allowed(_CAPITAL, text) if found[0] != "I")
+    alone = marked or {None if _is_article(found, text) else found[0] for found in capitals}
+    return alone.pop() if len(alone) == 1 else None
+
+
+def _allowed(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """The matches of a pattern whose letter is not called wrong."""
+    return (found for found in pattern.finditer(text) if not _is_refused(found, text))
+
+
+def _is_refused(found: re.Match[str], text: str) -> bool:
+    """Whether a letter is called wrong ("not B", "I would not pick (B)", "B is wrong")."""
+    start, end = found.span(found.lastindex or 0)
+    before = text[max(0, start - _REFUSED_CHARACTERS) : start]
+    return _REFUSED.search(before) is not None or _WRONG.match(text, end) is not None
+
+
+def _is_option(found: re.Match[str], text: str) -> bool:
+    """Whether a named letter is an option, not the word "a" or "i" ("the answer is a dog")."""
+    return found[1] not in ("a", "i") or not _WORD_FOLLOWS.match(text, found.end())
+
+
+def _is_article(found: re.Match[str], text: str) -> bool:
+    """Whether a lone capital may be the article ("A cat", but also "A or B")."""
+    following = text[found.end() : found.end() + 2]
+    return found[0] == "A" and following[:1] == " " and following[1:].islower()
+
+
+def _is_listed(found: re.Match[str], text: str) -> bool:
+    """Whether another letter follows at once that is no subject of its own ("A. B is wrong")."""
+    following = _NEXT.match(text, found.end())
+    if following is None or _WORD_FOLLOWS.match(text, following.end()):
+        return False
+    chosen, other = found[found.lastindex or 1], following[1]
+    return other.isupper() >= chosen.isupper() and other.upper() != chosen.upper() and other != "I"
+
+
+def _others_alike(first: re.Match[str], text: str) -> bool:
+    """Whether other letters have the mark of the first."""
+    letter = first[first.lastindex or 1]
+    alike = re.finditer(rf"(?<![\w'\u2019])([A-Za-z]){re.escape(text[first.end()])}(?!\w)", text[first.end() :])
+    others = {found[1] for found in alike if found[1].isupper() == letter.isupper()}
+    return bool(others - {letter, "I"})
+
+
+class AnswerReward(Reward):
+    """A reward that compares the answer of a completion with the right one of its row, text or a number.
+
+    Args:
+        answer_column: The data column with the right answer.
+    """
+
+    says_solved = True
+
+    def __init__(self, answer_column: str) -> None:
+        self.answer_column = answer_column
+        self.required_columns = (answer_column,)
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Check the right answer. Raises: ValueError if it is not text or a number."""
+        right_answer(columns.get(self.answer_column), self.answer_column)

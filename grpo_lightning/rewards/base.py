@@ -28,7 +28,7 @@ A call has the completions of one prompt; of an async reward, or with the attrib
 whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps nothing from call to call.
 
 A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
-that it is going to judge. What it loads itself, it loads in `connect`, along with the policy.
+that it is going to judge. It loads its own models in `connect`, along with the policy.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ import functools
 import inspect
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_lightning.core.types import Message
-from grpo_lightning.rewards.introspection import check_callable, innermost, is_async, keywords, snake_case
 
 if TYPE_CHECKING:  # processes that run rewards do without
     import torch
@@ -161,8 +162,51 @@ class Reward(ABC):
         """
 
 
+@dataclass(frozen=True)
+class TrainerState:
+    """How far the run is, for rewards: numbers of the Trainer under its names, which reach other processes too."""
+
+    global_step: int
+    """Optimizer steps done."""
+
+    max_steps: int
+    """-1 without a limit."""
+
+    current_epoch: int
+    max_epochs: int | None
+    global_rank: int
+    world_size: int
+
+    @property
+    def epoch(self) -> float:
+        """As the Trainer of transformers calls `current_epoch`."""
+        return float(self.current_epoch)
+
+    @property
+    def num_train_epochs(self) -> int | None:
+        """As the Trainer of transformers calls `max_epochs`."""
+        return self.max_epochs
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """As the Trainer of transformers calls a `global_rank` of 0."""
+        return self.global_rank == 0
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerState:
+        """That of a Lightning Trainer."""
+        return cls(
+            trainer.global_step,
+            trainer.max_steps,
+            trainer.current_epoch,
+            trainer.max_epochs,
+            trainer.global_rank,
+            trainer.world_size,
+        )
+
+
 RewardLike = Reward | Callable[..., Any]
-"""What users pass as a reward."""
+"""A reward as users pass it."""
 
 
 class WeightedReward(Reward):
@@ -205,7 +249,7 @@ class WeightedReward(Reward):
             )
         if (on_error == "value") != (error_value is not None and math.isfinite(error_value)):
             raise ValueError(
-                f"error_value is the number that on_error='value' stands in with, and goes with nothing else; got "
+                f"error_value is the number that on_error='value' gives to failures, and goes with nothing else; got "
                 f"on_error={on_error!r}, error_value={error_value!r}."
             )
         self.reward = reward
@@ -238,9 +282,9 @@ class WeightedReward(Reward):
 
     def __call__(self, **available: Any) -> Any:
         """Call the reward with those of the arguments it takes."""
-        return self.reward(**self.taken(available))
+        return self.reward(**self.select(available))
 
-    def taken(self, available: Mapping[str, Any]) -> dict[str, Any]:
+    def select(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the arguments that the reward takes."""
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
@@ -378,3 +422,52 @@ def _renamed(name: str) -> str:
         name,
     )
     return f"{name}_fn"
+
+
+def check_callable(reward: Any) -> None:
+    """Raises: ValueError if it is no function or callable object."""
+    if isinstance(reward, str):
+        raise ValueError(
+            f"A reward must be a function or callable object, got the text {reward!r}: give the function itself, or "
+            f"grpo_lightning.rewards.reward({reward!r}) for a shipped or installed reward of that name."
+        )
+    if isinstance(reward, type) or not callable(reward):
+        hint = f"an instance, {reward.__name__}(...)" if isinstance(reward, type) else "a function"
+        raise ValueError(f"A reward must be a function or callable object, got {reward!r}: give {hint}.")
+
+
+def snake_case(name: str) -> str:
+    """ExactMatch -> exact_match, LLMJudge -> llm_judge."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside `functools.partial`s, which have neither its name nor its attributes."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return reward
+
+
+def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, list[str]]:
+    """The keywords a reward takes (None: any), and those it cannot do without.
+
+    Raises:
+        ValueError: If it cannot be called by keyword.
+    """
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Reward {name!r} does not tell its arguments: wrap it in a function with `def`.") from error
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ValueError(f"Reward {name!r} takes {parameter.name!r} by position; rewards are called by keyword.")
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    accepted = None if takes_all else frozenset(parameter.name for parameter in named)
+    return accepted, [parameter.name for parameter in named if parameter.default is parameter.empty]
+
+
+def is_async(reward: Callable[..., Any]) -> bool:
+    """True for a coroutine function, or an object whose `__call__` is one."""
+    inner = innermost(reward)
+    return inspect.iscoroutinefunction(inner if inspect.isroutine(inner) else type(inner).__call__)

@@ -1,4 +1,4 @@
-"""One reward that scores every row by the method its data name (VLM-R1's `accu_reward_method`)."""
+"""Scoring short answers by the kind of question, as the column `accu_reward_method` names it (VLM-R1)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import asyncio
 import difflib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+import logging
+import re
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from grpo_lightning.rewards.accuracy import Accuracy, UndecidedError
+from grpo_lightning.rewards.answers import (
+    AnswerReward,
+    choice,
+    given_answer,
+    is_number,
+    normalize,
+    plain,
+    readable,
+    right_answer,
+    single_number,
+)
 from grpo_lightning.rewards.base import (
     METHOD_COLUMN,
     SHARED,
@@ -19,25 +32,163 @@ from grpo_lightning.rewards.base import (
     Reward,
     RewardLike,
     completion_in_form,
+    completion_text,
     inner_reward,
 )
-from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
-from grpo_lightning.rewards.boxes.iou import IoU
-from grpo_lightning.rewards.methods import TEXT_METHODS
 
-METHODS: dict[str, Callable[[str], RewardLike]] = {
-    **TEXT_METHODS,
-    "iou": IoU,
-    "rec": IoU,
-    "map": DetectionMAP,
-    "od_ap": DetectionMAP,
-    "od_ap50": functools.partial(DetectionMAP, iou_threshold=0.5),
-    "odLength": OdLength,
-    "weighted_sum": WeightedSum,
-}
-"""The methods shipped, by their name in the column `accu_reward_method`: called with the column of the right answer."""
+if TYPE_CHECKING:
+    import torch
 
+logger = logging.getLogger(__name__)
+
+_YES_NO = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z]{3}")
 _JUDGE = "llm"
+
+
+class Method(AnswerReward):
+    """Compares the answer of every completion (`given_answer`) with the right one.
+
+    Args:
+        answer_column: The data column with the right answer: all of it, or the part between answer tags, after `####`
+            or in a box. A row without an answer is not scorable.
+    """
+
+    def __init__(self, answer_column: str = "solution") -> None:
+        super().__init__(answer_column)
+
+    def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
+        """Compare. Args: completions: [B]. Returns: [B] in [0, 1], None where the row is not scorable."""
+        rights = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
+        given = [given_answer(completion_text(completion)) for completion in completions]
+        return [self.score(a, right) if right else None for a, right in zip(given, rights, strict=True)]
+
+    @abstractmethod
+    def score(self, given: str, right: str) -> float | None:
+        """How right a given answer is; None if the right one is not of this kind."""
+
+
+class MultipleChoice(Method):
+    """1 if the same option is chosen: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
+
+    An answer that names no option, or lists several ("A, B", "(A) 1 (B) 2"), is wrong. A right answer that names none
+    is not scorable.
+    """
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the letters."""
+        letter = choice(right)
+        return None if letter is None else float(choice(given) == letter)
+
+
+class YesNo(Method):
+    """1 if the answer has the word of the right answer, "yes" or "no", and not the other one.
+
+    A right answer with neither or both is not scorable.
+    """
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the words."""
+        wanted, found = ({word.lower() for word in _YES_NO.findall(readable(text))} for text in (right, given))
+        return float(found == wanted) if len(wanted) == 1 else None
+
+
+class AllMatch(Method):
+    """1 if the answer is the right one, save for case, whitespace and a full stop at the end."""
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the texts."""
+        return float(plain(given) == plain(right))
+
+
+class Counting(Method):
+    """1 if the answer has exactly one number, and it is equal to the right one ("There are 3." is 3).
+
+    A right answer without a number, or with several, is not scorable. VLM-R1 counts by its `default`, which rewards
+    words that look like the right ones where either has no number.
+    """
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the numbers."""
+        number = single_number(right)
+        return None if number is None else float(single_number(given) == number)
+
+
+class TextSimilarity(Method):
+    """Similarity of the answer to the right one: 2 * LCS / (len(a) + len(b)), in characters.
+
+    LCS is the longest common subsequence; case, whitespace and a full stop at the end do not count. This is the
+    `Levenshtein.ratio` that VLM-R1's `default` gives to text. Words that look alike score, whatever they mean.
+    """
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare the texts."""
+        return similarity(plain(given), plain(right))
+
+
+class AnyAnswer(Method):
+    r"""1 if the answer is right, by what the right answer is: a number, an option, mathematics or text.
+
+    - The same text, save for case, whitespace and a full stop: right.
+    - A number: right if the answer has exactly one number, and it is equal ("There are 3." is 3); a formula ("3/4" for
+      0.75, "12 cm" for 12) as mathematics.
+    - One letter: as `MultipleChoice`.
+    - Mathematics: as `Accuracy`.
+    - Other text: wrong; with `has_partial_credit` the similarity 2 * LCS / (len(a) + len(b)), LCS being the longest
+      common subsequence in characters. VLM-R1 always gives that credit, and so rewards words that look alike.
+
+    Args:
+        answer_column: As in `Method`.
+        has_partial_credit: Whether other text scores by its similarity to the right one.
+    """
+
+    def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
+        """Raises: ImportError if math-verify is missing."""
+        super().__init__(answer_column)
+        self.has_partial_credit = has_partial_credit
+        self.accuracy = Accuracy(answer_column)
+
+    def score(self, given: str, right: str) -> float | None:
+        """Compare by the kind of the right answer."""
+        if plain(given) == plain(right):
+            return 1.0
+        if len(right) == 1 and right.isalpha():
+            return float(choice(given) == choice(right))
+        if is_number(normalize(right)):
+            if single_number(given) == single_number(normalize(right)):
+                return 1.0
+            if is_number(normalize(given)) or not _is_formula(given):
+                return 0.0
+        if _is_formula(right):
+            try:
+                is_right = self.accuracy.compare(right, given)
+            except UndecidedError as error:
+                logger.warning("AnyAnswer: %.80r could not be compared with %.80r: %s.", given, right, error)
+                return None
+            if is_right is not None:
+                return float(is_right)
+        return similarity(plain(given), plain(right)) if self.has_partial_credit else 0.0
+
+
+def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
+    """The shipped methods by their name in the column `accu_reward_method`; called with the answer column."""
+    from grpo_lightning.rewards.boxes.rewards import DetectionMAP, IoU, OdLength, WeightedSum  # they need torch
+
+    return {
+        "default": AnyAnswer,
+        "math": Accuracy,
+        "mcq": MultipleChoice,
+        "yes_no": YesNo,
+        "all_match": AllMatch,
+        "counting": Counting,
+        "iou": IoU,
+        "rec": IoU,
+        "map": DetectionMAP,
+        "od_ap": DetectionMAP,
+        "od_ap50": functools.partial(DetectionMAP, iou_threshold=0.5),
+        "odLength": OdLength,
+        "weighted_sum": WeightedSum,
+    }
 
 
 class ByMethod(Reward):
@@ -45,11 +196,11 @@ class ByMethod(Reward):
 
     Shipped are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`), `all_match`
     (`AllMatch`), `counting` (`Counting`); for boxes `iou` and `rec` (`IoU`), `map` and `od_ap` (`DetectionMAP`),
-    `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum` (`WeightedSum`). `llm` is
-    an `LLMJudge`, which has to be among `methods`. A method whose package is missing is an error where it is named.
+    `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum` (`WeightedSum`). `llm`
+    needs an `LLMJudge` among `methods`. A method whose package is missing is an error where a row names it.
 
     Args:
-        methods: More methods by name, or others instead of shipped ones: any rewards but those for whole groups.
+        methods: Further methods by name, or replacements of shipped ones: any rewards but those for whole groups.
         default: The method of rows that name none (no such column, None or empty).
         method_column: The data column with the name of the method.
         answer_column: The data column with the right answer, for the shipped methods.
@@ -68,7 +219,7 @@ class ByMethod(Reward):
         """Raises: ValueError if `default` is no method, or a method cannot be inside another reward; ImportError."""
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
-        for name, make in METHODS.items():
+        for name, make in shipped_methods().items():
             if name in (methods or {}):
                 continue
             try:
@@ -85,7 +236,7 @@ class ByMethod(Reward):
 
     @property
     def name(self) -> str:
-        """What VLM-R1 calls it."""
+        """The name in VLM-R1."""
         return "accuracy"
 
     def __call__(
@@ -103,24 +254,23 @@ class ByMethod(Reward):
         for row, name in enumerate(named):
             rows.setdefault(self._known(name) if name else self.default, []).append(row)
         available["completions"] = completions
-        log_extra = available.get("log_extra", _to_nowhere)
+        log_extra = available.get("log_extra")
         logged: dict[str, dict[str, list[Any]]] = {}  # by column and method: each logs for its own rows
         results = {name: self._call(name, chosen, available, logged) for name, chosen in rows.items()}
 
-        def finished(results: Mapping[str, Any]) -> list[float | None]:
+        def finish(results: Mapping[str, Any]) -> list[float | None]:
             for column, by_method in logged.items():
-                log_extra(column, _merged(by_method, rows, len(completions)))
-            return _merged(results, rows, len(completions))
+                if log_extra is not None:
+                    log_extra(column, _merge(by_method, rows, len(completions)))
+            return _merge(results, rows, len(completions))
 
         waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
-        if not waiting:
-            return finished(results)
 
-        async def later() -> list[float | None]:
+        async def finish_later() -> list[float | None]:
             done = dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
-            return finished({**results, **done})
+            return finish({**results, **done})
 
-        return later()
+        return finish_later() if waiting else finish(results)
 
     def check(self, max_completion_length: int) -> None:
         """Check every method. Raises: ValueError as the methods do."""
@@ -139,14 +289,14 @@ class ByMethod(Reward):
         if columns.get(self.method_column):  # the default's columns are checked as those of every reward
             for column in self.methods[method].required_columns:
                 if column not in columns:
-                    raise ValueError(_lacks(method, column))
+                    raise ValueError(_missing_column(method, column))
         try:
             self.methods[method].check_row(columns, image_sizes)
         except ValueError as error:
             raise ValueError(f"its method {method!r}: {error}") from error
 
     def warm_up(self) -> None:
-        """Warm the default method up; the others may never be asked for."""
+        """Warm the default method up; the others may never be called."""
         self.methods[self.default].warm_up()
 
     def connect(self, device: torch.device) -> None:
@@ -184,11 +334,11 @@ class ByMethod(Reward):
         available: Mapping[str, Any],
         logged: dict[str, dict[str, list[Any]]],
     ) -> Any:
-        """Call one method with its rows. What it gives `log_extra` goes to `logged`."""
+        """Call one method with its rows; its `log_extra` fills `logged`."""
         method = self.methods[name]
         for column in method.required_columns:
             if column not in available:
-                raise ValueError(_lacks(name, column))
+                raise ValueError(_missing_column(name, column))
         arguments = {
             key: value if key in SHARED or value is None else [value[row] for row in rows]
             for key, value in available.items()
@@ -200,16 +350,12 @@ class ByMethod(Reward):
         return method(**arguments)
 
 
-def _lacks(method: str, column: str) -> str:
-    """What to say of a column that a method needs."""
+def _missing_column(method: str, column: str) -> str:
+    """The message for a column that a method needs."""
     return f"The method {method!r} needs the data column {column!r}, which the data do not have."
 
 
-def _to_nowhere(column: str, values: Iterable[Any]) -> None:
-    """`log_extra` for a call outside a run."""
-
-
-def _merged(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count: int) -> list[float | None]:
+def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count: int) -> list[float | None]:
     """[B] the values of all methods in the order of the rows."""
     merged: list[float | None] = [None] * count
     for name, result in results.items():
@@ -219,3 +365,28 @@ def _merged(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count
         for row, value in zip(rows[name], values, strict=True):
             merged[row] = value
     return merged
+
+
+def similarity(a: str, b: str) -> float:
+    """2 * LCS / (len(a) + len(b)), LCS being the longest common subsequence in characters; 1 for two empty texts.
+
+    The packages Levenshtein and rapidfuzz call it `ratio`. An integer holds a row of the textbook table, a zero bit
+    wherever the length grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
+    """
+    if len(a) < len(b):
+        a, b = b, a
+    places: dict[str, int] = {}
+    for place, char in enumerate(b):
+        places[char] = places.get(char, 0) | 1 << place
+    row = every = (1 << len(b)) - 1
+    for char in a:
+        matches = row & places.get(char, 0)
+        row = (row + matches | row - matches) & every
+    lcs = len(b) - row.bit_count()
+    total = len(a) + len(b)
+    return 1 - (total - 2 * lcs) / total if total else 1.0
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text is compared as mathematics, which would read only the number of "Paris 2024"."""
+    return any(char.isdigit() or char in "\\^_$" for char in text) and ("\\" in text or not _WORD.search(text))

@@ -1,4 +1,4 @@
-"""Rewards for how long a completion is, in tokens, the stop token included."""
+"""Rewards for the length of a completion in tokens, the stop token included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, RewardLike, 
 
 
 class Length(Reward):
-    """1 inside a range of lengths, falling off in a straight line outside.
+    """1 inside a range of lengths, with a linear falloff outside.
 
         r = max(0, 1 - d / falloff_tokens)        d = tokens missing to min_tokens, or beyond max_tokens
 
@@ -38,7 +38,7 @@ class Length(Reward):
 
     @property
     def name(self) -> str:
-        """`length` itself is the logs' word for tokens."""
+        """Not `length`, which is the number of tokens in logs."""
         return "length_reward"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
@@ -58,8 +58,8 @@ class SoftOverlong(Reward):
         r = 0 up to max_length - cache_length, then a straight line down to -1 at max_length, and -1 beyond
 
     Args:
-        cache_length: Tokens before `max_length` from which on a completion is punished.
-        max_length: Tokens from which on the punishment is full; None takes the run's `max_completion_length`.
+        cache_length: Length of the straight line, in tokens.
+        max_length: Tokens at which the punishment is -1; None takes the run's `max_completion_length`.
     """
 
     def __init__(self, cache_length: int, max_length: int | None = None) -> None:
@@ -85,7 +85,7 @@ class SoftOverlong(Reward):
         return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
 
     def _limit(self, max_completion_length: int | None) -> int:
-        """Where the punishment is full, in tokens. Raises: ValueError if that is nowhere, or within `cache_length`."""
+        """The length with a punishment of -1. Raises: ValueError if there is none, or it is within `cache_length`."""
         limit = _limit(self.max_length, max_completion_length, "SoftOverlong needs max_length")
         if limit <= self.cache_length:
             raise ValueError(
@@ -96,7 +96,7 @@ class SoftOverlong(Reward):
 
 
 class Cosine(Reward):
-    """Right answers are worth more the shorter, wrong ones cost less the longer they are.
+    """Cosine-scaled length reward: short right answers earn more, long wrong ones cost less.
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 
@@ -111,8 +111,8 @@ class Cosine(Reward):
         min_len_wrong: Reward of a wrong answer of length 0.
         max_len_wrong: Reward of a wrong answer of the greatest length.
         max_len: T, in tokens; None takes the run's `max_completion_length`.
-        accuracy: The reward that says what is right: values of at least 1 are. What it cannot score is None here too.
-            None takes `Accuracy()`.
+        accuracy: The reward that decides which answers are right: values of at least 1 are. Its None stays None. By
+            default `Accuracy()`.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Cosine(Reward):
         return [None if value is None else self._score(float(value), tokens, limit) for value, tokens in pairs]
 
     def _score(self, accuracy: float, tokens: int, limit: int) -> float:
-        """One completion's reward; what is no number stays none, for the failure policy."""
+        """One completion's reward; NaN stays NaN, for the failure policy."""
         if math.isnan(accuracy):
             return accuracy
         start, end = self.correct if accuracy >= 1 else self.wrong

@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.rewards.answer_reward import AnswerReward
-from grpo_lightning.rewards.answers import given_answer, right_answer
+from grpo_lightning.rewards.answers import AnswerReward, given_answer, right_answer
 from grpo_lightning.rewards.base import Content, completion_text, prompt_text
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ Reply with one line and nothing else, "Score: x", x being 1 if the answer means 
 does not, and a number between for an answer that is partly right."""
 
 LONGEST_PAUSE_SECONDS = 60.0
-"""How long the client may wait before it tries again, at most."""
+"""The longest time that the client waits before it tries again."""
 
 _PLACES = re.compile(r"\{(question|right|given)\}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
@@ -45,25 +44,26 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 class LLMJudge(AnswerReward):
     r"""The score that a language model gives the answer, from 0 to 1 (VLM-R1's `llm`).
 
-    The model sees the question (the text of the last turn), the right answer and the completion's answer: what its last
-    `<answer>...</answer>` holds, else its last `\boxed{...}`, else all of it. All completions of a call are judged
-    together while other rewards run.
+    The model sees the question (the text of the last turn), the right answer and the completion's answer: the content
+    of its last `<answer>...</answer>`, else of its last `\boxed{...}`, else all of it. All completions of a call are
+    judged concurrently while other rewards run.
 
-    A completion whose call fails, or whose reply has no score, is not scorable (None), which is said in a warning and
-    logged as `llm_judge/failed`. When no call of a batch gets a reply (wrong address, key or model), that is an error,
+    A completion whose call fails, or whose reply has no score, is not scorable (None), with a warning, and their share
+    is logged as `llm_judge/failed`. If no call of a batch gets a reply (wrong address, key or model), that is an error,
     and `WeightedReward.on_error` decides. VLM-R1 asks a fixed model, one completion after the other without a time
     limit, and compares texts where that fails.
 
     Args:
         model: The name of the model at the endpoint.
-        base_url: The endpoint, `http://localhost:8000/v1`; None is OpenAI's, or what `OPENAI_BASE_URL` says.
-        api_key_env: The environment variable with the key. It may be unset for an endpoint of one's own.
+        base_url: The endpoint, `http://localhost:8000/v1`; None is OpenAI's, or that of `OPENAI_BASE_URL`.
+        api_key_env: The environment variable with the key. It may be unset for an endpoint of your own.
         answer_column: The data column with the right answer (see `Method`). A row without one is not scorable.
-        prompt: What the model is asked; `{question}`, `{right}` and `{given}` stand for the texts.
-        temperature: Of the model's reply; None leaves it to the endpoint (models that reason take no other).
-        timeout_seconds: For one attempt.
+        prompt: The prompt for the model; `{question}`, `{right}` and `{given}` are replaced by the texts.
+        temperature: Sampling temperature of the reply; None leaves it to the endpoint (some reasoning models require
+            that).
+        timeout_seconds: Limit for one attempt.
         max_retries: Further attempts after a time-out, a lost connection, too many requests or an error of the server.
-        concurrency: Calls at the same time, at most.
+        concurrency: The most calls at the same time.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -111,7 +111,7 @@ class LLMJudge(AnswerReward):
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Ask. Args: prompts, completions: [B]. Returns: [B] in [0, 1], None without a right answer or a score.
+        """Ask the model. Args: prompts, completions: [B]. Returns: [B] in [0, 1], None without a right answer or score.
 
         Raises:
             RuntimeError: If no call got a reply.
@@ -132,23 +132,20 @@ class LLMJudge(AnswerReward):
         return values
 
     def _question(self, question: str, right: str, given: str) -> str:
-        """The prompt for the model. In one pass: what a completion says is no place to put something."""
+        """The prompt for the model, filled in one pass: placeholders in a completion stay text."""
         texts = {"question": question, "right": right, "given": given}
         return _PLACES.sub(lambda place: texts[place[1]], self.prompt)
 
     async def _replies(self, questions: Sequence[str]) -> list[str | Exception]:
-        """What the model says to each question, or what went wrong."""
+        """The reply to each question, or the error."""
         if not questions:
             return []
         from openai import AsyncOpenAI
 
         free = asyncio.Semaphore(self.concurrency)
-        # A client lives as long as one call: it belongs to an event loop, and must be in no pickle and no fork.
+        # A client per call: it belongs to an event loop, and must be in no pickle and no fork.
         async with AsyncOpenAI(
-            api_key=self._api_key(),
-            base_url=self.base_url,
-            timeout=self.timeout_seconds,
-            max_retries=self.max_retries,
+            api_key=self._api_key(), base_url=self.base_url, timeout=self.timeout_seconds, max_retries=self.max_retries
         ) as client:
 
             async def ask(question: str) -> str | Exception:
@@ -158,52 +155,47 @@ class LLMJudge(AnswerReward):
             return list(await asyncio.gather(*map(ask, questions)))
 
     async def _reply(self, client: AsyncOpenAI, question: str) -> str | Exception:
-        """One reply, or what went wrong."""
+        """One reply, or the error."""
         from openai import OpenAIError
 
         settings: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
         call = client.chat.completions.create(
-            model=self.model,
-            messages=[{"role": "user", "content": question}],
-            **settings,
+            model=self.model, messages=[{"role": "user", "content": question}], **settings
         )
-        # The client's limit is for silence; one for the whole stops a server that sends a byte now and then.
+        # The client limits the silence between two bytes; this limits the whole call.
         limit = (self.timeout_seconds + LONGEST_PAUSE_SECONDS) * (self.max_retries + 1)
         try:
             found = await asyncio.wait_for(call, limit)
         except (OpenAIError, asyncio.TimeoutError, ValueError) as error:  # the last: a body that is no JSON
             return error
-        return said(found)
+        return reply_text(found)
 
     def _report(self, replies: Sequence[str | Exception], scores: Sequence[float | None], log_metric: Any) -> None:
-        """Say what failed. Raises: RuntimeError if all calls did."""
+        """Warn about failed calls and log their share. Raises: RuntimeError if all calls failed."""
         errors = [reply for reply in replies if isinstance(reply, Exception)]
+        first_error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""  # a time-out has no text
         silent = [r for r, score in zip(replies, scores, strict=True) if score is None and isinstance(r, str)]
         if errors and len(errors) == len(replies):
             raise RuntimeError(
                 f"The judge {self.model!r} at {self.base_url or 'the default endpoint'} did not reply to any of "
-                f"{len(replies)} calls; the first: {_described(errors[0])}"
+                f"{len(replies)} calls; the first: {first_error}"
             ) from errors[0]
         if errors:
             logger.warning(
                 "LLMJudge: %d of %d calls failed, and their completions are not scorable. The first: %s",
-                len(errors),
-                len(replies),
-                _described(errors[0]),
+                *(len(errors), len(replies), first_error),
             )
         if silent:
             logger.warning(
                 "LLMJudge: %d of %d replies have no score from 0 to 1, and their completions are not scorable. The "
                 "first: %.200r",
-                len(silent),
-                len(replies),
-                silent[0],
+                *(len(silent), len(replies), silent[0]),
             )
         if log_metric is not None and replies:
             log_metric(f"{self.name}/failed", (len(errors) + len(silent)) / len(replies))
 
     def _api_key(self) -> str:
-        """The key. Raises: ValueError if it is missing and the endpoint is OpenAI's."""
+        """The API key. Raises: ValueError if it is missing and the endpoint is OpenAI's."""
         key = os.environ.get(self.api_key_env, "")
         if not key and self.base_url is None and not os.environ.get("OPENAI_BASE_URL"):
             raise ValueError(
@@ -214,13 +206,13 @@ class LLMJudge(AnswerReward):
 
 
 def score_in(reply: str) -> float | None:
-    """The score in a reply: what follows its last "Score:" on that line, else all of it; None unless it is in [0, 1].
+    """The score in a reply: the rest of the line after its last "Score:", else all of it; None unless it is in [0, 1].
 
-    What stands up to the last `</think>` is no reply.
+    The text up to the last `</think>` is ignored.
     """
-    said = reply.rpartition("</think>")[2]
-    _, found, rest = said.lower().rpartition("score:")
-    text = rest.strip(" \t\r\n*_").partition("\n")[0] if found else said
+    final = reply.rpartition("</think>")[2]
+    _, found, rest = final.lower().rpartition("score:")
+    text = rest.strip(" \t\r\n*_").partition("\n")[0] if found else final
     text = text.strip(" \t\r\n*_\"'`").rstrip(".")
     if _NUMBER.fullmatch(text) is None:
         return None
@@ -228,13 +220,8 @@ def score_in(reply: str) -> float | None:
     return value if 0 <= value <= 1 else None
 
 
-def _described(error: Exception) -> str:
-    """An error with its kind: that of a time-out has no text."""
-    return f"{type(error).__name__}: {error}"
-
-
-def said(found: Any) -> str:
-    """The text of a reply; of one without text, what it is. An endpoint may send anything."""
+def reply_text(found: Any) -> str:
+    """The text of a reply, or its `repr` if it has none. An endpoint may send anything."""
     try:
         text = found.choices[0].message.content
     except (AttributeError, IndexError, KeyError, TypeError):

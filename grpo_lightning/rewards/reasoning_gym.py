@@ -1,4 +1,4 @@
-"""What reasoning-gym's verifiers say of an answer."""
+"""A reward that calls reasoning-gym's verifiers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_t
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("task", "task_config", "entry")
-"""Of the rows that `ReasoningGymTasks` writes."""
+"""The columns of the rows that `ReasoningGymTasks` writes, as far as the reward reads them."""
 
 
 class ReasoningGym(Reward):
-    """What the verifier of the row's task in reasoning-gym gives the answer, 0 to 1.
+    """The score of the answer by the verifier of the row's task in reasoning-gym, 0 to 1.
 
-    The answer is what stands in the last answer tags, else behind the thought, in a box or as a whole; where that is
-    blank, the verifier is told that there is none. What it says counts, also 0.01 for any answer at all, as some do. An
-    answer on which it raises, or of which it says no number from 0 to 1, is not scorable: None, with a warning, and
+    The answer is read from the last answer tags, else after the reasoning from a box, else it is the whole text; a
+    blank one is passed to the verifier as None. The verifier's value counts as it is, even the 0.01 that some give to
+    any answer. If it raises or returns no number from 0 to 1, the answer is not scorable: None, with a warning, and
     counted in `reasoning_gym/verifier_failed` (the share of the completions of the step).
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code; their rows are refused unless
-    `evaluate_answers` is set. Of these, `Countdown` has one that executes nothing.
+    `evaluate_answers` is set. For the task countdown, the reward `Countdown` executes nothing.
 
     Args:
-        evaluate_answers: Have completions executed by the verifiers that do so. They are untrusted code: only in a
-            container with nothing to lose.
-        failed_value: The value of an answer on which the verifier raises; null for not scorable.
+        evaluate_answers: Allow verifiers that execute completions. They are untrusted code: set it only in a container
+            with nothing to lose.
+        failed_value: The value of an answer on which the verifier fails; null for not scorable.
     """
 
     says_solved = True
@@ -58,7 +58,7 @@ class ReasoningGym(Reward):
             task: [B] names; None where the row is of no task.
             task_config: [B] the tasks' settings as JSON.
             entry: [B] the items as `write_entry` wrote them.
-            log_metric: Of the run.
+            log_metric: The run's.
 
         Returns:
             [B] values, 0 to 1; None where the row is of no task, or the verifier fails.
@@ -73,7 +73,7 @@ class ReasoningGym(Reward):
                 values.append(None)
                 continue
             dataset, item = self._item(name, config, text)
-            value, problem = verified(dataset, item, completion_text(completion))
+            value, problem = verify(dataset, item, completion_text(completion))
             problems += [f"{name}: {problem}"] if problem else []
             values.append(self.failed_value if problem else value)
         if problems:
@@ -108,8 +108,8 @@ class ReasoningGym(Reward):
             raise ValueError(f"column 'entry' must hold an item, as ReasoningGymTasks writes it: {error}") from error
 
 
-def verified(dataset: Any, item: Entry, completion: str) -> tuple[float | None, str | None]:
-    """(What the verifier says of a completion, None), or (None, why it failed)."""
+def verify(dataset: Any, item: Entry, completion: str) -> tuple[float | None, str | None]:
+    """(The verifier's value of a completion, None), or (None, why it failed)."""
     answer = given_answer(completion).strip() or None
     try:
         value = dataset.score_answer(answer, item)

@@ -1,4 +1,4 @@
-"""Rewards by a short name: those shipped, and those that installed packages announce.
+"""Rewards by a short name: shipped ones, and entry points of installed packages.
 
 A package announces a reward by an entry point of the group `grpo_lightning.rewards`, in its `pyproject.toml`:
 
@@ -15,17 +15,22 @@ from typing import Any
 
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
-from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
-from grpo_lightning.rewards.boxes.iou import FormatRec, IoU
-from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.boxes.rewards import BoxRepetition, DetectionMAP, FormatRec, IoU, OdLength, WeightedSum
+from grpo_lightning.rewards.by_method import (
+    AllMatch,
+    AnyAnswer,
+    ByMethod,
+    Counting,
+    MultipleChoice,
+    TextSimilarity,
+    YesNo,
+)
 from grpo_lightning.rewards.countdown import Countdown
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.llm_judge import LLMJudge
-from grpo_lightning.rewards.methods import AllMatch, AnyAnswer, Counting, MultipleChoice, TextSimilarity, YesNo
 from grpo_lightning.rewards.reasoning_gym import ReasoningGym
-from grpo_lightning.rewards.repetition import BoxRepetition, Repetition
 from grpo_lightning.rewards.reward_model import RewardModel
-from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat
+from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat, Repetition
 
 GROUP = "grpo_lightning.rewards"
 """The entry point group in which packages announce rewards."""
@@ -64,7 +69,7 @@ class Plugin(WeightedReward):
     """A reward by its short name: one shipped, or one that an installed package announces.
 
     Args:
-        name: The short name; `available()` tells which there are.
+        name: The short name, one of `available()`.
         init_args: Arguments of the reward, if it is a class.
         weight: As in `WeightedReward`.
         log_name: The name in logs; by default the reward's own.
@@ -88,7 +93,7 @@ class Plugin(WeightedReward):
 
 
 def available() -> dict[str, str]:
-    """The short names of all rewards, each with what announces it: this package or another.
+    """The short names of all rewards, each with the package that announces it.
 
     Raises:
         ValueError: If two packages announce one name.
@@ -113,7 +118,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
     if name in SHIPPED:
         found: Any = SHIPPED[name]
     elif name in announced:
-        found = _loaded(announced[name])
+        found = _load(announced[name])
     else:
         raise ValueError(_unknown(name, [*SHIPPED, *announced]))
     if isinstance(found, type):
@@ -139,8 +144,8 @@ def _announced() -> Mapping[str, EntryPoint]:
     return found
 
 
-def _loaded(point: EntryPoint) -> Any:
-    """What an entry point names. Raises: ImportError if it fails to load."""
+def _load(point: EntryPoint) -> Any:
+    """Load an entry point. Raises: ImportError if it fails to load."""
     try:
         return point.load()
     except Exception as error:
@@ -156,7 +161,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _unknown(name: str, names: list[str]) -> str:
-    """The message for a name that nothing is announced under."""
+    """The message for an unknown name."""
     close = difflib.get_close_matches(name.rpartition(".")[2].lower(), names, n=2)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (

@@ -13,49 +13,156 @@ import torch
 from jinja2 import TemplateError
 
 from grpo_lightning.core.types import Message
+from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.sharding import unpartitioned
+from grpo_lightning.policy.tokens import num_positions
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
-from grpo_lightning.rewards.classifier import Classifier, longest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Tokens = tuple[int, ...]
 
+KIND = "ForSequenceClassification"
+"""The end of the class names of such models."""
+
+
+class Classifier:
+    """A sequence-classification checkpoint: its config and tokenizer, its checks without the weights, its weights.
+
+    Args:
+        model: As in `RewardModel`.
+        tokenizer: As in `RewardModel`.
+        revision: As in `RewardModel`.
+        dtype: As in `RewardModel`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, revision: str, dtype: str) -> None:
+        self.model: Any = str(model) if isinstance(model, Path) else model
+        self.tokenizer = tokenizer
+        self.revision = revision
+        self.dtype = dtype
+
+    @property
+    def is_named(self) -> bool:
+        """True for a name or folder, False for a model in memory."""
+        return isinstance(self.model, str)
+
+    def load_config(self) -> PretrainedConfig:
+        """Load the config. Raises: FileNotFoundError if there is none."""
+        from transformers import AutoConfig
+
+        if not self.is_named:
+            return self.model.config  # type: ignore[no-any-return]
+        with naming("RewardModel.model", self.model):
+            return AutoConfig.from_pretrained(self.model, revision=self.revision)  # type: ignore[no-any-return]
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer. Raises: FileNotFoundError or ValueError if there is none."""
+        from transformers import AutoTokenizer
+
+        found = self.model if self.tokenizer is None else self.tokenizer
+        if not isinstance(found, str | Path):
+            return found  # type: ignore[no-any-return]
+        revision = self.revision if self.tokenizer is None else "main"
+        with naming(f"RewardModel.{'model' if self.tokenizer is None else 'tokenizer'}", str(found)):
+            tokenizer = AutoTokenizer.from_pretrained(str(found), revision=revision)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of no file
+            raise ValueError(f"There is no tokenizer with the reward model {found!r}: give RewardModel.tokenizer one.")
+        return tokenizer  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """Check the config.
+
+        Raises:
+            FileNotFoundError: If there is no such model.
+            ValueError: If it does not give one score per sequence.
+        """
+        config = self.load_config()
+        made = [type(self.model).__name__] if not self.is_named else config.architectures or []
+        named = f"{self.model!r}" if self.is_named else f"a {made[0]}"
+        if not all(KIND in name for name in made):
+            raise ValueError(
+                f"RewardModel.model must be a sequence-classification model, got {named} (type {config.model_type}, "
+                f"architecture {', '.join(made)}): another kind has no trained score head. Give a reward model; use "
+                "LLMJudge for a model that writes its judgement."
+            )
+        if config.num_labels != 1:
+            raise ValueError(
+                f"RewardModel.model must give one score per sequence, and {named} has {config.num_labels} labels "
+                "(num_labels in its config). Give one with a single label."
+            )
+
+    def size(self, config: PretrainedConfig) -> tuple[int, int]:
+        """(weights, bytes of each), from the config alone."""
+        from transformers import AutoModelForSequenceClassification
+
+        if not self.is_named:
+            return sum(weight.numel() for weight in self.model.parameters()), self.model.dtype.itemsize
+        dtype: Any = (config.dtype or torch.float32) if self.dtype == "auto" else self.dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        with torch.device("meta"), unpartitioned():
+            model = AutoModelForSequenceClassification.from_config(config)
+        return sum(weight.numel() for weight in model.parameters()), dtype.itemsize
+
+    def load(self, device: torch.device) -> PreTrainedModel:
+        """Load the full weights onto a device, frozen and in eval mode.
+
+        Raises:
+            ValueError: If the checkpoint lacks weights: transformers would make them up.
+        """
+        from transformers import AutoModelForSequenceClassification
+
+        if not self.is_named:
+            return self.model.eval().requires_grad_(False).to(device)  # type: ignore[no-any-return]
+        dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        with naming("RewardModel.model", self.model), unpartitioned():
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                self.model, revision=self.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
+            )
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"The checkpoint of RewardModel.model {self.model!r} lacks {len(missing)} weights, {missing[0]!r} "
+                "first: they would be random numbers, and so the scores. Give a checkpoint that was trained as a "
+                "reward model."
+            )
+        return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
 
 class RewardModel(Reward):
     """The score that a reward model gives a prompt with its completion.
 
-    The model is one of transformers' sequence classifiers with a single label; the score is its logit, as it is. A
-    chat prompt and the completion go through the reward model's own chat template; of a text prompt and the completion,
-    the text is put together and gets the tokenizer's special tokens once. Images cannot be scored. For a model that
-    writes its judgement there is `LLMJudge`.
+    The model is one of transformers' sequence classifiers with a single label; the score is its raw logit. A chat
+    prompt and its completion go through the reward model's own chat template; a text prompt and its completion are
+    concatenated and get the tokenizer's special tokens once. Images cannot be scored. For a model that writes its
+    judgement there is `LLMJudge`.
 
-    The score of a sequence is the one it has alone, whatever it is batched with. Which token transformers reads the
-    score from depends on padding: the last one that is not `pad_token_id` of the model's config. Sequences are padded
-    with that id; where the config has none the last token is read, and the padding is an id that occurs in none of
-    them. The tokenizer's own pad token and side do not matter. A sequence that comes twice is scored once.
+    Padding does not change a score: each sequence gets the score it has alone. Transformers reads the score from the
+    last token that is not `pad_token_id` of the model's config. Sequences are padded with that id; if the config has
+    none, transformers reads the last token, and they are padded with an id that occurs in none of them. The tokenizer's
+    own pad token and side do not matter. Equal sequences are scored once.
 
-    A sequence longer than the model takes is not cut: it is not scorable (None), which is said in a warning and logged
-    as `reward_model/too_long`, the share of such completions.
+    A sequence longer than the model takes is not cut: it is not scorable (None), with a warning, and the share of such
+    completions is logged as `reward_model/too_long`.
 
-    The weights load with the policy's, after all checks. Every rank holds a whole copy, under ZeRO-3 and FSDP2 as well,
+    The weights load with the policy's, after all checks. Every rank holds a full copy, under ZeRO-3 and FSDP2 as well,
     and scores its own completions without the others. That costs each device 2 bytes per weight in bfloat16 (14 GB for
     7 billion), 4 in float32, for the whole run or, with `offload`, during the call; and the activations of
-    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen, and no part of the module:
-    no optimizer, strategy or checkpoint sees it. Automatic mixed precision is off while it scores.
+    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen and no part of the module: it is
+    in no optimizer, strategy or checkpoint. Automatic mixed precision is off while it scores.
 
     Args:
         model: Hub name, folder, or a model in memory, which is frozen and moved.
         tokenizer: Its tokenizer, or the name or folder of one; null: the model's own. A model in memory needs it.
         revision: Branch, tag or commit of the model on the hub.
         batch_size: Sequences per forward pass, of like length.
-        max_length: Tokens a sequence may have; null: as many as model and tokenizer take.
-        dtype: Precision of the weights; "auto" is that of the checkpoint. bfloat16 knows a score of 10 to 0.06.
-        device: Where it scores, "cpu" or "cuda:1", the same for all ranks; null: the policy's device of the rank.
-        offload: Wait on the CPU between calls, at the cost of a transfer there and back.
+        max_length: The most tokens of a sequence; null: as many as model and tokenizer take.
+        dtype: Precision of the weights; "auto" is that of the checkpoint. bfloat16 resolves a score of 10 to 0.06.
+        device: The device, "cpu" or "cuda:1", the same for all ranks; null: the policy's device of the rank.
+        offload: Keep the weights on the CPU between calls, at the cost of a transfer there and back.
     """
 
     in_process = True
@@ -80,8 +187,8 @@ class RewardModel(Reward):
             raise ValueError("A reward model in memory needs its tokenizer: pass `tokenizer` (object, name or folder).")
         if not is_named and (revision != "main" or dtype != "auto"):
             raise ValueError(
-                f"revision ({revision}) and dtype ({dtype}) say how a name is loaded; the model given is in memory "
-                "already. Leave them out."
+                f"revision ({revision}) and dtype ({dtype}) apply to a model that is loaded by name; this one is in "
+                "memory already. Leave them out."
             )
         if dtype not in get_args(Precision):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Precision))}, got {dtype!r}.")
@@ -99,18 +206,18 @@ class RewardModel(Reward):
         self._place = self.device or torch.device("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was loaded: it loads again where it is needed."""
+        """The state without the loaded model, which loads again where it is needed."""
         return vars(self) | {"_tokenizer": None, "_loaded": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewardModel:
-        """A copy that shares the model, which nothing changes."""
+        """A copy that shares the loaded model, which nothing changes."""
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         return twin
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The reward model's own."""
+        """The reward model's tokenizer, loaded once."""
         if self._tokenizer is None:
             self._tokenizer = self.source.load_tokenizer()
         return self._tokenizer
@@ -120,14 +227,14 @@ class RewardModel(Reward):
 
         Raises:
             FileNotFoundError: If there is no such model, or it has no tokenizer.
-            ValueError: If it is no sequence classifier with one label and a trained head, or takes too few tokens.
+            ValueError: If it is no sequence classifier with one label, or `max_length` is above what it takes.
         """
         self.source.check()
         limit = longest(self.source.load_config(), self.tokenizer, self.max_length)
         if limit is not None and limit <= max_completion_length:
             logger.warning(
                 "RewardModel: the model takes %d tokens, and a completion may have %d (sampling.max_completion_length) "
-                "beside its prompt: the longest are not scorable.",
+                "in addition to its prompt: the longest are not scorable.",
                 limit,
                 max_completion_length,
             )
@@ -142,11 +249,11 @@ class RewardModel(Reward):
         # Templates refuse roles and their order: one prompt of each is enough.
         roles = tuple(message.get("role") for message in prompt)
         if roles not in self._rendered_roles:
-            self._rendered(prompt, "")
+            self._render(prompt, "")
             self._rendered_roles.add(roles)
 
     def connect(self, device: torch.device) -> None:
-        """Load the weights, for the policy's device unless a setting names another. Raises: ValueError if they lack."""
+        """Load the weights for the policy's device or the one set. Raises: ValueError if some are missing."""
         self._place = self.device or device
         waiting = torch.device("cpu") if self.offload else self._place
         if self._loaded is None:
@@ -186,16 +293,16 @@ class RewardModel(Reward):
         return [scores.get(tokens) for tokens in sequences]
 
     def tokens(self, prompt: Content, completion: Content) -> Tokens:
-        """The tokens of a prompt and its completion, as the reward model reads them."""
+        """Tokenize a prompt and its completion for the reward model."""
         text = completion_text(completion)
         if isinstance(prompt, str):
             return tuple(self.tokenizer(prompt + text, verbose=False).input_ids)
-        rendered = self._rendered(prompt, text)
-        # The template has written them.
+        rendered = self._render(prompt, text)
+        # The template has written the special tokens.
         return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
-    def _rendered(self, prompt: Sequence[Message], text: str) -> str:
-        """A chat as the template writes it. Raises: ValueError if there is none, or it takes no such messages."""
+    def _render(self, prompt: Sequence[Message], text: str) -> str:
+        """Apply the chat template. Raises: ValueError if there is none, or it does not take these messages."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"The prompt is a chat, and the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
@@ -207,9 +314,9 @@ class RewardModel(Reward):
         messages.append({"role": "assistant", "content": f"{start or ''}{text}"})
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except (TemplateError, TypeError) as error:  # what templates raise for roles and contents they do not know
+        except (TemplateError, TypeError) as error:  # templates raise these for unknown roles and contents
             raise ValueError(
-                f"The chat template of the reward model's tokenizer takes no messages of "
+                "The chat template of the reward model's tokenizer takes no messages of "
                 f"{', '.join(str(message.get('role')) for message in messages)}: {error}. Change the prompts (some "
                 "take no system prompt), or set another `tokenizer.chat_template`."
             ) from error
@@ -231,7 +338,7 @@ class RewardModel(Reward):
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[PreTrainedModel]:
-        """Inside, the model is where it scores, and nothing is recorded or cast."""
+        """A context with the model on its device, without autograd and mixed precision."""
         assert self._loaded is not None
         casts = torch.amp.is_autocast_available(self._place.type)
         without = torch.autocast(self._place.type, enabled=False) if casts else contextlib.nullcontext()
@@ -245,11 +352,11 @@ class RewardModel(Reward):
                 if self.offload:
                     self._loaded.to("cpu")
                     if self._place.type == "cuda":
-                        torch.cuda.empty_cache()  # or the room stays with the allocator
+                        torch.cuda.empty_cache()  # or the allocator keeps the memory
 
 
 def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.device) -> list[float]:
-    """The scores of some sequences in one forward pass, padded on the right.
+    """Score sequences in one forward pass, padded on the right.
 
     Args:
         model: A sequence classifier with one label.
@@ -286,7 +393,7 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
 
 @contextlib.contextmanager
 def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
-    """Inside, the config has a pad token that changes no score. Yields: it, None if no token is free for it."""
+    """A context in which the config has a pad token that changes no score. Yields: it, or None if no token is free."""
     own = config.pad_token_id
     if len(chunk) == 1 or (own is not None and 0 <= own < config.vocab_size):
         yield own or 0
@@ -300,7 +407,7 @@ def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
 
 
 def _as_text(message: Message) -> Message:
-    """A message whose text parts are one text. Raises: ValueError if it has other parts."""
+    """Join the text parts of a message. Raises: ValueError if it has other parts."""
     content = message["content"]
     if content is None or isinstance(content, str):
         return dict(message)
@@ -315,3 +422,18 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device must be like 'cpu' or 'cuda:1', or null, got {name!r}.") from error
+
+
+def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
+    """The most tokens of a sequence: the least of `max_length` and the limits of model and tokenizer; None if none.
+
+    The tokenizer's limit counts too: encoders with offset positions (RoBERTa) take fewer tokens than their config says.
+
+    Raises:
+        ValueError: If `max_length` is above the others.
+    """
+    limits = num_positions(config), tokenizer.model_max_length  # a tokenizer without a limit has 10^30
+    own = min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
+    if max_length is not None and own is not None and max_length > own:
+        raise ValueError(f"RewardModel.max_length is {max_length}, and the model takes {own} tokens: lower it.")
+    return own if max_length is None else max_length

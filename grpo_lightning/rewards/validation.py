@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
     """Have every reward check the rows of the prompts it applies to.
 
-    What a reward with an `on_error` of its own cannot judge is said in a warning: the run goes on as it says, which is
-    that the reward counts for no completion of a batch with such a row.
+    Rows that a reward with another `on_error` than "raise" cannot judge give a warning only: the reward then counts for
+    no completion of a batch with such a row.
 
     Args:
         prompts: The prompts. A row that comes twice, to train and to validate on, counts once.
@@ -28,82 +28,51 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
     Raises:
         ValueError: If there are rows that a reward cannot judge, naming file, line and reward.
     """
-    refused, accepted, lacking = _Problems(), _Problems(), _Lacking()
+    refused: dict[tuple[str | int, str], str] = {}
+    """Problems by row (its place, else its prompt: a row may be trained and validated on) and reward."""
+    accepted: dict[tuple[str | int, str], str] = {}
+    have: Counter[tuple[str, str, str]] = Counter()
+    lack: Counter[tuple[str, str, str]] = Counter()
     for prompt in prompts:
         sizes = [image.known_size for image in prompt.images]
         for reward in rewards:
             if not applies(prompt, reward.name):
                 continue
-            lacking.add(prompt, reward)
+            for column in reward.required_columns:
+                (have if column in prompt.columns else lack)[prompt.source, reward.name, column] += 1
             try:
                 reward.check_row({**prompt.columns, "prompts": prompt.content}, sizes)
-            except Exception as error:  # noqa: BLE001 - a check may be anybody's; what it raises is said of its row
-                (refused if reward.on_error == "raise" else accepted).add(prompt, reward.name, error)
-    lacking.say()
-    if accepted.lines:
-        log.warning("%s\nEvery batch that has one of them goes without the reward, as its on_error says.", accepted)
-    if refused.lines:
+            except Exception as error:  # noqa: BLE001 - a check may be anybody's; its error is reported with its row
+                kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
+                line = f"{prompt.label}: reward {reward.name!r}: {kind}{error}"
+                found = refused if reward.on_error == "raise" else accepted
+                found.setdefault((prompt.where or id(prompt), reward.name), line)
+    for (source, name, column), count in lack.items():
+        # An explicit null is somebody's wish, a missing column may be an accident.
+        if others := have[source, name, column]:
+            log.warning(
+                "%d of %d rows%s have no column %r: the reward %r gets None there, and most do not count then.",
+                count,
+                count + others,
+                f" of {source!r}" if source else "",
+                column,
+                name,
+            )
+    if accepted:
+        text = _format_problems(accepted)
+        log.warning("%s\nEvery batch that has one of them goes without the reward, as its on_error says.", text)
+    if refused:
         raise ValueError(
-            f"{refused}\nFix these rows, or set the answer to null to skip this reward for them. If another reward "
-            "is to judge them, name it in the entry of their data set (rewards: [...]), or take ByMethod, which goes "
-            "by every row's own method."
+            f"{_format_problems(refused)}\nFix these rows, or set the answer to null to skip this reward for them. If "
+            "another reward is to judge them, name it in the entry of their data set (rewards: [...]), or take "
+            "ByMethod, which goes by every row's own method."
         )
 
 
-class _Lacking:
-    """Rows without a column that a reward needs, among rows of the same source that have it."""
-
-    def __init__(self) -> None:
-        self.rows: Counter[tuple[str, str, str]] = Counter()
-        """By source, reward and column."""
-
-        self.have: Counter[tuple[str, str, str]] = Counter()
-
-    def add(self, prompt: Prompt, reward: WeightedReward) -> None:
-        """Count a row that the reward applies to."""
-        for column in reward.required_columns:
-            counted = self.have if column in prompt.columns else self.rows
-            counted[prompt.source, reward.name, column] += 1
-
-    def say(self) -> None:
-        """Say how many there are. An explicit null is somebody's wish, a missing column may be an accident."""
-        for (source, reward, column), count in self.rows.items():
-            if have := self.have[source, reward, column]:
-                log.warning(
-                    "%d of %d rows%s have no column %r: the reward %r gets None there, and most do not count then.",
-                    count,
-                    count + have,
-                    f" of {source!r}" if source else "",
-                    column,
-                    reward,
-                )
-
-
-class _Problems:
-    """The rows that rewards cannot judge, in words."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.rows: set[str | int] = set()
-        self.seen: set[tuple[str | int, str]] = set()
-        """Rows by their place, else by their prompt, and rewards: a row may be trained and validated on."""
-        self.rewards: Counter[str] = Counter()
-
-    def add(self, prompt: Prompt, reward: str, error: Exception) -> None:
-        """A row, and what a reward says of it."""
-        row = prompt.where or id(prompt)
-        if (row, reward) in self.seen:
-            return
-        self.seen.add((row, reward))
-        self.rows.add(row)
-        self.rewards[reward] += 1
-        kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
-        self.lines.append(f"{prompt.label}: reward {reward!r}: {kind}{error}")
-
-    def __str__(self) -> str:
-        """How many they are, and the first of them."""
-        counts = ", ".join(f"{count} by {name!r}" for name, count in self.rewards.items())
-        return f"{len(self.rows)} rows cannot be judged ({counts}):\n{listed(self.lines)}"
+def _format_problems(found: Mapping[tuple[str | int, str], str]) -> str:
+    """How many rows rewards cannot judge, and the first of them."""
+    counts = ", ".join(f"{count} by {name!r}" for name, count in Counter(name for _, name in found).items())
+    return f"{len({row for row, _ in found})} rows cannot be judged ({counts}):\n{listed(list(found.values()))}"
 
 
 @dataclass(frozen=True)

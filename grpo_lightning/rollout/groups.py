@@ -13,7 +13,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams,
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
-from grpo_lightning.rewards.scores import Scores, joined_scores
+from grpo_lightning.rewards.scoring import Scores, joined_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
 if TYPE_CHECKING:

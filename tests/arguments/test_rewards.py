@@ -37,7 +37,7 @@ from grpo_lightning.rewards import (
     WeightedSum,
     YesNo,
 )
-from grpo_lightning.rewards.equivalence import UndecidedError
+from grpo_lightning.rewards.accuracy import UndecidedError
 from tests.arguments.registry import case, case_of_each
 
 RIGHT = "<answer>4</answer>"
@@ -298,14 +298,13 @@ def test_concurrency(monkeypatch):
 def test_timeout_seconds(monkeypatch, caplog):
     limits = []
 
-    class Slow:
-        def decide(self, gold, answer, *, announced_in, timeout_seconds):
-            limits.append(timeout_seconds)
-            if timeout_seconds < 2:
-                raise UndecidedError("it took too long")
-            return True
+    def slow(gold, answer, timeout_seconds):
+        limits.append(timeout_seconds)
+        if timeout_seconds < 2:
+            raise UndecidedError("it took too long")
+        return True
 
-    monkeypatch.setattr("grpo_lightning.rewards.accuracy.equivalence", Slow)
+    monkeypatch.setattr("grpo_lightning.rewards.accuracy.compare", slow)
     assert value(Accuracy(timeout_seconds=1.0), RIGHT, solution="4") is None
     assert value(Accuracy(timeout_seconds=3.0), RIGHT, solution="4") == 1
     assert limits == [1.0, 3.0]

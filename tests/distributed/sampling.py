@@ -103,10 +103,10 @@ def save_policies(folder: Path) -> None:
         tiny_tokenizer().save_pretrained(folder / family)
 
 
-def main(strategy: str, folder: str) -> None:
-    """Run all cases, and save what came out on each rank."""
+def main(strategy: str, folder: str, *families: str) -> None:
+    """Run the families, all of them if none is named, and save what came out on each rank."""
     torch.set_num_threads(1)
-    for family in CASES:
+    for family in families or CASES:
         world_size = 1 if strategy == "one" else 2
         trainer = L.Trainer(
             accelerator="cpu",

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from grpo_lightning.cli import resume as resuming
 from tests.distributed import kept
 from tests.distributed.harness import run_ranks
+from tests.marks import only
 
 FLOAT = 4
 OVERHEAD = 90_000
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero3", "fsdp2"])
+@pytest.fixture(scope="module", params=only(["ddp"], ["ddp", "zero3", "fsdp2"]))
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
     """A strategy, once all runs are done under it on two ranks."""
     run_ranks("tests.distributed.kept", request.param, folder)

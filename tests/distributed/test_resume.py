@@ -9,6 +9,7 @@ from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.kept import cut
 from tests.distributed.resume import MICRO_STEPS_PER_EPOCH, kill_and_resume
+from tests.marks import SLOW
 
 MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
 """In the second epoch, in the third of a cycle's four optimizer steps."""
@@ -32,9 +33,9 @@ def half_write(newest: Path) -> None:
     ("strategy", "hook", "rank", "damage"),
     [
         pytest.param("ddp", "on_after_backward", 1, half_write, id="ddp, one rank, newest half written"),
-        pytest.param("zero2", "on_train_batch_end", 0, None, id="zero2, one rank"),
+        pytest.param("zero2", "on_train_batch_end", 0, None, id="zero2, one rank", marks=SLOW),
         pytest.param("zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written"),
-        pytest.param("fsdp2", "on_train_batch_start", None, None, id="fsdp2, all ranks"),
+        pytest.param("fsdp2", "on_train_batch_start", None, None, id="fsdp2, all ranks", marks=SLOW),
     ],
 )
 def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, damage):
@@ -45,6 +46,7 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
     assert kept == ["step=15.ckpt", "step=15.ckpt.ranks", "step=16.ckpt", "step=16.ckpt.ranks"]
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("strategy", "hook", "rank", "settings"),
     [

@@ -8,28 +8,34 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.distributed import steps
 from tests.distributed.harness import run_ranks
+from tests.marks import only, selected
 
-STRATEGIES = [name for name in steps.STRATEGIES if name != "one"]
+STRATEGIES = only(["ddp", "zero3"], [name for name in steps.STRATEGIES if name != "one"])
+CASES = only(
+    ["plain", "accumulate 4, kl", "clipped", "two updates", "a rank without prompts", "chunks", "lora", "reward model"],
+    steps.CASES,
+)
 TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the policy is, and the results of all cases on one device."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the policy is, and the results of the cases on one device."""
     folder = tmp_path_factory.mktemp("steps")
     steps.save_policy(folder)
-    run_ranks("tests.distributed.steps", "one", folder, world_size=1)
+    run_ranks("tests.distributed.steps", "one", folder, *selected(request, "case"), world_size=1)
     return folder
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
-    """A strategy, once all cases have run on two ranks under it, in one process group."""
-    run_ranks("tests.distributed.steps", request.param, folder, timeout=400)
+    """A strategy, once the cases have run on two ranks under it, in one process group."""
+    cases = selected(request, "case", strategy=request.param)
+    run_ranks("tests.distributed.steps", request.param, folder, *cases, timeout=400)
     return request.param
 
 
-@pytest.mark.parametrize("case", steps.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
     expected = torch.load(folder / f"one-{case}-0.pt")
     for rank in (0, 1):
@@ -45,7 +51,9 @@ def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
             assert torch.equal(found["after"][name], before) != (name in found["trained"]), f"did {name} move?"
 
 
-@pytest.mark.parametrize("case", [name for name, case in steps.CASES.items() if case.is_scored_by_model])
+@pytest.mark.parametrize(
+    "case", only(["reward model"], [name for name, case in steps.CASES.items() if case.is_scored_by_model])
+)
 def test_a_reward_model_scores_on_every_rank_as_alone(folder: Path, strategy: str, case: str):
     """Against transformers, one sequence at a time. Ranks have other sequences, one of them has none."""
     model = AutoModelForSequenceClassification.from_pretrained(folder / "classifier")

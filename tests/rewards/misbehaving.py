@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
 import sys
 import time
 
@@ -103,6 +104,17 @@ class Counts:
         return [float(self.calls)] * len(completions)
 
 
+class CountsLater(Counts):
+    """Counts from the second call on."""
+
+    is_first = True
+
+    def __call__(self, completions):
+        self.calls += not CountsLater.is_first
+        CountsLater.is_first = False
+        return [float(self.calls + 1)] * len(completions)
+
+
 class Unpicklable:
     """Holds what cannot be sent."""
 
@@ -133,9 +145,11 @@ def by_math_verify(completions, answer):
     ]
 
 
-def marked(completions, where):
-    """Leaves its process number, and hangs in C code."""
-    pathlib.Path(where[0]).write_text(str(os.getpid()))
+def starts_another(completions, path=None, **columns):
+    """Starts a process that sleeps, and hangs in C code."""
+    process = subprocess.Popen(["sleep", "300"])
+    if path is not None:
+        pathlib.Path(path[0]).write_text(str(process.pid))
     sum(range(10**15))
 
 
@@ -156,6 +170,11 @@ def tells_the_step(completions, trainer_state, log_extra):
     return process(completions, log_extra, lambda name, value: None)
 
 
+def has_torch(completions):
+    """1 if its process has loaded torch, which takes seconds and gigabytes of addresses."""
+    return [float("torch" in sys.modules)] * len(completions)
+
+
 def number_of_process(completions):
     """Where it runs, as a value."""
     return [float(os.getpid())] * len(completions)
@@ -171,14 +190,6 @@ class OpensLater:
         if self.client is None:
             self.client = lambda: 1.0
         return [self.client() for _ in completions]
-
-
-class CountsBesideATable(Counts):
-    """The same as `Counts`, and too large to compare."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = list(range(10**6))
 
 
 KEPT = []

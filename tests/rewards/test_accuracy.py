@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pickle
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.rewards import Accuracy, RewardSet, WeightedReward
-from grpo_lightning.rewards.equivalence import Equivalence, UndecidedError
+from grpo_lightning.rewards import Accuracy, RewardSet, RewardWorkers, WeightedReward
+from grpo_lightning.rewards import accuracy as module
+from grpo_lightning.rewards.accuracy import UndecidedError, compare, names_several, nesting, parse_short, prepare
 
 pytest.importorskip("math_verify")
 
@@ -68,6 +71,8 @@ def accuracy(completion: str, solution: Any, **settings: Any) -> float | None:
         ("<answer>5</answer>", "x = 5", 1),
         ("<answer>5 cm</answer>", "5", 1),
         ("<answer>5</answer>", "5 cm", 1),
+        ("<answer>5 mi</answer>", "5", 1),  # or m times i
+        ("<answer>5</answer>", "5 L", 1),
         ("<answer>12 dollars</answer>", "12", 1),
         ("<answer>1, 2</answer>", "2", 0),
         ("<answer>1 or 2</answer>", "{2, 1}", 1),
@@ -166,6 +171,7 @@ RIGHT = [
     ("final answer is 1/2", "0.5"),
     (r"The final answer is \frac{1}{2}.", "0.5"),
     ("The final answer is: $54$. I hope it is correct.", "54"),
+    ("The final answer is $54.$ I hope it is correct.", "54"),
     ("minus 54", "-54"),
     *(
         (f"6 * 9\n\n{opening}\n{formula}\n{closing}", "54")
@@ -302,7 +308,7 @@ def test_a_failed_comparison_is_no_silent_zero(monkeypatch: pytest.MonkeyPatch, 
     def fails(*_: Any, **__: Any) -> bool:
         raise UndecidedError("TypeError: cannot determine truth value")
 
-    monkeypatch.setattr(Equivalence, "decide", fails)
+    monkeypatch.setattr(module, "compare", fails)
     groups = [
         Group(Prompt("p", columns={"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)
     ]
@@ -315,7 +321,7 @@ def test_a_broken_process_follows_the_failure_policy(monkeypatch: pytest.MonkeyP
     def broken(*_: Any, **__: Any) -> bool:
         raise RuntimeError("did not start")
 
-    monkeypatch.setattr(Equivalence, "decide", broken)
+    monkeypatch.setattr(module, "compare", broken)
     groups = [
         Group(Prompt("p", columns={"solution": "3"}), [1], [Completion([1], [0.0], "stop", "<answer>3</answer>")] * 2)
     ]
@@ -363,3 +369,86 @@ def test_it_is_picklable_after_use():
     again = pickle.loads(pickle.dumps(reward))
     assert vars(again) == vars(reward)
     assert again(completions=["<answer>1</answer>"], solution=["1"]) == [1]
+
+
+# ------------------------------------------------------------------------------------------- the process that compares
+
+
+def test_it_decides():
+    def decide(gold: str, answer: str) -> bool | None:
+        return compare(gold, answer, 60)
+
+    assert decide("1/2", "0.5") is True
+    assert decide("1/2", "0.6") is False
+    assert decide("1/2", "no number") is False
+    assert decide("no number", "1/2") is None
+    assert decide("1/2", 'quotes " and\nnew\u2028lines, \ud83d') is False
+
+
+def test_it_goes_on_after_the_time_is_up():
+    begun = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(UndecidedError, match=r"took longer than 0\.5 s"):
+            compare("3", "$9^{9^{9^{9}}}$", 0.5)
+        assert compare("3", "3", 60) is True
+    assert time.monotonic() - begun < 30
+
+
+def test_in_a_worker_only_the_comparison_is_ended(caplog: pytest.LogCaptureFixture):
+    """The reward's own worker goes on: one bad answer does not cost its group the values."""
+    answers = [f"<answer>{text}</answer>" for text in ("$9^{9^{9^{9}}}$", "3", "2")]
+    group = Group(
+        Prompt("p", columns={"solution": "3"}), [1], [Completion([1], [0.0], "stop", text) for text in answers]
+    )
+    (row,) = RewardSet([Accuracy(timeout_seconds=2)], workers=RewardWorkers(1)).score([group]).total.tolist()
+    assert math.isnan(row[0])
+    assert row[1:] == [1, 0]
+    assert "took longer than 2 s" in caplog.text
+
+
+def test_a_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    module._pool.cache_clear()
+    monkeypatch.setattr("sys.executable", "/bin/false" if os.path.exists("/bin/false") else "false")
+    with pytest.raises(RuntimeError, match="ended with exit status 1, when it imported their modules"):
+        compare("3", "3", 60)
+    module._pool.cache_clear()
+
+
+def test_a_fork_gets_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    mine = module.start_comparing()
+    assert module.start_comparing() is mine
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    other = module.start_comparing()
+    assert other is not mine
+    other.stop()
+
+
+# ------------------------------------------------------------------------------------------------ what is compared
+
+
+def test_a_bare_formula_is_read_whole():
+    assert [str(expression) for expression in parse_short(r"2\pi")] == ["2*pi", r"2\pi"]
+    assert parse_short("god") == []
+    assert parse_short("(" * 31 + "1") == []
+
+
+def test_nesting():
+    assert nesting("") == nesting("a)") == 0
+    assert nesting("(a)[b]{c}") == 1
+    assert nesting("([{") == 3
+
+
+def test_a_formula_in_plain_text_becomes_latex():
+    assert prepare("2*sqrt(3)") == r"2*\sqrt{3}"
+    assert prepare("sqrt(2*(sqrt(4)+1)) + 2**(1/2)") == r"\sqrt{2*(\sqrt{4}+1)} + 2^{1/2}"
+    assert prepare("(sqrt(2)") == r"(\sqrt{2}"
+    assert prepare("the sqrt(3) of pi") == "the sqrt(3) of pi"  # a sentence
+    assert prepare(r"so we get \frac{1}{2} of it") == r"so we get $\frac{1}{2}$ of it"
+    assert prepare(r"\text{all of it is} \frac{1}{2}") == r"\text{all of it is} \frac{1}{2}"
+
+
+def test_several_answers():
+    assert names_several("3 and 4", parse_short("3 and 4"))
+    assert not names_several("$3$ and $4$", parse_short("$3$ and $4$")), "a set is one answer"
+    assert not names_several("", [])
+    assert not names_several("no digits\nin\nthis", [])

@@ -170,7 +170,7 @@ def test_cosine_asks_for_what_its_accuracy_needs():
     assert reward.required_columns == ("accuracy",)
     assert Cosine().required_columns == ("solution",)
     with pytest.raises(ValueError, match=r"'cosine' needs the data column 'solution'"):
-        RewardSet([Cosine()]).validate(["answer"])
+        RewardSet([Cosine()]).validate_prompts([Prompt("p", columns={"answer": None})])
 
 
 def test_cosine_around_accuracy_in_a_set():

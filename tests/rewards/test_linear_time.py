@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Callable
 
@@ -31,8 +32,8 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
-from grpo_lightning.rewards.equivalence_worker import prepared
-from grpo_lightning.rewards.similarity import similarity
+from grpo_lightning.rewards.accuracy import prepare
+from grpo_lightning.rewards.by_method import similarity
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""
@@ -114,7 +115,7 @@ PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ExactMatch, box": ("box", lambda text: ExactMatch(extract="boxed")(completions=[text], answer=["1"])),
     "ExactMatch, hashes": ("answer", lambda text: ExactMatch(extract="hashes")(completions=[text], answer=["1"])),
     "ExactMatch, text": ("answer", lambda text: ExactMatch(extract="text")(completions=[text], answer=["1"])),
-    "LaTeX": ("box", prepared),
+    "LaTeX": ("box", prepare),
     "Accuracy": ("box", lambda text: Accuracy()(completions=[text], solution=["3"])),
     "AnyAnswer, number": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3"])),
     "AnyAnswer, formula": ("answer", lambda text: AnyAnswer()(completions=[text], solution=["3^4"])),
@@ -142,7 +143,7 @@ class Comparison:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def decide(self, gold: str, answer: str, *, announced_in: str = "", timeout_seconds: float) -> bool:
+    def __call__(self, gold: str, answer: str, timeout_seconds: float) -> bool:
         self.sizes.append(len(answer))
         return False
 
@@ -150,8 +151,8 @@ class Comparison:
 @pytest.fixture
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     made = Comparison()
-    monkeypatch.setattr(accuracy_module, "equivalence", lambda: made)
-    monkeypatch.setattr(accuracy_module, "check_installed", lambda name: None)
+    monkeypatch.setattr(accuracy_module, "compare", made)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     return made
 
 
@@ -200,12 +201,11 @@ def test_the_measure_sees_a_parser_that_looks_again_and_again():
     assert ratio(quadratic, " ") > MOST
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}"])
-def test_what_is_compared_as_mathematics_is_short(shape: str, wrap: str, comparison: Comparison):
-    piece = SHAPES[shape]
-    completion = wrap.format(piece * (100_000 // len(piece)))
-    Accuracy()(completions=[completion], solution=["3"])
-    AnyAnswer()(completions=[completion], solution=["2^9"])
-    assert len(comparison.sizes) == 2
-    assert max(comparison.sizes) <= 1000
+def test_what_is_compared_as_mathematics_is_short(comparison: Comparison):
+    for piece, wrap in itertools.product(SHAPES.values(), ["{}", "<answer>{}</answer>", "\\boxed{{{}}}"]):
+        completion = wrap.format(piece * (100_000 // len(piece)))
+        comparison.sizes.clear()
+        Accuracy()(completions=[completion], solution=["3"])
+        AnyAnswer()(completions=[completion], solution=["2^9"])
+        assert len(comparison.sizes) == 2, (piece, wrap)
+        assert max(comparison.sizes) <= 1000, (piece, wrap)

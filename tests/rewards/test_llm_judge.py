@@ -21,7 +21,7 @@ import pytest
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, LLMJudge, RewardSet, WeightedReward
 from grpo_lightning.rewards import llm_judge as judge
-from grpo_lightning.rewards.llm_judge import said, score_in
+from grpo_lightning.rewards.llm_judge import reply_text, score_in
 
 pytest.importorskip("openai")
 
@@ -267,9 +267,8 @@ def test_it_is_picklable_after_use(endpoint: Endpoint):
     assert judged(reward, ["a"]) == judged(pickle.loads(pickle.dumps(reward)), ["a"]) == [1]
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
+def test_scores_by_hand():
+    for reply, score in [
         ("Score: 1", 1),
         ("score: 0.5.", 0.5),
         ("**Score:** 1", 1),
@@ -294,10 +293,8 @@ def test_it_is_picklable_after_use(endpoint: Endpoint):
         ("nan", None),
         ("1e0", None),
         ("", None),
-    ],
-)
-def test_scores_by_hand(reply: str, score: float | None):
-    assert score_in(reply) == score
+    ]:
+        assert score_in(reply) == score, reply
 
 
 @pytest.mark.parametrize(
@@ -323,15 +320,9 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
         LLMJudge("m")
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [("7", "7"), (None, ""), ([{"type": "text", "text": "7"}], "7"), (7, "7"), ([3], "")],
-)
-def test_replies_of_every_shape_have_a_text(content, text):
-    found = SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=content))])
-    assert said(found) == text
-
-
-@pytest.mark.parametrize("choices", [[], None, "abc", [SimpleNamespace()], [SimpleNamespace(message=None)], {"a": 1}])
-def test_replies_without_a_message_are_shown(choices):
-    assert "choices" in said(SimpleNamespace(choices=choices))
+def test_replies_of_every_shape_have_a_text():
+    for content, text in [("7", "7"), (None, ""), ([{"type": "text", "text": "7"}], "7"), (7, "7"), ([3], "")]:
+        found = SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=content))])
+        assert reply_text(found) == text, content
+    for choices in ([], None, "abc", [SimpleNamespace()], [SimpleNamespace(message=None)], {"a": 1}):
+        assert "choices" in reply_text(SimpleNamespace(choices=choices)), choices

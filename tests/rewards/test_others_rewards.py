@@ -18,8 +18,7 @@ import torch
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import ByMethod, Cosine, RewardSet, Scores, WeightedReward
-from grpo_lightning.rewards.base import _renamed
-from grpo_lightning.rewards.trainer_state import TrainerState
+from grpo_lightning.rewards.base import TrainerState, _renamed
 
 CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_every_shipped_reward_is_listed():
         if isinstance(value, type) and issubclass(value, Reward) and value is not Reward
     }
     assert {kind.__name__ for kind in SHIPPED.values()} == subclasses - {"WeightedReward", "Plugin"}
+
+
+def test_editors_and_type_checkers_see_the_names_that_load():
+    imported = re.findall(r"^    from (\S+) import (\w+) as (\w+)$", Path(rewards.__file__).read_text(), re.MULTILINE)
+    assert [name for _, name, _ in imported] == [name for _, _, name in imported] == list(rewards._HOMES)
+    assert {name: home.removeprefix("grpo_lightning.rewards.") for home, name, _ in imported} == rewards._HOMES
+    assert all(name in dir(rewards) and getattr(rewards, name) for name in rewards.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Accurate'; there are: Accuracy, AllMatch, "):
+        _ = rewards.Accurate
 
 
 def test_names_are_the_classes_in_snake_case():

@@ -26,7 +26,7 @@ from grpo_lightning.rewards import (
     SoftOverlong,
     WeightedReward,
 )
-from grpo_lightning.rewards.reward_set import weighted_total
+from grpo_lightning.rewards.scoring import weighted_total
 
 NAN = math.nan
 
@@ -195,17 +195,22 @@ def needs_answer(completions: Any, answer: Any) -> list[float | None]:
     return [None if value is None else float(value) for value in answer]
 
 
+def having(columns: list[str]) -> list[Prompt]:
+    """A prompt with these columns."""
+    return [Prompt("p", columns=dict.fromkeys(columns))]
+
+
 def test_columns_are_checked_before_the_first_batch():
     rewards = RewardSet([needs_answer, ExactMatch("solution")])
-    rewards.validate(["answer", "solution", "id"])
+    rewards.validate_prompts(having(["answer", "solution", "id"]))
     with pytest.raises(ValueError, match=r"'needs_answer' needs the data column 'answer', .*have: solution, id"):
-        rewards.validate(["solution", "id"])
+        rewards.validate_prompts(having(["solution", "id"]))
     with pytest.raises(ValueError, match=r"'exact_match' needs the data column 'solution', .*have: answer"):
-        rewards.validate(["answer"])
+        rewards.validate_prompts(having(["answer"]))
     with pytest.raises(ValueError, match="have: none"):
-        rewards.validate([])
+        rewards.validate_prompts(having([]))
     with pytest.raises(ValueError, match=r"\['completions'\] have the names of arguments"):
-        rewards.validate(["answer", "solution", "completions"])
+        rewards.validate_prompts(having(["answer", "solution", "completions"]))
 
 
 @pytest.mark.parametrize("on_error", ["raise", "none"])
@@ -220,7 +225,7 @@ def test_a_column_that_only_one_source_has_is_none_for_the_other():
     close(rewards.score([group("a", answer="5"), group("b", box=[1])]).total, [[6], [1]])
     with pytest.raises(ValueError, match="needs the data column"):
         rewards.score([group("b", box=[1])])
-    rewards.validate(["answer", "box"])  # the whole mixture has it: a batch without is no mistake
+    rewards.validate_prompts(having(["answer", "box"]))  # the whole mixture has it: a batch without is no mistake
     close(rewards.score([group("b", box=[1])]).total, [[1]])
 
 
@@ -245,18 +250,6 @@ def test_prompts_are_checked_source_by_source():
         RewardSet([needs_answer, second], [1, 0]).validate_prompts(
             [Prompt("p", columns={}, index=0, source="math", rewards=["second"])]
         )
-
-
-def test_names_can_be_checked_with_the_columns():
-    rewards = RewardSet([needs_answer, ExactMatch("solution"), second], [1, 1, 0])
-    rewards.validate(["solution"], names=["exact_match"])
-    rewards.validate(["solution"], names=["exact_match", "second"])
-    with pytest.raises(ValueError, match="'exact_match' needs the data column 'solution'"):
-        rewards.validate(["answer"], names=["exact_match"])
-    with pytest.raises(ValueError, match=r"name the reward 'exact'; there are: needs_answer, exact_match, second\."):
-        rewards.validate(["answer"], names=["exact"])
-    with pytest.raises(ValueError, match="No reward of nonzero weight"):
-        rewards.validate(["answer"], names=["second"])
 
 
 # --- rewards of some prompts only

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo_lightning.rewards import ExactMatch, Format, ReactFormat, completion_text
+from grpo_lightning.rewards import ExactMatch, Format, ReactFormat, Repetition, completion_text
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -37,9 +37,8 @@ def test_completion_text():
 # --- ExactMatch
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
+def test_exact_match_in_answer_tags():
+    for completion, answer, reward in [
         ("<think>..</think><answer>72</answer>", "72", 1),
         ("<answer>72</answer> and so on", "72", 1),
         ("<answer>71</answer> no: <answer>72</answer>", "72", 1),  # the last one
@@ -60,8 +59,8 @@ def test_completion_text():
         ("<answer>$72.$</answer>", "72", 1),
         *((f"<answer>{sign}72</answer>", "72", 1) for sign in ["€", "£", "¥", "₹", "฿", "€ ", r"\$"]),
         *(("<answer>72</answer>", gold, 1) for gold in ["€72", "72 €", "72€.", "72\u00a0€", "**€72**", "$72"]),
-        *((f"<answer>{given}</answer>", "-72", 1) for given in ["-€72", "€-72", "-$72"]),
-        *((f"<answer>{given}</answer>", "10000", 1) for given in ["10 000", "10\u202f000", "10\u00a0000", r"10\,000"]),
+        *((f"<answer>{sum_}</answer>", "-72", 1) for sum_ in ["-€72", "€-72", "-$72"]),
+        *((f"<answer>{sum_}</answer>", "10000", 1) for sum_ in ["10 000", "10\u202f000", "10\u00a0000", r"10\,000"]),
         ("<answer>€10 000.50</answer>", "10,000.50", 1),
         ("<answer>10000</answer>", "10 000 €", 1),
         ("<answer>1 00</answer>", "100", 0),
@@ -88,10 +87,8 @@ def test_completion_text():
         ("<answer></answer>", None, None),
         ("<answer></answer>", " ", None),
         ("<answer>72</answer>", "72 ####", None),
-    ],
-)
-def test_exact_match_in_answer_tags(completion: str, answer: Any, reward: float | None):
-    assert match(completion, answer, extract="answer_tag") == reward
+    ]:
+        assert match(completion, answer, extract="answer_tag") == reward, (completion, answer)
 
 
 FIRES = [
@@ -155,17 +152,16 @@ def test_the_answer_is_found_where_chat_models_write_it():
     assert match("Room 54", "Room 54") == match("I say: the answer is 1,000.", "1000") == 1
 
 
-@pytest.mark.parametrize("text", ["3 + 4 = 7", "The answer is 7", "#### 7", "7", "**7**"])
-def test_a_truncated_last_line_is_no_answer(text: str):
-    given = {"completions": [text, f"<answer>7</answer> {text}", f"{text}\nand"], "answer": ["7"] * 3}
-    assert ExactMatch()(**given, finish_reasons=["stop", "stop", "length"])[:2] == [1, 1]
-    truncated = ExactMatch()(**given, finish_reasons=["length"] * 3)
-    assert truncated == [0, 1, float(text in ("The answer is 7", "#### 7", "**7**"))]
+def test_a_truncated_last_line_is_no_answer():
+    for text in ["3 + 4 = 7", "The answer is 7", "#### 7", "7", "**7**"]:
+        given = {"completions": [text, f"<answer>7</answer> {text}", f"{text}\nand"], "answer": ["7"] * 3}
+        assert ExactMatch()(**given, finish_reasons=["stop", "stop", "length"])[:2] == [1, 1], text
+        truncated = ExactMatch()(**given, finish_reasons=["length"] * 3)
+        assert truncated == [0, 1, float(text in ("The answer is 7", "#### 7", "**7**"))], text
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
+def test_exact_match_after_hashes():
+    for completion, reward in [
         ("48 + 24\n#### 72", 1),
         ("#### 71\n#### 72", 1),
         ("#### 72\n#### 71", 0),
@@ -175,18 +171,19 @@ def test_a_truncated_last_line_is_no_answer(text: str):
         ("72", 0),
         ("####", 0),
         ("<answer>72</answer>", 0),
-    ],
-)
-def test_exact_match_after_hashes(completion: str, reward: float):
-    assert match(completion, "#### 72", extract="hashes") == reward
+    ]:
+        assert match(completion, "#### 72", extract="hashes") == reward, completion
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [(r"so \boxed{72}", 1), (r"\boxed{71} no: $\boxed{ 72. }$", 1), (r"\boxed{72", 0), ("72", 0), ("", 0)],
-)
-def test_exact_match_in_a_box(completion: str, reward: float):
-    assert match(completion, r"so $x = \boxed{72}$", extract="boxed") == reward
+def test_exact_match_in_a_box():
+    for completion, reward in [
+        (r"so \boxed{72}", 1),
+        (r"\boxed{71} no: $\boxed{ 72. }$", 1),
+        (r"\boxed{72", 0),
+        ("72", 0),
+        ("", 0),
+    ]:
+        assert match(completion, r"so $x = \boxed{72}$", extract="boxed") == reward, completion
 
 
 def test_exact_match_of_the_whole_text():
@@ -223,9 +220,8 @@ def test_exact_match_settings_are_checked():
 # --- Format
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
+def test_format_by_hand():
+    for text, reward in [
         ("<think>a</think><answer>b</answer>", 1),
         ("<think>\na\nb\n</think>\n\n<answer>\nb\n</answer>", 1),
         ("  <think>a</think> \t<answer>b</answer>\n", 1),
@@ -247,10 +243,8 @@ def test_exact_match_settings_are_checked():
         ("<think>a</answer></think><answer>b", 0),
         ("<Think>a</Think><answer>b</answer>", 0),
         ("", 0),
-    ],
-)
-def test_format_by_hand(text: str, reward: float):
-    assert Format()(completions=[text]) == Format()(completions=[chat(text)]) == [reward]
+    ]:
+        assert Format()(completions=[text]) == Format()(completions=[chat(text)]) == [reward], text
 
 
 def test_format_where_the_prompt_opens_the_first_tag():
@@ -308,9 +302,8 @@ def test_format_settings_are_checked(tags: list[str]):
 # --- ReactFormat
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
+def test_react_format_by_hand():
+    for text, reward in [
         ("<think>a</think>Action: search\nAction Input: {}", 1),
         (" <think>\na\n</think>\n\nAction: search Action Input:", 1),
         ("<think></think>Action:Action Input:", 1),
@@ -323,10 +316,8 @@ def test_format_settings_are_checked(tags: list[str]):
         ("<think>a Action: search Action Input: {}", 0),
         ("<think><think>a</think>Action: search Action Input: {}", 0),
         ("", 0),
-    ],
-)
-def test_react_format_by_hand(text: str, reward: float):
-    assert ReactFormat()(completions=[text]) == ReactFormat()(completions=[chat(text)]) == [reward]
+    ]:
+        assert ReactFormat()(completions=[text]) == ReactFormat()(completions=[chat(text)]) == [reward], text
 
 
 def test_react_format_where_the_prompt_opens_the_thought():
@@ -376,6 +367,69 @@ def test_the_opened_tag_is_the_only_difference(soup: list[str]):
         assert Format(prompt_opens_first=True)(completions=[rest]) == Format()(completions=[text])
 
 
-@pytest.mark.parametrize("reward", [ExactMatch("solution", extract="hashes"), Format(["a"]), ReactFormat()])
-def test_rewards_are_picklable(reward: Any):
-    assert vars(pickle.loads(pickle.dumps(reward))) == vars(reward)
+def test_rewards_are_picklable():
+    for reward in (
+        ExactMatch("solution", extract="hashes"),
+        Format(["a"]),
+        ReactFormat(),
+        Repetition(2, -0.5, "tokens"),
+    ):
+        assert vars(pickle.loads(pickle.dumps(reward))) == vars(reward)
+
+
+def penalty(text: str, **settings: Any) -> float | None:
+    (value,) = Repetition(**settings)(completions=[text], completion_ids=[[ord(char) for char in text]])
+    return value
+
+
+def test_repetition_by_hand():
+    for text, settings, value in [
+        ("", {}, 0),
+        ("a b", {}, 0),  # shorter than three words
+        ("a b c", {}, 0),
+        ("a b c a b c", {}, -1 / 4),  # abc bca cab abc
+        ("a a a a a", {}, -2 / 3),
+        ("A a\nA\ta", {}, -1 / 2),  # case and the kind of whitespace do not matter
+        ("a a a a a", {"n_grams": 1}, -4 / 5),
+        ("a a a a a", {"n_grams": 6}, 0),
+        ("a a a a a", {"max_penalty": -0.3}, -0.2),
+        ("a a a a a", {"max_penalty": 0.0}, 0),
+        ("好好好好好", {}, 0),  # no spaces: one word
+        ("好好好好好", {"unit": "tokens"}, -2 / 3),
+        ("你好吗", {"unit": "tokens"}, 0),
+        ("ab", {"unit": "tokens"}, 0),
+    ]:
+        assert penalty(text, **settings) == pytest.approx(value), (text, settings)
+
+
+def test_a_chat_completion_is_read_as_its_text():
+    chat = [{"role": "assistant", "content": "a a a a a"}]
+    assert Repetition()(completions=[chat], completion_ids=[[1]]) == pytest.approx([-2 / 3])
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(1, 4))
+def test_repetition_counts_those_seen_before(words: list[str], n: int):
+    grams = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
+    seen_before = sum(gram in grams[:position] for position, gram in enumerate(grams))
+    assert penalty(" ".join(words), n_grams=n) == pytest.approx(-seen_before / len(grams) if grams else 0)
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 4))
+def test_repetition_of_tokens_equals_the_peer(ids: list[int], n: int):
+    rewards = pytest.importorskip("trl.rewards")
+    theirs = rewards.get_repetition_penalty_reward(ngram_size=n, max_penalty=-1.0)(completion_ids=[ids])
+    assert Repetition(n, unit="tokens")(completions=[""], completion_ids=[ids]) == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_grams": 0}, "n_grams must be at least 1, got 0"),
+        ({"max_penalty": 0.5}, "max_penalty must be finite and at most 0, got 0.5"),
+        ({"max_penalty": -float("inf")}, "max_penalty must be finite and at most 0, got -inf"),
+        ({"unit": "letters"}, "unit must be one of words, tokens, got 'letters'"),
+    ],
+)
+def test_repetition_settings_are_checked(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Repetition(**settings)

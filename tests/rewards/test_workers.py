@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ import torch
 
 from grpo_lightning.cli.errors import lines
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.rewards import Reward, RewardSet, RewardWorkers, WeightedReward
+from grpo_lightning.rewards import Accuracy, ExactMatch, Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import workers as workers_module
+from grpo_lightning.rewards.base import TrainerState
 from tests.rewards import misbehaving
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, step_timeout_seconds=60, memory_gb=0.5)
@@ -104,7 +106,7 @@ def test_the_run_stops_if_the_policy_says_so(reward, bad, said):
     assert ("raise the limit" in message) == (bad == "hang")
     if bad == "raise":
         assert "in wrong" in str(cause), "the traceback of the other process"
-        assert "worker_process" not in str(cause), "where the reward's own code begins"
+        assert "workers.py" not in str(cause), "where the reward's own code begins"
         assert "in wrong" in "\n".join(lines(caught.value)), "the command line shows it"
         assert "caused by" not in "\n".join(lines(caught.value))
     else:
@@ -117,6 +119,17 @@ def test_all_calls_of_a_step_have_one_limit():
     scores = reward_set(misbehaving.loops, workers=limits).score(groups(*["hang"] * 40))
     assert time.monotonic() - begun < 20, "40 calls of a second each on two workers"
     assert scores.failures["loops/timeout"] == 80
+
+
+def test_a_call_that_is_stopped_takes_what_it_started_with_it(tmp_path):
+    limits = RewardWorkers(num_workers=1, timeout_seconds=3.0)
+    batch = groups("hang", path=str(tmp_path / "pid"))
+    assert reward_set(misbehaving.starts_another, workers=limits).score(batch).failures["starts_another/timeout"] == 2
+    started = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    deadline = time.monotonic() + 10
+    while started.exists() and started.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
 
 
 def test_a_pool_goes_on_after_all_of_its_workers_were_lost():
@@ -186,16 +199,14 @@ def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     [
         ("load", "sleeps", "did not load in their own process within its 1 s: importing their modules takes too long"),
         ("load", "ends", "ended with exit status 4, when it imported their modules; what it printed, if anything, is"),
-        ("warm up", "sleeps", r"its worker was not ready within 1 s \(getting the rewards ready takes too long\)"),
+        ("warm up", "sleeps", r"its worker was not ready within 6 s \(getting the rewards ready takes too long\)"),
         ("warm up", "ends", "its worker ended while it got the rewards ready; what it printed, if anything, is above"),
     ],
 )
 def test_workers_that_do_not_start_say_why(when, does, error, monkeypatch):
     rewards = reward_set(misbehaving.WarmsUp(when, does), on_error="raise")
-    if when == "warm up":
-        assert rewards.placement.place(rewards.rewards[0]) is not None  # it is loaded, within the usual limit
     if does == "sleeps":
-        monkeypatch.setattr(workers_module, "START_SECONDS", 1.0)
+        monkeypatch.setattr(workers_module, "START_SECONDS", 1.0 if when == "load" else 6.0)
     with pytest.raises(RuntimeError, match=error) as raised:
         rewards.score(groups("p"))
     assert ("above" in str(raised.value)) == (does == "ends")
@@ -210,6 +221,14 @@ def test_calls_go_on_while_the_training_process_does_something_else(tmp_path):
     )
     (tmp_path / "go").touch()
     assert scoring.finish().total.tolist() == [[1, 1]] * 2
+
+
+def test_workers_load_what_the_rewards_need_and_no_torch_for_those_of_text():
+    pytest.importorskip("math_verify")
+    rewards = RewardSet([ExactMatch(), Accuracy(), misbehaving.has_torch], workers=LIMITS)
+    batch = groups("one", answer="1", solution="1")
+    state = TrainerState(1, 2, 0, 1, 0, 1)
+    assert rewards.score(batch, trainer_state=state).by_reward["has_torch"].tolist() == [[0, 0]]
 
 
 def test_rewards_run_side_by_side(tmp_path):
@@ -276,13 +295,20 @@ def test_the_remedy_of_the_warning_works(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("kind", [misbehaving.Counts, misbehaving.CountsBesideATable])
-def test_a_reward_that_changes_itself_is_called_in_one_place(kind, caplog):
-    counts = kind()
+def test_a_reward_that_changes_itself_is_called_in_one_place(caplog):
+    counts = misbehaving.Counts()
     rewards = RewardSet([counts], workers=LIMITS)
     assert [rewards.score(groups("one", "two")).total[:, 0].tolist() for _ in range(3)] == [[1, 2], [3, 4], [5, 6]]
     assert counts.calls == 6
     assert caplog.text.count("it changes itself when it is called") == 1
+
+
+def test_what_a_reward_keeps_after_its_first_call_is_its_workers_own():
+    """It is not looked for again, which the documentation says."""
+    reward = misbehaving.CountsLater()
+    rewards = RewardSet([reward], workers=RewardWorkers(num_workers=1))
+    assert [rewards.score(groups("one")).total[0, 0].item() for _ in range(3)] == [1, 2, 3]
+    assert reward.calls == 0
 
 
 def test_what_cannot_be_sent_keeps_a_reward_here(caplog):
@@ -398,32 +424,52 @@ def test_a_copy_has_workers_of_its_own():
     assert {*first}.isdisjoint(again)
 
 
-def test_workers_go_when_the_training_process_is_killed(tmp_path):
-    program = """
-        import sys
-        from tests.rewards import misbehaving
-        from tests.rewards.test_workers import groups, reward_set, RewardWorkers
-        reward_set(misbehaving.marked, workers=RewardWorkers(2, 500, 500)).score(groups("one", where=sys.argv[1]))
-    """
-    mark = tmp_path / "pid"
-    main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program), str(mark)])
+PROGRAM = """
+from grpo_lightning.rewards import Accuracy
+from tests.rewards import misbehaving
+from tests.rewards.test_workers import groups, reward_set, RewardWorkers
+batch = groups("hang", texts=("<answer>$9^{9^{9^{9}}}$</answer>",), solution="3")
+print("begun", flush=True)
+reward_set(REWARD, workers=RewardWorkers(2, 500, 500)).score(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    "reward", ["misbehaving.starts_another", pytest.param("Accuracy(timeout_seconds=400)", marks=pytest.mark.slow)]
+)
+def test_nothing_outlives_a_training_process_that_is_killed(reward):
+    """Neither the workers, which compute in C code, nor what they have started."""
+    if "Accuracy" in reward:
+        pytest.importorskip("math_verify")
+    mark = uuid.uuid4().hex
+    main = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("REWARD", reward)],
+        env={**os.environ, "TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+    )
+    assert main.stdout is not None
+    assert main.stdout.readline() == b"begun\n"
     deadline = time.monotonic() + 60
-    while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    worker = int(mark.read_text())
-    main.send_signal(signal.SIGKILL)
+    while len(processes_with(mark)) < (5 if "Accuracy" in reward else 4) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert time.monotonic() < deadline, "all of them run"
+    main.kill()
     main.wait()
-    while is_alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(worker)
+    main.stdout.close()
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_with(mark)
 
 
-def is_alive(process: int) -> bool:
-    """True if a process is there, and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def processes_with(mark: str) -> list[str]:
+    """Processes that have inherited a value of the environment, and are no zombies."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if not is_zombie and mark.encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

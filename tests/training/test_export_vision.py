@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from grpo_lightning.callbacks import ExportPolicy
 from grpo_lightning.cli.export import run as run_command
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.rewards.boxes.iou import IoU
+from grpo_lightning.rewards.boxes.rewards import IoU
 from grpo_lightning.training.export import export
 from tests import tiny_vlms
 from tests.grounding_runs import Answers, box_prompt

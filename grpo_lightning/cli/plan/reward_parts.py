@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from grpo_lightning.cli.plan.known_models import known_config
 from grpo_lightning.cli.plan.parts import ALWAYS, Part, Place
-from grpo_lightning.rewards.base import WeightedReward
-from grpo_lightning.rewards.introspection import innermost
+from grpo_lightning.rewards.base import WeightedReward, innermost
 from grpo_lightning.rewards.reward_model import RewardModel
 
 

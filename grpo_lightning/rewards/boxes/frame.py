@@ -1,4 +1,4 @@
-"""What boxes are measured in: those of an answer and those of the data, in the same units."""
+"""Box coordinates: boxes of answers and of the data in one frame, and the base of the rewards that compare them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GivenCoordinates = Literal["auto", "original", "resized", "norm1000"]
 GoldCoordinates = Literal["original", "norm1000"]
 
 Scale = tuple[float, float]
-"""What one unit of x and of y is worth."""
+"""The size of one unit of x and of y, in pixels of the image in the data."""
 
 
 class BoxFrame(NamedTuple):
-    """How the boxes of an answer and of the data lie in one image."""
+    """Converts the boxes of an answer and of the data to the same units."""
 
     given_scale: Scale
     right_scale: Scale
@@ -31,17 +31,17 @@ class BoxFrame(NamedTuple):
     """Width and height of the image; None if they are not known."""
 
     def given(self, boxes: Sequence[Box | None]) -> Tensor:
-        """[n, 4] float64: boxes of an answer, what of them lies in the image; empty for None."""
+        """[n, 4] float64: boxes of an answer, clipped to the image; an empty box for None."""
         return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def right(self, boxes: Sequence[Box]) -> Tensor:
-        """[n, 4] float64: boxes of the data, likewise. Raises: ValueError if one lies outside the image."""
+        """[n, 4] float64: boxes of the data, clipped to the image. Raises: ValueError if one lies outside it."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._placed(boxes, self.right_scale)
 
     def _placed(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
-        """[n, 4] the boxes in common units, clipped to the image."""
+        """[n, 4] float64: the boxes in common units, clipped to the image."""
         placed = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) * torch.tensor(scale * 2, dtype=torch.float64)
         return placed if self.size is None else clip(placed, *self.size)
 
@@ -50,11 +50,11 @@ class BoxReward(Reward):
     """A reward that compares the boxes of an answer with those of its row, in one image.
 
     Args:
-        answer_column: The data column with the right boxes. A row without (None or empty text) is not scorable.
-        coordinates: What answers are in. "auto": what the policy's family writes (`ImageView.coordinates`), mapped to
-            the image in the data. "original": pixels of that image. "resized": pixels of what the policy sees.
-            "norm1000": 0 to 1000 across and down.
-        gold_coordinates: What the data are in: "original" pixels or "norm1000" (VLM-R1's data for InternVL).
+        answer_column: The data column with the right boxes. A row without one (None or empty text) is not scorable.
+        coordinates: The coordinates of answers. "auto": those of the policy's family (`ImageView.coordinates`), mapped
+            to the image in the data. "original": pixels of that image. "resized": pixels of the image that the policy
+            sees. "norm1000": 0 to 1000 across and down.
+        gold_coordinates: The coordinates of the data: "original" pixels or "norm1000" (VLM-R1's data for InternVL).
     """
 
     says_solved = True
@@ -88,12 +88,12 @@ class BoxReward(Reward):
     ) -> list[float | None]:
         """Compare.
 
-        Logs `<name>/unreadable`, the share of answers without a box that can be read. They are wrong, not failures.
+        Logs `<name>/unreadable`, the share of answers without a readable box. They are wrong, not failures.
 
         Args:
             completions: [B].
             image_views: [B] the images of each prompt.
-            log_metric: Of the run.
+            log_metric: The run's.
             columns: [B] each, the data columns.
 
         Returns:
@@ -134,16 +134,16 @@ class BoxReward(Reward):
         """The right boxes of a row; None if it has none. Raises: ValueError if they cannot be read."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes in what `right` gives; those that are not told here are first looked at when they are compared."""
+        """The boxes in a value of `right`, to be checked before the run; others are checked when they are compared."""
         return ()
 
     @abstractmethod
     def given(self, text: str) -> Any:
-        """What a completion answers; None if it cannot be read."""
+        """The answer of a completion; None if it cannot be read."""
 
     @abstractmethod
     def compare(self, given: Any, right: Any, frame: BoxFrame) -> float:
-        """How good an answer is, in [0, 1]; it is None if it could not be read."""
+        """The score of an answer, in [0, 1]; an answer of None could not be read."""
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
@@ -153,8 +153,8 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
     Args:
         views: The images of the prompt.
-        given: What answers are in.
-        right: What the data are in.
+        given: The coordinates of answers.
+        right: The coordinates of the data.
 
     Raises:
         ValueError: If there are several images, or none and its size is needed.
@@ -167,11 +167,11 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that it is known where boxes lie. Args and raises: as `frame_of`, with the number of images."""
+    """Check that a prompt has the one image that its boxes need. Args and raises: as `frame_of`."""
     if num_images > 1:
         raise ValueError(
-            f"Boxes are compared in prompts with one image, got one with {num_images}: which of them is meant is not "
-            "known. Score these rows by another reward (`rewards` of the data set's entry)."
+            f"Boxes are compared in prompts with one image, got one with {num_images}: it is not known which one is "
+            "meant. Score these rows by another reward (`rewards` of the data set's entry)."
         )
     if not num_images and given != right:
         raise ValueError(
@@ -181,12 +181,12 @@ def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordi
 
 
 def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> None:
-    """Check that a box of the data has something in its image.
+    """Check that a box of the data overlaps its image.
 
     Args:
-        box: As the data have it.
-        scale: What one of its units is in pixels.
-        size: Width and height of the image, in pixels; None if it is not known.
+        box: The box in the units of the data.
+        scale: The size of one unit in pixels.
+        size: Width and height of the image, in pixels; None if they are not known.
 
     Raises:
         ValueError: If all of it lies outside, it has no area, or its numbers are from 0 to 1.
@@ -206,12 +206,12 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
             raise ValueError(f"The right box {list(box)} has no area: (x2 - x1) * (y2 - y1) must be above 0.")
         raise ValueError(
             f"The right box {list(box)} lies outside its image, {size[0]:g} x {size[1]:g} pixels: does "
-            "gold_coordinates say what the data are in?"
+            "gold_coordinates match the data?"
         )
 
 
 def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tuple[Scale, tuple[float, float] | None]:
-    """What a unit of right boxes is in pixels of an image, and where they are clipped; None is no image, or any."""
+    """(The size of a unit of right boxes, the size that they are clipped to); size: of the image, None without one."""
     if right == "original":
         return (1, 1), size
     if size is None:
@@ -220,7 +220,7 @@ def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tu
 
 
 def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:
-    """What one unit of a convention is in pixels of the image in the data."""
+    """The size of one unit of a convention, in pixels of the image in the data."""
     if coordinates == "original":
         return 1, 1
     return view.scale if coordinates == "auto" else dataclasses.replace(view, coordinates=coordinates).scale

@@ -1,6 +1,6 @@
 """Boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in fences or bare.
 
-Completions are untrusted text, so all of it takes linear time: a pattern whose neighbouring parts begin with different
+Completions are untrusted text, so everything here takes linear time: a pattern whose neighbours begin with different
 characters, `str` methods, and the JSON parser, called at most twice.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from grpo_lightning.core.types import Box
-from grpo_lightning.rewards.answers import after_thought, between_answer_tags
-from grpo_lightning.rewards.methods import plain
+from grpo_lightning.rewards.answers import after_thought, between_answer_tags, plain
 
 LARGEST = 1e9
 """A coordinate further from 0 is none: areas must stay finite."""
@@ -28,14 +27,14 @@ class Detection(NamedTuple):
     """One object in an answer or in the data."""
 
     box: Box | None
-    """None if it is not four numbers: an object that is nowhere."""
+    """None if it is not four numbers."""
 
     label: str | None
     """In lower case, whitespace made single spaces; None if it has none."""
 
 
 def answer_of(text: str) -> str:
-    """Where a completion has its boxes: in the last `<answer>` tags, otherwise after `</think>`."""
+    """The text in the last `<answer>` tags of a completion, otherwise after `</think>`."""
     answer = between_answer_tags(text)
     return after_thought(text) if answer is None else answer
 
@@ -55,8 +54,8 @@ def detections(text: str) -> list[Detection] | None:
     """The objects that a completion's answer lists; None if it cannot be read as such a list.
 
     The answer is JSON, in its last fences, bare, or with words around it: a list of `{"bbox_2d": [x1, y1, x2, y2],
-    "label": "..."}`, or one of them. A bare box is an object without a label, and what is neither is an object without
-    a box. `None`, `null` and `[]` say that there is no object.
+    "label": "..."}`, or one of them. A bare box is an object without a label; any other item is an object without a
+    box. `None`, `null` and `[]` are empty lists.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
@@ -107,11 +106,11 @@ def right_detections(answer: Any, column: str) -> list[Detection] | None:
     """The objects of a data row: a list of mappings with `bbox_2d` and `label`, or text with one (see `detections`).
 
     Args:
-        answer: `[]` and the text `None` say that there is no object.
+        answer: `[]` and the text `None` are empty lists.
         column: The data column, for messages.
 
     Returns:
-        None if the row says nothing (None or empty text).
+        None if the row has no answer (None or empty text).
 
     Raises:
         ValueError: If it is no such list, or an object has no label or no box with an inside.
@@ -132,7 +131,7 @@ def right_detections(answer: Any, column: str) -> list[Detection] | None:
 
 
 def _in_fences(answer: str) -> str:
-    """What the last code fences of an answer hold, the language left out; all of it without fences."""
+    """The content of the last code fences of an answer, without the language; all of it if there are none."""
     before, closing, after = answer.rpartition(_FENCE)
     if not closing:
         return answer.strip()
@@ -142,10 +141,10 @@ def _in_fences(answer: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """What a JSON text says, `_INVALID` if it is none. Numbers are floats: a million digits are just infinite."""
+    """The value of a JSON text, `_INVALID` if it is none. Numbers are floats: a million digits are just infinite."""
     try:
         return json.loads(text, parse_int=float)
-    except (ValueError, RecursionError):  # the second of too many brackets
+    except (ValueError, RecursionError):  # too many brackets raise the second
         return _INVALID
 
 
@@ -160,7 +159,7 @@ def _listed(value: Any) -> list[Detection] | None:
 
 
 def _as_detection(item: Any) -> Detection:
-    """One object; without a box or label where the item has none that can be read."""
+    """One object, without a box or label if the item has no readable one."""
     if not isinstance(item, Mapping):
         return Detection(_as_box(item), None)
     label = item.get("label")

@@ -45,7 +45,7 @@ def recipe(tmp_path, monkeypatch):
             "data": {"datasets": [{"json_path": "rows.jsonl"}], "batch_size": 2, **dict(data)},
             "model": {
                 "policy": {"class_path": "grpo_lightning.PolicyLoader", "init_args": {"name": "policy", **policy}},
-                "rewards": [{"class_path": "grpo_lightning.rewards.boxes.iou.IoU"}],
+                "rewards": [{"class_path": "grpo_lightning.rewards.boxes.rewards.IoU"}],
                 "num_generations": 4,
                 "sampling": {"max_completion_length": 6},
             },

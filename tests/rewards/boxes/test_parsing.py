@@ -27,9 +27,8 @@ numbers = st.integers(-1000, 5000) | st.floats(-1e4, 1e4).map(lambda x: round(x,
 boxes = st.tuples(numbers, numbers, numbers, numbers)
 
 
-@pytest.mark.parametrize(
-    ("text", "box"),
-    [
+def test_the_last_box_by_hand():
+    for text, box in [
         ("<answer>[1, 2, 3, 4]</answer>", (1, 2, 3, 4)),
         ("<answer>[ 1,2 , 3,\n4 ]</answer>", (1, 2, 3, 4)),
         ("<answer>[0.5, -2, +3.25, 4.]</answer>", (0.5, -2, 3.25, 4)),
@@ -57,10 +56,8 @@ boxes = st.tuples(numbers, numbers, numbers, numbers)
         ("<answer>[1, 2, 3, 1e999]</answer>", None),
         (f"<answer>[1, 2, 3, {'9' * 5000}]</answer>", None),  # more digits than int() takes
         ("", None),
-    ],
-)
-def test_the_last_box_by_hand(text: str, box: Any):
-    assert last_box(text) == box
+    ]:
+        assert last_box(text) == box, text
 
 
 @given(boxes, st.text("[]{}<>123,. ab", max_size=20))
@@ -69,9 +66,8 @@ def test_the_last_box_comes_back(box: tuple[float, ...], before: str):
         assert last_box(f"<think>{before}</think><answer>{before} {form}</answer>") == box
 
 
-@pytest.mark.parametrize(
-    ("answer", "found"),
-    [
+def test_detections_by_hand():
+    for answer, found in [
         (CAT_JSON, [CAT]),
         ('{"bbox_2d": [1, 2, 3, 4], "label": " cat. "}', [CAT]),
         (f"Here:\n```json\n{CAT_JSON}\n```\nDone.", [CAT]),
@@ -86,9 +82,14 @@ def test_the_last_box_comes_back(box: tuple[float, ...], before: str):
         ("[[1, 2, 3, 4]]", [Detection((1, 2, 3, 4), None)]),
         ("[1, 2, 3, 4]", [Detection((1, 2, 3, 4), None)]),
         ("[1, 2, 3]", [Detection(None, None)] * 3),
-        ('[{"label": "cat"}, {"bbox_2d": [1, 2, 3, 4]}, 7]', [
-            Detection(None, "cat"), Detection((1, 2, 3, 4), None), Detection(None, None),
-        ]),
+        (
+            '[{"label": "cat"}, {"bbox_2d": [1, 2, 3, 4]}, 7]',
+            [
+                Detection(None, "cat"),
+                Detection((1, 2, 3, 4), None),
+                Detection(None, None),
+            ],
+        ),
         ('[{"bbox_2d": [1, 2, 3], "label": "cat"}]', [Detection(None, "cat")]),
         ('[{"bbox_2d": ["1", 2, 3, 4], "label": 7}]', [Detection(None, "7")]),
         ('[{"bbox_2d": [true, 2, 3, 4], "label": null}]', [Detection(None, None)]),
@@ -109,10 +110,8 @@ def test_the_last_box_comes_back(box: tuple[float, ...], before: str):
         (CAT_JSON[:-1], None),  # cut
         ("[" * 100_000, None),  # deeper than the parser goes
         ('{"a":' * 100_000, None),
-    ],
-)  # fmt: skip
-def test_detections_by_hand(answer: str, found: list[Detection] | None):
-    assert detections(answer) == found
+    ]:
+        assert detections(answer) == found, answer
 
 
 @given(st.lists(st.tuples(boxes, st.text(max_size=8)), max_size=4))
@@ -134,9 +133,8 @@ def test_any_text_is_read_without_an_error(text: str):
         has_json_box(form)
 
 
-@pytest.mark.parametrize(
-    "gold",
-    [
+def test_a_right_box_in_any_form():
+    for gold in [
         [1, 2, 3, 4],
         (1.0, 2, 3, 4),
         [[1, 2, 3, 4]],
@@ -146,10 +144,8 @@ def test_any_text_is_read_without_an_error(text: str):
         "<answer> [1, 2, 3, 4] </answer>",
         CAT_JSON,
         f"```json\n{CAT_JSON}\n```",
-    ],
-)
-def test_a_right_box_in_any_form(gold: Any):
-    assert right_box(gold, "solution") == (1, 2, 3, 4)
+    ]:
+        assert right_box(gold, "solution") == (1, 2, 3, 4), gold
 
 
 @pytest.mark.parametrize("boxes", [np.array([1, 2, 3, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0])])

@@ -296,7 +296,7 @@ BATCH = [group("a", "b", index=4, source="gsm8k"), group("c", "d", index=9, sour
     ("reward", "where"), [(raises, "gsm8k, prompt 4"), (raises_later, "gsm8k, prompt 4; gsm8k, prompt 9")]
 )
 def test_a_raise_stops_the_run_and_is_chained(reward: Any, where: str):
-    message = rf"'bad' raised KeyError: 'gold', at test_call.py:\d+ \({where}\)\."
+    message = rf"'bad' raised KeyError: 'gold', at test_scoring.py:\d+ \({where}\)\."
     with pytest.raises(RuntimeError, match=message) as caught:
         score(reward, *BATCH, name="bad")
     assert isinstance(caught.value.__cause__, KeyError)

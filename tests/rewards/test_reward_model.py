@@ -22,7 +22,6 @@ from tests.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_
 from tests.tiny_models import EOS, PAD, tiny_classifier, tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-FAMILIES = ["llama", "qwen2", "gpt2", "gemma3"]
 PAIRS = [
     ("one plus one?", "2"),
     ("a much longer question, of many words", "and so is the answer to it, as it happens"),
@@ -83,16 +82,18 @@ def group(prompt: Any, *texts: str) -> Group:
 # -------------------------------------------------------------------------------------------------------------- scores
 
 
-@pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
-@pytest.mark.parametrize("pad_of_model", [None, PAD, EOS, -1])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_each_sequence_alone(tmp_path, family, pad_of_model, is_chat):
-    folder = save(tmp_path, tiny_classifier(family, pad_token_id=pad_of_model))
-    pairs = [as_chat(*pair) for pair in PAIRS] if is_chat else PAIRS
-    expected = plain(folder, pairs)
-    assert len(set(expected)) > 4
-    for batch_size in (1, 3, 16):
-        assert scored(RewardModel(folder, batch_size=batch_size), pairs) == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gpt2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gemma3"))]
+)
+def test_scores_are_those_of_each_sequence_alone(tmp_path, family):
+    for pad_of_model in (None, PAD, EOS, -1):
+        folder = save(tmp_path / str(pad_of_model), tiny_classifier(family, pad_token_id=pad_of_model))
+        for pairs in (PAIRS, [as_chat(*pair) for pair in PAIRS]):
+            expected = plain(folder, pairs)
+            assert len(set(expected)) > 4
+            for batch_size in (1, 3, 16):
+                found = scored(RewardModel(folder, batch_size=batch_size), pairs)
+                assert found == pytest.approx(expected, abs=1e-5), (pad_of_model, batch_size, pairs[0])
 
 
 def test_an_answer_that_the_prompt_starts_is_scored_as_one(folder):
@@ -199,7 +200,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: tiny_model("llama"), "must be a sequence-classification model, .*made as LlamaForCausalLM"),
+        (lambda: tiny_model("llama"), "must be a sequence-classification model, .*architecture LlamaForCausalLM"),
         (lambda: tiny_classifier(num_labels=2), "has 2 labels"),
         (lambda: tiny_model("mamba2"), r"must be a sequence-classification model, .*type mamba2"),
     ],
@@ -211,18 +212,6 @@ def test_other_models_are_refused(tmp_path, model, message):
             RewardSet([given_as]).check(8)
 
 
-@pytest.mark.usefixtures("no_weights")
-@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_a_causal_model_under_another_name_is_refused(tmp_path, shard_size):
-    """Its config says that it is a classifier, and its files have no head."""
-    folder = save(tmp_path, tiny_model("llama"), max_shard_size=shard_size)
-    path = tmp_path / "config.json"
-    labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | labels))
-    with pytest.raises(ValueError, match=r"lacks 1 weights, 'score.weight' first: they would be random"):
-        RewardModel(folder).check(8)
-
-
 def test_missing_weights_are_refused_where_they_load(tmp_path):
     model = tiny_classifier(**SMALL)
     weights = {name: weight for name, weight in model.state_dict().items() if "layers.1.mlp" not in name}
@@ -231,6 +220,16 @@ def test_missing_weights_are_refused_where_they_load(tmp_path):
     RewardModel(tmp_path).check(8)
     with pytest.raises(ValueError, match=r"lacks 3 weights, 'model.layers.1.mlp.down_proj.weight' first"):
         RewardModel(tmp_path).connect(torch.device("cpu"))
+
+
+def test_a_causal_model_under_another_name_is_refused_where_it_loads(tmp_path):
+    """Its config says that it is a classifier, and its files have no head."""
+    folder = save(tmp_path, tiny_model("llama"))
+    path = tmp_path / "config.json"
+    labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | labels))
+    with pytest.raises(ValueError, match=r"lacks 1 weights, 'score.weight' first: they would be random"):
+        RewardModel(folder).connect(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -1,0 +1,30 @@
+"""Which cases of a matrix run in `make test`; the others are marked slow and run in `make test-all`."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+SLOW = pytest.mark.slow
+
+
+def only(fast: Collection[str], cases: Iterable[Any]) -> list[Any]:
+    """Parameters for all `cases`; those without their name (of a path: the stem) in `fast` are slow.
+
+    Raises:
+        ValueError: If a name in `fast` is none of the cases'.
+    """
+    names = {getattr(case, "stem", case): case for case in cases}
+    if unknown := set(fast) - set(names):
+        raise ValueError(f"no case is called {sorted(unknown)}; there are {sorted(names)}")
+    return [pytest.param(case, id=name, marks=() if name in fast else SLOW) for name, case in names.items()]
+
+
+def selected(request: pytest.FixtureRequest, name: str, **others: str) -> list[str]:
+    """The values of the parameter `name` in the selected tests of the module, in their order.
+
+    For a module-scoped fixture that computes several cases at once. Only tests with the parameters `others` count.
+    """
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(own[name] for own in parameters if name in own and others.items() <= own.items()))
