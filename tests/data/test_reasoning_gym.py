@@ -118,7 +118,6 @@ def test_an_item_of_any_task_is_made_alike_and_means_the_same_after_a_file(name:
     check_task(name, 8)
 
 
-@pytest.mark.slow
 def test_the_verifiers_that_execute_answers_are_known(monkeypatch: pytest.MonkeyPatch):
     """Watches `eval` while all verifiers are given an answer that nothing else would hand to it."""
     executing, evaluate = set(), builtins.eval
