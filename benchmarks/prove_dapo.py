@@ -33,7 +33,7 @@ from rich.table import Table
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams, Validation
 from grpo_lightning.core.messages import show_messages
-from grpo_lightning.demo.arithmetic import prepare
+from grpo_lightning.demo.arithmetic import DemoRecipe
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.rewards import ExactMatch, RewardWorkers
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
@@ -91,7 +91,7 @@ def rows_of(path: Path, seed: int, share_settled: float) -> list[dict[str, Any]]
 def run(kind: str, seed: int, options: argparse.Namespace, target: float) -> dict[str, Any]:
     """Train until the accuracy is reached, or for as many steps as plain GRPO. Returns: what it took and came to."""
     fragment, is_dynamic = RUNS[kind]
-    files = prepare(seed)
+    files = DemoRecipe().prepare(seed)
     objective = yaml.safe_load((RECIPES / f"{fragment}.yaml").read_text())["model"]["objective"]
     module = GRPOLightningModule(
         str(files.model),

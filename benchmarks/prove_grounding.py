@@ -24,7 +24,7 @@ from controlled_runs import TRAINED, ControlledRuns, Runs
 from PIL import Image
 
 from grpo_lightning.cli import main as run_cli
-from grpo_lightning.demo.cache import RECIPE
+from grpo_lightning.demo.build import RECIPE
 from grpo_lightning.demo.grounding import GroundingQuickstart
 from grpo_lightning.demo.scenes import SceneTask
 from grpo_lightning.functional.boxes import iou

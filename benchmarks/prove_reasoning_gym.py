@@ -22,7 +22,7 @@ import torch
 from controlled_runs import TRAINED, ControlledRuns, Runs
 
 from grpo_lightning.cli import main as run_cli
-from grpo_lightning.demo.solutions import TASKS
+from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 

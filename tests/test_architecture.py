@@ -15,7 +15,6 @@ LEVELS = {
     "policy": 1,
     "objective": 1,
     "data": 2,
-    "tasks": 2,
     "rewards": 3,
     "rollout": 4,
     "training": 5,
@@ -37,7 +36,6 @@ FOLDERS = {
     "policy",
     "rewards",
     "rollout",
-    "tasks",
     "training",
 }
 LIGHTNING_LEVEL = 5

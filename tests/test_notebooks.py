@@ -11,7 +11,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 # In the place of the cell tagged `parameters`: the same names, seconds instead of minutes.
 ARITHMETIC = """
-from grpo_lightning.demo.arithmetic import DemoModel, DemoRecipe, DemoTask, WarmUp, prepare
+from grpo_lightning.demo.arithmetic import DemoModel, DemoRecipe, DemoTask, WarmUp
 
 MAX_STEPS = 2
 RECIPE = DemoRecipe(
@@ -21,7 +21,7 @@ RECIPE = DemoRecipe(
 )
 """
 GROUNDING = """
-from grpo_lightning.demo.grounding import GroundingModel, GroundingRecipe, GroundingWarmUp, prepare
+from grpo_lightning.demo.grounding import GroundingModel, GroundingRecipe, GroundingWarmUp
 from grpo_lightning.demo.scenes import SceneTask
 
 MAX_STEPS = 2

@@ -36,8 +36,9 @@ def prove(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def folders(prove: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """What each control trains on."""
-    files = grounding.prepare(0, tmp_path / "cache", TINY, show_progress=False)
-    monkeypatch.setattr(grounding, "prepare", lambda seed: files)
+    monkeypatch.setattr(grounding.GroundingQuickstart, "recipe", staticmethod(lambda: TINY))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     for name, quickstart in prove.CONTROLS.items():
         quickstart(str(tmp_path / name))()

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("reasoning_gym")
 
 from benchmarks import versus_trl
-from grpo_lightning.demo.solutions import TASKS
+from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.run_state import RunState
 

@@ -20,8 +20,8 @@ from grpo_lightning.cli.main import parse
 from grpo_lightning.cli.plan import command as plan
 from grpo_lightning.cli.plan.memory import MemorySettings, Precision, ScoredBatch, division_of, state_parts
 from grpo_lightning.cli.plan.model import ModelSizes
-from grpo_lightning.demo.solutions import TASKS
-from grpo_lightning.tasks.prepare import entries, row
+from grpo_lightning.data.reasoning_gym import entries, row
+from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
 from tests import tiny_vlms
 from tests.marks import only

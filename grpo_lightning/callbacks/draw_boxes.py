@@ -18,7 +18,7 @@ from grpo_lightning.callbacks.box_pictures import Answer, Panel, draw_grid, ques
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
 from grpo_lightning.core.ranks import gather_objects
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.readable import known_prompts
+from grpo_lightning.data.orders import known_prompts
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.grounding import right_of, target_of
 from grpo_lightning.module import GRPOLightningModule

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""What puts an image upright, by the tag's value (EXIF 2.3, 4.6.4)."""
+"""The turn that puts an image upright, by the tag's value (EXIF 2.3, 4.6.4)."""
 
 LYING = (5, 6, 7, 8)
 """Its values for images whose width and height change places when they are put upright."""
@@ -80,8 +80,7 @@ class ImageRef:
 
     def remember(self, size: tuple[int, int], *, is_whole: bool = False) -> None:
         """Its (width, height), where it is known already, and whether all of its pixels were read to know it."""
-        object.__setattr__(self, "known_size", size)
-        object.__setattr__(self, "is_whole", self.is_whole or is_whole)
+        self.known_size, self.is_whole = size, self.is_whole or is_whole
 
     def check(self) -> tuple[int, int]:
         """(width, height) of an image all of whose pixels can be read. Raises: ImageError as `read`."""
@@ -95,9 +94,9 @@ class ImageRef:
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
         """The same image, read by `read`."""
-        shared = _copy(self.source, self.where, self.known_size, is_whole=self.is_whole)
-        object.__setattr__(shared, "shared", read)
-        return shared
+        ref = copy.copy(self)
+        ref.shared = read
+        return ref
 
     @property
     def key(self) -> Hashable:
@@ -109,7 +108,7 @@ class ImageRef:
 
     @property
     def name(self) -> str:
-        """What to call it: a file by its path, other sources by what they are."""
+        """Its name in messages: the path of a file, a description of other sources."""
         if isinstance(self.source, bytes):
             return f"of {len(self.source)} bytes"
         if isinstance(self.source, Path) or callable(self.source):
@@ -124,9 +123,9 @@ class ImageRef:
         """Short, whatever the source."""
         return f"ImageRef({self})"
 
-    def __reduce__(self) -> tuple[Callable[..., ImageRef], tuple[Any, ...]]:
-        """What is pickled."""
-        return partial(_copy, is_whole=self.is_whole), (self.source, self.where, self.known_size)
+    def __getstate__(self) -> dict[str, Any]:
+        """All but `shared`: for pickle, and for a copy that somebody else shares."""
+        return vars(self) | {"shared": None}
 
     @contextmanager
     def _opened(self) -> Iterator[Image]:
@@ -148,14 +147,6 @@ class ImageRef:
         except Exception as error:  # what Pillow's decoders raise for broken files has no common base
             place = f"{self.where}: " if self.where else ""
             raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error
-
-
-def _copy(source: Any, where: str, size: tuple[int, int] | None, *, is_whole: bool) -> ImageRef:
-    """A reference with everything but who shares it."""
-    ref = ImageRef(source, where)
-    if size is not None:
-        ref.remember(size, is_whole=is_whole)
-    return ref
 
 
 def _reason(error: Exception, source: Any) -> str:

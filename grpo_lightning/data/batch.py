@@ -101,7 +101,7 @@ def as_prompt(
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:
-    """What a loader yielded, as a prompt batch.
+    """A prompt batch from whatever a loader yielded.
 
     Also takes lists of rows, and the columns torch's default collate makes of them. The loader does not say where in
     the data set its rows are: the prompts have no index.

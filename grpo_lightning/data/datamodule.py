@@ -14,11 +14,11 @@ import torch
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.data.images.preflight import BadImages, Preflight, check_setting
+from grpo_lightning.data.images.preflight import BadImages, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
 from grpo_lightning.data.mixture import as_entries, download, is_streaming, load_mixture, stream_mixture
+from grpo_lightning.data.orders import PromptStream
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.data.stream import PromptStream
 from grpo_lightning.data.templates import PromptAs, PromptTemplate
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream
-"""What a mixture gives: all its prompts, or a stream of them."""
+"""All prompts of a mixture, or a stream of them."""
 
 
 class PromptDataModule(L.LightningDataModule):
@@ -94,7 +94,6 @@ class PromptDataModule(L.LightningDataModule):
             if given[name] is not None and given[name] < limit:
                 raise ValueError(f"data.{name} must be at least {limit}, got {given[name]}.")
         check_limit_settings(max_prompt_length, overlong_prompts)
-        check_setting(bad_images)
         # Which of its two types a command line makes of "200" depends on what else was imported.
         if isinstance(val_split, float) and val_split > 1 and val_split.is_integer():
             val_split = int(val_split)
@@ -121,7 +120,7 @@ class PromptDataModule(L.LightningDataModule):
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
-        self._unused: set[str] = set()  # settings that were said to have no effect
+        self._unused: set[str] = set()  # settings that were logged as without effect
 
     def prepare_data(self) -> None:
         """Download or build the files."""

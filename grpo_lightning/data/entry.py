@@ -1,17 +1,27 @@
-"""One data set of a mixture: where it is, which rows of it, and what is said about them."""
+"""One data set of a mixture: where it is, which rows of it are taken, and their columns."""
 
 from __future__ import annotations
 
 import difflib
+import logging
+import math
+import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
-from grpo_lightning.data.files import READERS
 from grpo_lightning.data.images.boxes import Boxes
-from grpo_lightning.data.selection import parse_strategy
+
+logger = logging.getLogger(__name__)
+
+DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
+"""Ends of the names of data files; `readers.READERS` reads each."""
+
+_STRATEGY = re.compile(r"(?P<take>first|end|random):(?P<amount>[0-9]+(?:\.[0-9]+)?)(?P<percent>%?)")
+_ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percentage (first:12.5%)"
 
 
 @dataclass
@@ -23,7 +33,7 @@ class DatasetEntry:
     `.parquet`."""
 
     sampling_strategy: str = "all"
-    """Which rows: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
+    """The rows taken: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
 
     dataset: str | None = None
     """Hub name, a folder with data files, or one written by `save_to_disk`. `name:subset` names the subset as well,
@@ -58,7 +68,7 @@ class DatasetEntry:
     `json_path`, or the folder `dataset`."""
 
     boxes: Boxes = "auto"
-    """What the column `solution` is in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
+    """Form of the column `solution` in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
     in 0 to 1000 (VLM-R1's InternVL data), which is made pixels: `gold_coordinates` of rewards and metrics stay as they
     are. `auto`: in pixels if it is four numbers and the row has one image. `none`: anything. A box outside of its image
     is bad data (`bad_images`)."""
@@ -92,7 +102,7 @@ class DatasetEntry:
 
     @property
     def label(self) -> str:
-        """What the user calls it in the configuration."""
+        """Its path or name in the configuration."""
         return cast(str, self.dataset if self.json_path is None else self.json_path)
 
     @property
@@ -156,10 +166,10 @@ class DatasetEntry:
         if isinstance(item, cls):
             return item
         if isinstance(item, str):
-            if Path(item).suffix.lower() not in READERS:
+            if Path(item).suffix.lower() not in DATA_FILES:
                 raise ValueError(
-                    f"{where}: {item!r} is no data file ({', '.join(READERS)}). For a data set of the hub or a folder "
-                    f"write {{dataset: {item}}}; a YAML file of entries stands alone, outside of a list."
+                    f"{where}: {item!r} is no data file ({', '.join(DATA_FILES)}). For a data set of the hub or a "
+                    f"folder write {{dataset: {item}}}; a YAML file of entries stands alone, outside of a list."
                 )
             return cls(item)
         if not isinstance(item, Mapping):
@@ -167,7 +177,7 @@ class DatasetEntry:
         check_keys(item, [field.name for field in fields(cls)], where=where)
         for key, value in item.items():
             if key == "sampling_strategy":
-                continue  # said better by the strategy's own check
+                continue  # the strategy's own check has a better message
             kind = _KINDS.get(key, str)
             is_right = isinstance(value, kind) or (value is None and key not in ("split", "streaming"))
             if not is_right:
@@ -185,7 +195,7 @@ _WORDS = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}
 
 @dataclass(frozen=True)
 class Location:
-    """What a `dataset` says, taken apart."""
+    """The parts of a `dataset`."""
 
     name: str
     """File, hub name or folder."""
@@ -223,3 +233,75 @@ def _nearest(key: str, allowed: list[str]) -> str | None:
     """The key that begins like this one, or is spelled most like it."""
     longer = [name for name in allowed if key and name.startswith(key)]
     return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A sampling strategy, parsed."""
+
+    take: Literal["all", "first", "end", "random"]
+
+    amount: Fraction = Fraction(0)
+    """Rows, or hundredths of the rows; not read for `all`."""
+
+    is_percent: bool = False
+
+    def num_rows(self, rows_count: int) -> int:
+        """How many of `rows_count` rows are asked for: N, or ceil(P x rows_count / 100)."""
+        if self.take == "all":
+            return rows_count
+        # Exact fractions: in floats 7 % of 100 rows is 7.000000000000001, which rounds up to 8.
+        return math.ceil(self.amount * rows_count / 100 if self.is_percent else self.amount)
+
+
+def parse_strategy(strategy: str, *, name: str) -> Strategy:
+    """Read `all`, `first:N`, `end:N` or `random:N`.
+
+    Args:
+        strategy: N is a whole number of rows, or a percentage from 0% to 100%, which may have a fraction.
+        name: The entry, for error messages.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if strategy == "all":
+        return Strategy("all")
+    match = _STRATEGY.fullmatch(strategy) if isinstance(strategy, str) else None
+    is_percent = match is not None and bool(match["percent"])
+    amount = Fraction(match["amount"]) if match is not None else Fraction(-1)
+    if match is None or (is_percent and amount > 100) or (not is_percent and "." in match["amount"]):
+        raise ValueError(f"sampling_strategy of {name!r} is {strategy!r}; it must be {_ALLOWED}.")
+    return Strategy(cast(Literal["first", "end", "random"], match["take"]), amount, is_percent)
+
+
+def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]:
+    """Choose rows by a sampling strategy.
+
+    Random rows are drawn without replacement, from `seed` and `name` alone: no other random state is read or moved.
+    With the same seed, the rows of a smaller `random:N` are among those of a larger one.
+
+    Args:
+        rows_count: Rows there are.
+        strategy: See `parse_strategy`.
+        seed: Another seed draws other random rows.
+        name: The entry: two entries draw independently.
+
+    Returns:
+        Row numbers, rising. All of them, with a warning in the log, if more are asked for than there are.
+
+    Raises:
+        ValueError: If `strategy` is none.
+    """
+    parsed = parse_strategy(strategy, name=name)
+    wanted = parsed.num_rows(rows_count)
+    if wanted > rows_count:
+        logger.warning("%s: %s asks for more than the %d rows there are; all are used.", name, strategy, rows_count)
+    rows = range(rows_count)
+    if parsed.take == "end":
+        rows = rows[max(rows_count - wanted, 0) :]
+    elif parsed.take == "random":
+        # Only random() is promised to give the same numbers in every Python version; sample() and shuffle() are not.
+        generator = random.Random(f"{seed}:{name}")
+        keys = [generator.random() for _ in rows]
+        return sorted(sorted(rows, key=keys.__getitem__)[:wanted])
+    return list(rows[:wanted])

@@ -15,7 +15,7 @@ from typing import Any
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Message, Prompt
 from grpo_lightning.data.images.placeholders import place_images
-from grpo_lightning.data.images.values import ImageFinder
+from grpo_lightning.data.images.references import ImageFinder
 from grpo_lightning.data.templates import PromptTemplate
 
 log = logging.getLogger(__name__)

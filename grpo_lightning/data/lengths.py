@@ -28,9 +28,6 @@ class Measured:
     where: str = ""
     """File and line."""
 
-    bad_image_of: str | None = None
-    """The source of a prompt that is left out for its images or its box."""
-
 
 @dataclass(frozen=True)
 class LengthCount:
@@ -82,6 +79,10 @@ class LengthLimit:
                 )
             kept = self.cut(prompt, where) if is_cut else None
         return Measured(kept, num_tokens, where)
+
+    def measure_kept(self, measured: Measured) -> Measured:
+        """A prompt that was not measured yet; one that is left out stays as it is. Raises: ValueError as `measure`."""
+        return measured if measured.prompt is None else self.measure(measured.prompt, measured.where)
 
     def cut(self, prompt: Prompt, where: str) -> Prompt:
         """The prompt with its last tokens alone."""

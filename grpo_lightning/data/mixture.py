@@ -17,8 +17,8 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,18 +26,22 @@ import yaml
 
 from grpo_lightning.core import unique_keys
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.entry import DatasetEntry, check_keys
-from grpo_lightning.data.files import READERS, existing, read_file
+from grpo_lightning.data.entry import DATA_FILES, DatasetEntry, check_keys, parse_strategy, select
 from grpo_lightning.data.formats import log_prompt_columns
-from grpo_lightning.data.hub import DatasetRows, open_dataset, stream_dataset
 from grpo_lightning.data.images.boxes import Boxes
-from grpo_lightning.data.images.counts import ImageCounts
-from grpo_lightning.data.images.preflight import Preflight
+from grpo_lightning.data.images.preflight import ImageCounts, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.orders import PromptStream
 from grpo_lightning.data.parallel import in_processes
-from grpo_lightning.data.rows import Row, RowReader
-from grpo_lightning.data.selection import parse_strategy, select
-from grpo_lightning.data.stream import PromptStream
+from grpo_lightning.data.readers import (
+    DatasetRows,
+    Row,
+    RowReader,
+    find_file,
+    open_dataset,
+    read_file,
+    stream_dataset,
+)
 from grpo_lightning.data.templates import PromptTemplate
 
 logger = logging.getLogger(__name__)
@@ -74,7 +78,7 @@ def load_mixture(
 
     Raises:
         FileNotFoundError: If a file or data set is not there.
-        ValueError: If a file, row or image is not what it should be (said with file and line), or nothing is left.
+        ValueError: If a file, row or image is not what it should be (naming file and line), or nothing is left.
     """
     named = _named(as_entries(entries))
     measured: list[Measured] = []
@@ -83,18 +87,27 @@ def load_mixture(
         rows = _all_rows(entry)
         chosen = select(len(rows), entry.strategy, seed=seed, name=source)
         logger.info("%s: %d of %d rows of %s (%s)", source, len(chosen), len(rows), entry.label, entry.strategy)
-        convert = _Convert(_reader(entry, source, template, image_root), limit)
+        reader = RowReader(source, entry, template or PromptTemplate(), entry.image_folder(image_root), limit)
         boxes[source] = entry.boxes
         items = [(rows[number], len(measured) + place) for place, number in enumerate(chosen)]
-        measured += in_processes(convert.item, items, num_proc)
+        measured += in_processes(reader.read, items, num_proc)
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
         raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
-    _check_images(measured, named, image_root)
+    counts = ImageCounts()
+    for m in measured:
+        if m.prompt is not None:
+            counts.add(m.prompt)
+    for source, entry in named:
+        counts.check_root(source, entry.image_root, image_root)
+    counts.warn()
     # The images first: a length is counted from their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
-        measured = _measured_images(measured, limit, num_proc)
+        places = [place for place, m in enumerate(measured) if m.prompt is not None and m.prompt.images]
+        with_images = in_processes(limit.measure_kept, [measured[place] for place in places], num_proc)
+        for place, m in zip(places, with_images, strict=True):
+            measured[place] = m
         limit.check(measured, of="the mixture")
     prompts = [m.prompt for m in measured if m.prompt is not None]
     log_prompt_columns(prompts, set())
@@ -104,21 +117,6 @@ def load_mixture(
             "(max_prompt_length) and which for their images or boxes (bad_images)."
         )
     return prompts
-
-
-def _check_images(
-    measured: Sequence[Measured], named: Sequence[tuple[str, DatasetEntry]], image_root: str | None
-) -> None:
-    """Warn about rows without an image in data sets that have images. Raises: ValueError as `check_root`."""
-    counts = ImageCounts()
-    for m in measured:
-        counts.add(m)
-    for source, entry in named:
-        counts.check_root(source, entry.image_root, image_root)
-    for source in counts.mixed:
-        counts.warn_empty(source)
-    for source in counts.unread:
-        counts.warn_unread(source)
 
 
 def stream_mixture(
@@ -144,9 +142,10 @@ def stream_mixture(
     named = _named(as_entries(entries))
     for source, entry in named:
         if entry.json_path is not None:
-            existing(entry.json_path)
-        convert = _Convert(_reader(entry, source, template, image_root), limit, preflight or Preflight(), entry.boxes)
-        parts.append(functools.partial(_open_part, entry, source, seed, convert))
+            find_file(entry.json_path)
+        folder = entry.image_folder(image_root)
+        reader = RowReader(source, entry, template or PromptTemplate(), folder, limit, preflight or Preflight())
+        parts.append(functools.partial(_open_part, reader, seed))
     sources = [source for source, _ in named]
     return PromptStream(parts, shuffle_buffer=shuffle_buffer, num_workers=num_workers, limit=limit, sources=sources)
 
@@ -166,7 +165,7 @@ def download(entries: Entries) -> None:
 def as_entries(entries: Entries) -> list[DatasetEntry]:
     """The entries of whatever gives them. Raises: as `read_mixture_yaml`, and ValueError naming the entry."""
     if isinstance(entries, str | os.PathLike):
-        is_data = Path(entries).suffix.lower() in READERS
+        is_data = Path(entries).suffix.lower() in DATA_FILES
         return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
     if not isinstance(entries, Sequence):
         raise ValueError(f"datasets must be a list of entries or the path of a YAML file, got {entries!r:.80}.")
@@ -183,10 +182,10 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
         FileNotFoundError: If the YAML file, or a file it names, is not there.
         ValueError: If `datasets` is missing or empty, or a key is unknown.
     """
-    file = existing(path)
+    file = find_file(path)
     if file.suffix.lower() not in (".yaml", ".yml"):
         raise ValueError(
-            f"datasets: {str(path)!r} must be a data file ({', '.join(READERS)}), a YAML file with the key datasets "
+            f"datasets: {str(path)!r} must be a data file ({', '.join(DATA_FILES)}), a YAML file with the key datasets "
             "(.yaml, .yml), or a list of entries: [{json_path: FILE}], [{dataset: HUB_NAME}]."
         )
     try:
@@ -200,7 +199,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     for number, item in enumerate(content["datasets"], start=1):
         entry = DatasetEntry.of(item, where=f"{file}, entry {number}")
         if entry.json_path is not None:
-            entry = replace(entry, json_path=str(existing(entry.json_path, file.parent)))
+            entry = replace(entry, json_path=str(find_file(entry.json_path, file.parent)))
         elif entry.dataset is not None and _is_beside(entry, file.parent):
             entry = replace(entry, dataset=str(file.parent / entry.dataset))
         root = entry.image_root
@@ -216,51 +215,6 @@ def _is_beside(entry: DatasetEntry, folder: Path) -> bool:
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 
-@dataclass(frozen=True)
-class _Convert:
-    """A row to a measured prompt. Picklable: other processes do it too."""
-
-    reader: RowReader
-    limit: LengthLimit | None
-    preflight: Preflight | None = None
-    """None if images are checked later, all at once: their prompts are not measured before."""
-
-    boxes: Boxes = "auto"
-
-    def __call__(self, row: Row, index: int) -> Measured:
-        """Read the row; measure it if there is a limit."""
-        measured = Measured(self.reader(row, index), where=row.where)
-        if measured.prompt is not None and measured.prompt.images:
-            if self.preflight is None:
-                return measured
-            measured = self.preflight.one(measured, self.boxes)
-        return measured if self.limit is None else _measure(self.limit, measured)
-
-    def item(self, item: tuple[Row, int]) -> Measured:
-        """The same of both in one argument."""
-        return self(*item)
-
-
-def _measure(limit: LengthLimit, measured: Measured) -> Measured:
-    """The prompt measured, unless it is left out already."""
-    return measured if measured.prompt is None else limit.measure(measured.prompt, measured.where)
-
-
-def _measured_images(measured: list[Measured], limit: LengthLimit, num_proc: int) -> list[Measured]:
-    """The prompts, those with images measured too."""
-    places = [place for place, m in enumerate(measured) if m.prompt is not None and m.prompt.images]
-    waiting = [measured[place] for place in places]
-    for place, done in zip(places, in_processes(functools.partial(_measure, limit), waiting, num_proc), strict=True):
-        measured[place] = done
-    return measured
-
-
-def _reader(entry: DatasetEntry, source: str, template: PromptTemplate | None, image_root: str | None) -> RowReader:
-    """What reads the rows of an entry."""
-    template, folder = template or PromptTemplate(), entry.image_folder(image_root)
-    return RowReader(source, template, entry.columns, entry.rewards, entry.accu_reward_method, folder=folder)
-
-
 def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
     """Every entry with its own name: they are kept apart in logs, and draw their random rows apart."""
     own = {entry.source for entry in entries}
@@ -274,27 +228,26 @@ def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
     return list(named.items())
 
 
-def _all_rows(entry: DatasetEntry) -> Sequence[Row]:
+def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
     """All rows of an entry. Raises: ValueError if there is none."""
     if entry.json_path is not None:
-        return list(read_file(existing(entry.json_path)))
+        return list(read_file(find_file(entry.json_path)))
     rows = DatasetRows(open_dataset(entry), entry.label)
     if not len(rows):
         raise ValueError(f"dataset {entry.dataset!r} (split {entry.split!r}) is empty: it must have at least one row.")
     return rows
 
 
-def _open_part(
-    entry: DatasetEntry, source: str, seed: int, convert: _Convert
-) -> Iterator[tuple[Row, Callable[[Row, int], Measured]]]:
-    """The chosen rows of an entry, each with what converts it."""
+def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
+    """The chosen rows of an entry, each with its reader."""
     rows: Iterator[Row]
+    entry = reader.entry
     if entry.streaming:
         strategy = parse_strategy(entry.strategy, name=entry.label)
         is_file = entry.json_path is not None
-        rows = read_file(existing(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
+        rows = read_file(find_file(entry.label)) if is_file else stream_dataset(open_dataset(entry), entry.label)
         rows = itertools.islice(rows, None if strategy.take == "all" else int(strategy.amount))
     else:
         everything = _all_rows(entry)
-        rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=source))
-    return ((row, convert) for row in rows)
+        rows = (everything[number] for number in select(len(everything), entry.strategy, seed=seed, name=reader.source))
+    return ((row, reader) for row in rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -52,88 +52,34 @@ def _call(item: Any) -> Any:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """`function(item)` for every item, read and computed ahead of use by `num_workers` threads; 0 does it when used.
+    """`function(item)` for every item, computed ahead of use by `num_workers` threads; 0 computes it when used.
 
-    What reading an item or `function` raises comes up where its result would have.
+    One more thread reads the items. At most `READ_AHEAD` items per thread are ahead of their use. An error of `items`
+    or `function` is raised where its result would have been. The threads end with the iterator.
     """
     if num_workers == 0:
         return (function(item) for item in items)
-    return _Ahead(function, iter(items), num_workers).results()
+    return _read_ahead(function, iter(items), num_workers)
 
 
-class _Ahead:
-    """Threads that take items in turn, at most `READ_AHEAD` per thread ahead of what was used."""
+def _read_ahead(function: Callable[[T], R], items: Iterator[T], num_workers: int) -> Iterator[R]:
+    """`in_threads` with threads."""
+    reader, workers = ThreadPoolExecutor(1), ThreadPoolExecutor(num_workers)
 
-    def __init__(self, function: Callable[[Any], Any], items: Iterator[Any], num_workers: int) -> None:
-        self.function, self.items, self.num_workers = function, items, num_workers
-        self.reading = threading.Lock()  # one thread at a time takes an item, and with it its number
-        self.changed = threading.Condition()
-        self.done: dict[int, tuple[Any, BaseException | None]] = {}
-        self.num_taken = self.num_used = 0
-        self.is_over = False  # nothing more is to be taken
+    def compute(item: Future[Any]) -> Any:
+        return _END if item.result() is _END else function(item.result())
 
-    def results(self) -> Iterator[Any]:
-        """The results in the order of the items. The threads end with it, also when it is given up."""
-        for _ in range(self.num_workers):
-            threading.Thread(target=self.work, daemon=True).start()
-        try:
-            while True:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.num_used in self.done or self._is_used_up())
-                    if self.num_used not in self.done:
-                        return
-                    result, error = self.done.pop(self.num_used)
-                    self.num_used += 1
-                    self.changed.notify_all()
-                if error is not None:
-                    raise error
-                yield result
-        finally:
-            with self.changed:
-                self.is_over = True
-                self.changed.notify_all()
+    def submit() -> Future[Any]:
+        return workers.submit(compute, reader.submit(next, items, _END))
 
-    def work(self) -> None:
-        """Take an item, compute, repeat."""
-        while True:
-            with self.reading:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.is_over or not self._is_far_ahead())
-                    if self.is_over:
-                        return
-                item, error = self._take()
-                with self.changed:
-                    if item is _END and error is None:
-                        self.is_over = True
-                        self.changed.notify_all()
-                        return
-                    number = self.num_taken
-                    self.num_taken += 1
-                    self.is_over = self.is_over or error is not None
-            result = None
-            if error is None:
-                try:
-                    result = self.function(item)
-                except Exception as raised:  # noqa: BLE001 - raised again where the result would have been used
-                    error = raised
-            with self.changed:
-                self.done[number] = (result, error)
-                self.changed.notify_all()
-
-    def _take(self) -> tuple[Any, BaseException | None]:
-        """The next item, `_END` after the last, or what reading it raised."""
-        try:
-            return next(self.items, _END), None
-        except Exception as error:  # noqa: BLE001 - raised again where the result would have been used
-            return _END, error
-
-    def _is_far_ahead(self) -> bool:
-        """True if enough was taken that is not used yet."""
-        return self.num_taken - self.num_used >= READ_AHEAD * self.num_workers
-
-    def _is_used_up(self) -> bool:
-        """True if nothing more will come."""
-        return self.is_over and self.num_used == self.num_taken
+    try:
+        waiting = deque(submit() for _ in range(READ_AHEAD * num_workers))
+        while (result := waiting.popleft().result()) is not _END:
+            waiting.append(submit())
+            yield result
+    finally:
+        for pool in (reader, workers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 _END = object()

@@ -18,9 +18,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
 from grpo_lightning.data.images.prefetch import ImageReader
-from grpo_lightning.data.listed import ListedOrder
-from grpo_lightning.data.readable import readable
-from grpo_lightning.data.stream import PromptStream, StreamOrder
+from grpo_lightning.data.orders import ListedOrder, PromptStream, StreamOrder, as_prompts
 from grpo_lightning.data.templates import PromptTemplate
 
 __all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch"]
@@ -32,8 +30,8 @@ class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
     Every epoch is one pass: the last cycle may have fewer prompts, none is dropped. A stream has no length: the run
-    needs `trainer.max_steps`, and an epoch ends where the stream does. Nor has an epoch whose cycles draw more prompts
-    than `batch_size`: it ends where they are used up.
+    needs `trainer.max_steps`, and an epoch ends where the stream does. With dynamic sampling, cycles use more prompts
+    than `batch_size`: an epoch has no length either, and ends where the prompts are used up.
 
     An image that several prompts of a cycle have is read once for all of them. Before a run, all images of a list are
     read, of other data sets those of the first prompts; bad ones are named before any weights load. No row is left out:
@@ -84,7 +82,7 @@ class PromptSource:
         if isinstance(prompts, PromptStream) and (template, shuffle_buffer, num_workers) != (None, 1000, 0):
             raise ValueError("A PromptStream has its own template, shuffle_buffer and num_workers: set them there.")
         convert = functools.partial(as_prompt, template=template)
-        self.prompts = readable(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
+        self.prompts = as_prompts(prompts, convert, shuffle_buffer=shuffle_buffer, num_workers=num_workers)
         if not self.is_stream and shuffle_buffer != 1000:
             log.info("shuffle_buffer has no effect: the data set has a length, and is no stream.")
         self.images = ImageReader(prompts.num_workers if isinstance(prompts, PromptStream) else num_workers)
@@ -248,7 +246,7 @@ class PromptSource:
             left to the batch that Lightning has asked for already.
 
         Raises:
-            ValueError: If the source was not told that cycles draw more.
+            ValueError: If `draws_more` is False.
         """
         if not self.draws_more:
             raise ValueError("Cycles of this PromptSource draw no further prompts: give it draws_more=True.")
@@ -258,7 +256,7 @@ class PromptSource:
         return len(block), self.read([block[number] for number in own if number < len(block)])
 
     def settle(self, chosen: list[list[int]], prompts: list[Prompt]) -> None:
-        """Say what the rest of the running cycle is trained on, now that further prompts were drawn.
+        """Set the prompts that the rest of the running cycle trains on, after further prompts were used.
 
         Args:
             chosen: By rank, the numbers of its prompts among all that the cycle has used.
@@ -328,7 +326,7 @@ class PromptSource:
         return -(-(len(self.prompts) - prompts_used) // (self.batch_size * self.world_size)) * self.cycle
 
     def _identity(self) -> dict[str, int]:
-        """What must be as it was for a position to mean the same."""
+        """The settings that must be as they were for a position to mean the same."""
         if isinstance(self.prompts, PromptStream):
             return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed, "cycle": self.cycle}
         return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
@@ -340,7 +338,7 @@ def _is_inside(state: Mapping[str, Any]) -> bool:
 
 
 def _other_settings(changed: Sequence[str]) -> str:
-    """What is said of a checkpoint whose position means nothing here."""
+    """The error for a checkpoint whose position means nothing here."""
     return (
         f"The checkpoint was taken with other data or settings: {'; '.join(changed)}. Resume with the original ones, "
         "or start a new run from the checkpoint's weights."

@@ -1,4 +1,4 @@
-"""What is put around a question: a system prompt, a question template, a chat turn.
+"""Prompt templates: a system prompt, a question template and a chat turn around a question.
 
 Both texts may be given by the name of a shipped one, a file of the folder `prompts/system` or `prompts/question`: a new
 file there is a new name.
@@ -120,7 +120,7 @@ class PromptTemplate:
         return text if self.question_template is None else QUESTION.sub(lambda _: text, self.question_template)
 
     def render(self, content: str | Sequence[Message], *, is_question: bool, where: str) -> str | list[Message]:
-        """What is given to the tokenizer.
+        """The text or messages given to the tokenizer.
 
         Args:
             content: Text, or messages.

@@ -13,28 +13,18 @@ from __future__ import annotations
 
 import json
 import random
-import string
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_lightning.core.seeding import run_seed
-from grpo_lightning.demo.cache import DemoFiles, built_once, copied, files_in, key_of, write_recipe
-from grpo_lightning.demo.teaching import Teacher, progress
-
-CODE_VERSION = 1
-"""Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
-
-PAD, EOS = "<pad>", "<eos>"
+from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
 
 Digits = tuple[int, ...]
 
@@ -139,34 +129,43 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class DemoRecipe:
+class DemoRecipe(Recipe):
     """Everything that decides what is built."""
 
     task: DemoTask = field(default_factory=DemoTask)
     model: DemoModel = field(default_factory=DemoModel)
     warm_up: WarmUp = field(default_factory=WarmUp)
 
-    @property
-    def key(self) -> str:
-        """A hash of every number above and of the code's versions: names the cache folder."""
-        return key_of(asdict(self) | {"code": CODE_VERSION})
+    code = 1
+
+    def build(self, folder: Path, *, show_progress: bool) -> None:
+        """Write the data, teach the model."""
+        self.task.write(folder)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, self.model, seed=self.task.seed)
+        warm_up(model, tokenizer, self.task, self.warm_up, show_progress=show_progress)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+
+
+class Quickstart(PrepareDemo):
+    """Puts the demo's model and data where the quickstart recipe reads them; a data module's `prepare`.
+
+    Args:
+        folder: Gets `model/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
+        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on cores that
+            others use too, two were 17 times slower than one.
+    """
+
+    recipe = DemoRecipe
+
+    def __init__(self, folder: str = "runs/quickstart/task", num_threads: int = 1) -> None:
+        super().__init__(folder, num_threads)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, tab and newline, then `<pad>` and `<eos>`; nothing else is encoded.
-
-    It is byte-level BPE without merges because `AutoTokenizer` reads any tokenizer saved beside a Qwen2 as one; for the
-    same reason the unknown token is named: the default would become a token that the model does not have.
-    """
-    characters = string.digits + string.ascii_letters + string.punctuation + " \t\n"
-    stored = characters.translate({ord(character): 256 + ord(character) for character in "\t\n"} | {32: 288})
-    vocabulary = {token: index for index, token in enumerate([*stored, PAD, EOS])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=PAD, pad_token=PAD, eos_token=EOS, padding_side="left"
-    )
+    """One token per printable ASCII character, tab and newline, then `<pad>` and `<eos>`; nothing else is encoded."""
+    return character_tokenizer(" \t\n")
 
 
 def build_model(
@@ -228,52 +227,6 @@ def warm_up(
     with progress("short answers", settings.num_short_steps, show=show_progress) as bar:
         for step in range(settings.num_short_steps):
             teacher.step(habits.loss(model, num_short), bar, rate=1 - step / settings.num_short_steps)
-
-
-def prepare(
-    seed: int = 0, cache_dir: str | Path | None = None, recipe: DemoRecipe | None = None, *, show_progress: bool = True
-) -> DemoFiles:
-    """Build model, tokenizer and data once; later calls with the same recipe return the same folder at once.
-
-    Args:
-        seed: Replaces the task's seed.
-        cache_dir: Where the folder goes, as in `built_once`.
-        recipe: What to build; the quickstart's by default.
-        show_progress: Whether the warm-up shows a progress bar.
-    """
-    recipe = recipe or DemoRecipe()
-    recipe = replace(recipe, task=replace(recipe.task, seed=seed))
-    build = partial(_build, recipe, show_progress=show_progress)
-    return files_in(built_once(recipe.key, cache_dir, build))
-
-
-class Quickstart:
-    """Puts the demo's model and data where the quickstart recipe reads them; a data module's `prepare`.
-
-    Args:
-        folder: Gets `model/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
-        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on cores that
-            others use too, two were 17 times slower than one.
-    """
-
-    def __init__(self, folder: str = "runs/quickstart/task", num_threads: int = 1) -> None:
-        self.folder, self.num_threads = Path(folder), num_threads
-
-    def __call__(self) -> None:
-        """Build the demo unless its cache has it, and copy it here."""
-        torch.set_num_threads(self.num_threads)
-        files = prepare(run_seed(None))
-        copied(files.model.parent, self.folder)
-
-
-def _build(recipe: DemoRecipe, folder: Path, *, show_progress: bool) -> None:
-    recipe.task.write(folder)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, recipe.model, seed=recipe.task.seed)
-    warm_up(model, tokenizer, recipe.task, recipe.warm_up, show_progress=show_progress)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_recipe(folder, recipe.key, asdict(recipe))
 
 
 class _Habits:

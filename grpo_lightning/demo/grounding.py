@@ -11,71 +11,428 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import AddedToken
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from grpo_lightning.core.seeding import run_seed
-from grpo_lightning.demo.cache import DemoFiles, built_once, copied, files_in, key_of, write_recipe
-from grpo_lightning.demo.grounding_model import GroundingModel, build_model, build_processor, build_tokenizer
-from grpo_lightning.demo.grounding_warm_up import GroundingWarmUp, warm_up
-from grpo_lightning.demo.scenes import SceneTask
+from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
+from grpo_lightning.demo.scenes import ANY_COLOUR, ANY_SHAPE, COLOURS, SHAPES, Scene, SceneTask, namings, varied
 
-CODE_VERSION = 2
-"""Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
+if TYPE_CHECKING:
+    from transformers import Qwen2_5_VLProcessor
+
+
+IMAGE, VIDEO, START, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}" + START + IMAGE + END + "{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+PATCHES_PER_TOKEN = 2
+"""Along either side."""
 
 
 @dataclass(frozen=True)
-class GroundingRecipe:
+class GroundingModel:
+    """The size of the Qwen2.5-VL."""
+
+    hidden_size: int = 64
+    """Width of the language model and of the vision tower."""
+
+    num_layers: int = 2
+    num_vision_layers: int = 2
+    num_heads: int = 4
+    initializer_range: float = 0.12
+    """About 1 / sqrt(hidden_size), as in `arithmetic.DemoModel`."""
+
+
+def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
+    """A token per word, number and tag of the task, and one per printable ASCII character for everything else."""
+    media = {"image_token": IMAGE, "video_token": VIDEO, "vision_start_token": START, "vision_end_token": END}
+    whole = character_tokenizer(chat_template=CHAT_TEMPLATE, extra_special_tokens=media)
+    tags = ["<think>", "</think>", "<answer>", "</answer>", ", ", "Where is the ", "anything"]
+    words = [
+        *tags,
+        *COLOURS,
+        ANY_COLOUR,
+        *SHAPES,
+        ANY_SHAPE,
+        *(f"{space}{number}" for number in task.numbers() for space in ("", " ")),
+    ]
+    whole.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return whole
+
+
+def build_processor(task: SceneTask, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
+    """Qwen2.5-VL's processor, which leaves the task's images at their size."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    sizes = {"patch_size": task.cell_size, "merge_size": PATCHES_PER_TOKEN}
+    token = (task.cell_size * PATCHES_PER_TOKEN) ** 2
+    images = Qwen2VLImageProcessor(**sizes, min_pixels=token, max_pixels=max(token, task.size**2))
+    return Qwen2_5_VLProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**sizes),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(
+    task: SceneTask, tokenizer: PreTrainedTokenizerFast, size: GroundingModel | None = None
+) -> Qwen2_5_VLForConditionalGeneration:
+    """A freshly initialised Qwen2.5-VL in float32, in eval mode."""
+    size = size or GroundingModel()
+    half = size.hidden_size // size.num_heads // 2
+    sideways = 3 * half // 8
+    shared: dict[str, Any] = {"hidden_size": size.hidden_size, "intermediate_size": 3 * size.hidden_size}
+    ids = dict(zip(("image", "video", "vision_start", "vision_end"), (IMAGE, VIDEO, START, END), strict=True))
+    config = Qwen2_5_VLConfig(
+        text_config=shared
+        | {
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": size.num_layers,
+            "num_attention_heads": size.num_heads,
+            "num_key_value_heads": size.num_heads,
+            "max_position_embeddings": 512,
+            "initializer_range": size.initializer_range,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [half - 2 * sideways, sideways, sideways],
+            },
+        },
+        vision_config=shared
+        | {
+            "depth": size.num_vision_layers,
+            "num_heads": size.num_heads,
+            "out_hidden_size": size.hidden_size,
+            "patch_size": task.cell_size,
+            "spatial_merge_size": PATCHES_PER_TOKEN,
+            "window_size": task.size,
+            "fullatt_block_indexes": list(range(size.num_vision_layers)),
+            "initializer_range": size.initializer_range,
+        },
+        tie_word_embeddings=True,
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(task.seed)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    return model.eval()
+
+
+NOTHING = -100
+"""The label of an image token without a thing; `cross_entropy` leaves it out."""
+
+
+@dataclass(frozen=True)
+class GroundingWarmUp:
+    """The supervised phases: the tower, mostly worked completions, then mostly lazy ones."""
+
+    batch_size: int = 64
+    num_tower_images: int = 2000
+    num_tower_steps: int = 500
+    """See `teach_tower`."""
+
+    num_images: int = 6000
+    """That the language model sees, with three questions about each thing."""
+
+    num_worked_steps: int = 1600
+    lazy_share_of_worked: float = 0.125
+    """Share of lazy completions in the phase of worked ones.
+
+    Without any, the last phase has to teach the lazy word, and for held-out questions takes half of the chance of the
+    right word away.
+    """
+
+    num_lazy_steps: int = 150
+    learning_rate: float = 6e-3
+    """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then lowered to zero."""
+
+    lazy_learning_rate: float = 5e-4
+    num_ramp_steps: int = 20
+    held_share: float = 0.5
+    beta2: float = 0.99
+    lazy_share: float = 0.85
+    """Share of lazy completions in the last phase. The rest is how often the policy starts out looking."""
+
+
+def warm_up(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    task: SceneTask,
+    settings: GroundingWarmUp | None = None,
+    *,
+    show_progress: bool = True,
+) -> None:
+    """Teach the tower what an image shows, then the language model both habits, in place."""
+    settings = settings or GroundingWarmUp()
+    with torch.random.fork_rng(devices=[]), multiplied_patches(model):
+        torch.default_generator.manual_seed(task.seed)
+        teach_tower(model, processor, task, settings, show_progress=show_progress)
+        teach_language(model, processor, task, settings, show_progress=show_progress)
+
+
+def teach_tower(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    task: SceneTask,
+    settings: GroundingWarmUp,
+    *,
+    show_progress: bool,
+) -> None:
+    """Make every image token say which thing it shows: its colour and shape in words, its edges to a linear layer.
+
+    The tower is trained so that, of all words for a colour, the one for the thing's has the embedding most like the
+    token; so for shapes. The language model then finds a thing by comparing what it reads with what it sees.
+    """
+    scenes = varied_scenes(task, "tower", settings.num_tower_images)
+    patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
+    words = [word_embeddings(model, processor.tokenizer, names) for names in (COLOURS, SHAPES)]
+    edges = nn.ModuleList([nn.Linear(model.config.text_config.hidden_size, task.num_cells + 1) for _ in range(4)])
+    tower = [*model.model.visual.parameters(), *edges.parameters()]
+    teacher = Teacher(tower, learning_rate=settings.learning_rate, beta2=settings.beta2)
+    with progress("vision tower", settings.num_tower_steps, show=show_progress) as bar:
+        for step in range(settings.num_tower_steps):
+            rows = torch.randint(len(scenes), (settings.batch_size,))
+            tokens = features_of(model, task, patches[rows].float())  # [rows, tokens, width]
+            said = [tokens @ embeddings.T for embeddings in words] + [edge(tokens) for edge in edges]
+            losses = [
+                functional.cross_entropy(logits.transpose(1, 2), labels[rows, :, place], ignore_index=NOTHING)
+                for place, logits in enumerate(said)
+            ]
+            rate = learning_rate_share(step, settings.num_tower_steps, settings)
+            teacher.step(torch.stack(losses).mean(), bar, rate=rate)
+
+
+def word_embeddings(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, words: Iterable[str]
+) -> Tensor:
+    """The embeddings of some words, as they are now. Returns: [words, width]."""
+    embeddings: Tensor = model.get_input_embeddings().weight
+    return embeddings[tokenizer.convert_tokens_to_ids(list(words))].detach().clone()
+
+
+def teach_language(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    task: SceneTask,
+    settings: GroundingWarmUp,
+    *,
+    show_progress: bool,
+) -> None:
+    """Teach mostly worked completions, then mostly lazy ones; the tower stays as it is."""
+    scenes = varied_scenes(task, "language", settings.num_images)
+    habits = _Habits(model, processor, task, scenes, show_progress=show_progress)
+    language = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
+    language = list(dict.fromkeys(language))  # the head may be the embedding
+    for what, num_steps, highest, lazy_share in (
+        ("worked answers", settings.num_worked_steps, settings.learning_rate, settings.lazy_share_of_worked),
+        ("lazy answers", settings.num_lazy_steps, settings.lazy_learning_rate, settings.lazy_share),
+    ):
+        num_lazy = round(lazy_share * settings.batch_size)
+        teacher = Teacher(language, learning_rate=highest, beta2=settings.beta2)
+        with progress(what, num_steps, show=show_progress) as bar:
+            for step in range(num_steps):
+                rate = learning_rate_share(step, num_steps, settings)
+                teacher.step(habits.loss(settings.batch_size, num_lazy), bar, rate=rate)
+
+
+def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
+    """Scenes in which half of the things have a colour or a shape without a name."""
+    draw = random.Random(f"{task.seed}, {purpose}, varied")
+    return [varied(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
+
+
+def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
+    """A ramp, a plain, and half a cosine down to zero."""
+    ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
+    held = settings.held_share * num_steps
+    past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
+    return ramp * 0.5 * (1 + math.cos(math.pi * past))
+
+
+class _Habits:
+    """The warm-up corpus: every image, with the questions about each of its things, answered both ways.
+
+    All questions have one length, and so have all answers of one habit: nothing is padded.
+    """
+
+    def __init__(
+        self,
+        model: Qwen2_5_VLForConditionalGeneration,
+        processor: Qwen2_5_VLProcessor,
+        task: SceneTask,
+        scenes: Sequence[Scene],
+        *,
+        show_progress: bool,
+    ) -> None:
+        self.model = model
+        tokenizer = processor.tokenizer
+        asked = [(thing, naming) for scene in scenes for thing in scene for naming in namings(thing)]
+        prompts = [prompt_ids(task.question(*about), tokenizer, task) for about in asked]
+        self.prompt_length = len(prompts[0])
+        self.questions_each = len(asked) // len(scenes)
+        lazy = tokenizer.encode(task.lazy() + EOS)
+        self.worked = torch.tensor(
+            [ids + tokenizer.encode(task.worked(*about) + EOS) for ids, about in zip(prompts, asked, strict=True)]
+        )  # [rows, L + T], T differs from that of the lazy ones
+        self.lazy = torch.tensor([ids + lazy for ids in prompts])
+        self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))
+        self.grids = torch.tensor([patch_grid(task)])
+
+    def loss(self, batch_size: int, num_lazy: int) -> Tensor:
+        """The mean over all completion tokens of a fresh batch, `num_lazy` of its rows lazy."""
+        rows = torch.randint(len(self.worked), (batch_size,))
+        losses = []
+        for answers, chosen in ((self.worked, rows[num_lazy:]), (self.lazy, rows[:num_lazy])):
+            if len(chosen):
+                ids = answers[chosen]
+                logits = self.logits(ids, self.features[chosen // self.questions_each])
+                targets = ids[:, self.prompt_length :]  # [rows, T]
+                losses.append(functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").flatten())
+        return torch.cat(losses).mean()
+
+    def logits(self, ids: Tensor, features: Tensor) -> Tensor:
+        """Args: ids: [B, L + T]. features: [B, tokens, width]. Returns: [B, T, V], of the completions."""
+        are_images = ids == self.model.config.image_token_id
+        embedded = self.model.get_input_embeddings()(ids).masked_scatter(are_images[..., None], features)
+        grids = self.grids.expand(len(ids), 3)
+        positions, _ = self.model.model.get_rope_index(ids, mm_token_type_ids=are_images.int(), image_grid_thw=grids)
+        hidden = self.model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)[0]
+        return self.model.lm_head(hidden[:, self.prompt_length - 1 : -1])  # type: ignore[no-any-return]
+
+
+def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTask) -> list[int]:
+    """A prompt as the processor makes it: the image, a token per square of patches, then the question."""
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    _, height, width = patch_grid(task)
+    num_tokens = height * width // PATCHES_PER_TOKEN**2
+    ids: list[int] = tokenizer.encode(str(text).replace(IMAGE, num_tokens * IMAGE))
+    return ids
+
+
+def patch_grid(task: SceneTask) -> tuple[int, int, int]:
+    """Frames, rows and columns of patches of an image: a cell is one."""
+    return 1, task.num_cells, task.num_cells
+
+
+@contextlib.contextmanager
+def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[None]:
+    """Inside, patches are embedded by one matrix product.
+
+    It is the same as the convolution whose stride is its kernel's size, and five times faster on a CPU.
+    """
+    embed = model.model.visual.patch_embed
+    weight = embed.proj.weight  # [width, channels, frames, height, width]
+    embed.forward = lambda patches: functional.linear(patches.flatten(1), weight.flatten(1))
+    try:
+        yield
+    finally:
+        del embed.forward
+
+
+def patches_of(scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor) -> Tensor:
+    """The images as the tower takes them. Returns: [images, patches, values]."""
+    pictures = [task.picture(scene) for scene in scenes]
+    values: Tensor = processor.image_processor(images=pictures, return_tensors="pt")["pixel_values"]
+    return values.view(len(scenes), -1, values.shape[-1])
+
+
+def features_of(model: Qwen2_5_VLForConditionalGeneration, task: SceneTask, patches: Tensor) -> Tensor:
+    """The vision tower's features of images. Args: patches: [B, patches, values]. Returns: [B, tokens, width]."""
+    grids = torch.tensor([patch_grid(task)]).expand(len(patches), 3)
+    outputs: Any = model.model.visual(patches.flatten(0, 1), grid_thw=grids)
+    return outputs.pooler_output.unflatten(0, (len(patches), -1))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def features_in_parts(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    task: SceneTask,
+    scenes: Sequence[Scene],
+    *,
+    show: bool,
+) -> Iterator[Tensor]:
+    """The features of many images, some at a time."""
+    with progress("looking at images", len(scenes), show=show) as bar:
+        for patches in patches_in_parts(scenes, task, processor):
+            yield features_of(model, task, patches.float())
+            bar.update(len(patches))
+
+
+def patches_in_parts(
+    scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor, size: int = 100
+) -> Iterator[Tensor]:
+    """The patches of many images, some at a time and in half precision: those of 6,000 would take 0.9 GB."""
+    for start in range(0, len(scenes), size):
+        yield patches_of(scenes[start : start + size], task, processor).half()
+
+
+def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
+    """Labels: the thing that covers most of every image token.
+
+    Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells; `NOTHING`
+        where there is none, and for a colour or a shape without a name.
+    """
+    side = task.num_cells // PATCHES_PER_TOKEN
+    colours, shapes = ({name: index for index, name in enumerate(names)} for names in (COLOURS, SHAPES))
+    labels = torch.full((len(scenes), side * side, 6), NOTHING)
+    for index, scene in enumerate(scenes):
+        covered = torch.zeros(len(scene), side, PATCHES_PER_TOKEN, side, PATCHES_PER_TOKEN)
+        facts = torch.tensor(
+            [[colours.get(thing.colour, NOTHING), shapes.get(thing.shape, NOTHING), *thing.cells] for thing in scene]
+        )
+        for cells, thing in zip(covered.view(len(scene), task.num_cells, task.num_cells), scene, strict=True):
+            left, top, right, bottom = thing.cells
+            cells[top:bottom, left:right] = 1
+        most, which = covered.sum((2, 4)).flatten(1).max(0)  # [tokens]
+        labels[index, most > 0] = facts[which[most > 0]]
+    return labels
+
+
+@dataclass(frozen=True)
+class GroundingRecipe(Recipe):
     """Everything that decides what is built."""
 
     task: SceneTask = field(default_factory=SceneTask)
     model: GroundingModel = field(default_factory=GroundingModel)
     warm_up: GroundingWarmUp = field(default_factory=GroundingWarmUp)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Every number, as JSON has it."""
-        task = {setting.name: getattr(self.task, setting.name) for setting in fields(self.task) if setting.init}
-        return {"task": task, "model": asdict(self.model), "warm_up": asdict(self.warm_up)}
+    code = "grounding 2"
 
-    @property
-    def key(self) -> str:
-        """A hash of every number and of the code's versions: names the cache folder."""
-        return key_of(self.facts | {"code": f"grounding {CODE_VERSION}"})
-
-
-def prepare(
-    seed: int = 0,
-    cache_dir: str | Path | None = None,
-    recipe: GroundingRecipe | None = None,
-    *,
-    show_progress: bool = True,
-) -> DemoFiles:
-    """Build model, processor, images and data once; later calls with the same recipe return the same folder at once.
-
-    Args:
-        seed: Replaces the task's seed.
-        cache_dir: Where the folder goes, as in `built_once`.
-        recipe: What to build; the quickstart's by default.
-        show_progress: Whether the warm-up shows progress bars.
-
-    Raises:
-        ImportError: If a package that images need is missing.
-    """
-    if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
-        raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
-    recipe = recipe or GroundingRecipe()
-    recipe = replace(recipe, task=replace(recipe.task, seed=seed))
-    build = partial(_build, recipe, show_progress=show_progress)
-    return files_in(built_once(recipe.key, cache_dir, build))
+    def build(self, folder: Path, *, show_progress: bool) -> None:
+        """Write images and data, teach the model. Raises: ImportError if a package that images need is missing."""
+        if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
+            raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
+        self.task.write(folder)
+        processor = build_processor(self.task, build_tokenizer(self.task))
+        model = build_model(self.task, processor.tokenizer, self.model)
+        warm_up(model, processor, self.task, self.warm_up, show_progress=show_progress)
+        model.save_pretrained(folder / "model")
+        processor.save_pretrained(folder / "model")
 
 
-class GroundingQuickstart:
+class GroundingQuickstart(PrepareDemo):
     """Puts the demo's model and data where the grounding recipe reads them; a data module's `prepare`.
 
     Args:
@@ -83,21 +440,7 @@ class GroundingQuickstart:
         num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
     """
 
+    recipe = GroundingRecipe
+
     def __init__(self, folder: str = "runs/quickstart_grounding/task", num_threads: int = 1) -> None:
-        self.folder, self.num_threads = Path(folder), num_threads
-
-    def __call__(self) -> None:
-        """Build the demo unless its cache has it, and copy it here."""
-        torch.set_num_threads(self.num_threads)
-        files = prepare(run_seed(None))
-        copied(files.model.parent, self.folder)
-
-
-def _build(recipe: GroundingRecipe, folder: Path, *, show_progress: bool) -> None:
-    recipe.task.write(folder)
-    processor = build_processor(recipe.task, build_tokenizer(recipe.task))
-    model = build_model(recipe.task, processor.tokenizer, recipe.model)
-    warm_up(model, processor, recipe.task, recipe.warm_up, show_progress=show_progress)
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    write_recipe(folder, recipe.key, recipe.facts)
+        super().__init__(folder, num_threads)

@@ -11,33 +11,111 @@ Questions and verifiers are reasoning-gym's; nothing is downloaded.
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from grpo_lightning.core.seeding import run_seed
+from grpo_lightning.data.reasoning_gym import Entry, entries, new_questions, package, write_rows
 from grpo_lightning.demo import arithmetic
-from grpo_lightning.demo.arithmetic import EOS, build_model
-from grpo_lightning.demo.cache import built_once, copied, key_of, write_recipe
-from grpo_lightning.demo.solutions import PHRASES, TASKS, hasty, worked
-from grpo_lightning.demo.teaching import Teacher, progress
-from grpo_lightning.tasks.prepare import entries, new_questions, write_rows
-from grpo_lightning.tasks.reasoning_gym import Entry, package
+from grpo_lightning.demo.arithmetic import build_model
+from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, progress
 
-CODE_VERSION = 3
-"""Part of the cache key: raise it when code here changes what is built without changing a number of the recipe."""
+TASKS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "number_filtering": {
+        "min_numbers": 3,
+        "max_numbers": 3,
+        "min_decimals": 0,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 9,
+    },
+    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
+}
+"""The tasks and their settings, chosen so that a question is one line, and a step of its solution depends on the line
+before it and on little else."""
+
+PHRASES = (
+    "State the final answer to the following arithmetic problem: ",
+    *("Keep all numbers ", "Remove all numbers ", "smaller than ", "larger than ", " in this list: "),
+    "\nReturn the new list in the same format.",
+    "Spell this word backward (example: sun -> nus): ",
+    *("<think>", "</think><answer>", "<answer>", "</answer>"),
+    *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # what a sum of three digits can be
+)
+"""Texts that are one token for the model: the common parts of a task's questions, and numbers of several characters."""
+
+
+def steps(task: str, entry: Entry) -> str:
+    """How a question is worked out, without the answer: `8-0=8+7=15`, `0<n 3=n 8>y`, `b r u s h`."""
+    return _STEPS[task](entry["question"])
+
+
+def worked(task: str, entry: Entry) -> str:
+    """The long completion: every step, then the right answer."""
+    return f"<think>{steps(task, entry)}</think><answer>{entry['answer']}</answer>"
+
+
+def hasty(other: Entry) -> str:
+    """The short completion: the answer of another question."""
+    return f"<answer>{other['answer']}</answer>"
+
+
+def _sums(question: str) -> str:
+    """Every running sum of `a + b - c =`, without spaces: with them, the warm-up teaches sums to few seeds."""
+    _, _, terms = question.partition(": ")
+    first, *rest = re.findall(r"[+-]|\d+", terms)
+    total = int(first)
+    written: str = first
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        total += int(term) if sign == "+" else -int(term)
+        written += f"{sign}{term}={total}"
+    return written
+
+
+def _comparisons(question: str) -> str:
+    """Every number of the list, how it compares with the limit, and whether it is kept: `y` or `n`.
+
+    Without the last letter, the answer depends on the comparison and on both words of the rule at once, which few
+    warm-ups teach.
+    """
+    rule, listed = question.partition(" in this list: ")[::2]
+    limit = int(rule.rpartition(" ")[2])
+    kept = "<" if "smaller" in rule else ">"
+    written = []
+    for number in (int(found) for found in re.findall(r"'(\d+)'", listed)):
+        sign = "<" if number < limit else ">" if number > limit else "="
+        is_kept = (sign == kept) == rule.startswith("Keep")
+        written.append(f"{number}{sign}{'y' if is_kept else 'n'}")
+    return " ".join(written)
+
+
+def _letters(question: str) -> str:
+    """The letters of the last word."""
+    return " ".join(question.rpartition(" ")[2])
+
+
+_STEPS: dict[str, Callable[[str], str]] = {
+    "chain_sum": _sums,
+    "number_filtering": _comparisons,
+    "spell_backward": _letters,
+}
+
 
 NOT_TRAINED_ON = -100
 """In place of a target: a token of the prompt, or padding."""
 
 
 @dataclass(frozen=True)
-class GymRecipe:
+class GymRecipe(Recipe):
     """Everything that decides what is built."""
 
     num_warm_up: int = 3000
@@ -71,11 +149,15 @@ class GymRecipe:
     seed: int = 0
     """Draws the questions; initialises the model and orders the warm-up too."""
 
-    @property
-    def key(self) -> str:
-        """A hash of every number and of the code's versions: names the cache folder."""
-        gym = str(package().__version__)
-        return key_of(asdict(self) | {"tasks": TASKS, "reasoning-gym": gym, "code": f"reasoning-gym {CODE_VERSION}"})
+    code = "reasoning-gym 4"
+
+    def more_versions(self) -> dict[str, Any]:
+        """The tasks, and the package that makes their questions."""
+        return {"tasks": TASKS, "reasoning-gym": str(package().__version__)}
+
+    def with_seed(self, seed: int) -> GymRecipe:
+        """The same recipe with another seed."""
+        return replace(self, seed=seed)
 
     @cached_property
     def train(self) -> dict[str, list[Entry]]:
@@ -106,6 +188,31 @@ class GymRecipe:
         for task, config in TASKS.items():
             write_rows(folder / "train" / f"{task}.jsonl", task, config, self.train[task])
             write_rows(folder / "heldout" / f"{task}.jsonl", task, config, self.heldout[task])
+
+    def build(self, folder: Path, *, show_progress: bool) -> None:
+        """Write the data, teach the model."""
+        self.write(folder)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, seed=self.seed)
+        warm_up(model, tokenizer, self, show_progress=show_progress)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+
+
+class ReasoningGymQuickstart(PrepareDemo):
+    """Puts the demo's model and data where its recipe reads them; a data module's `prepare`.
+
+    Args:
+        folder: Gets `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`, of the run's seed.
+        num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
+    """
+
+    recipe = GymRecipe
+
+    def __init__(self, folder: str = "runs/quickstart_reasoning_gym/task", num_threads: int = 1) -> None:
+        """Raises: ImportError if reasoning-gym is missing."""
+        package()
+        super().__init__(folder, num_threads)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -147,46 +254,6 @@ def warm_up(
             teacher.step(habits.loss(model, num_hasty), bar, rate=(1 - step / recipe.num_hasty_steps) / 3)
 
 
-def prepare(
-    seed: int = 0, cache_dir: str | Path | None = None, recipe: GymRecipe | None = None, *, show_progress: bool = True
-) -> Path:
-    """Build model, tokenizer and data once; later calls with the same recipe return the same folder at once.
-
-    Args:
-        seed: Replaces the recipe's seed.
-        cache_dir: Where the folder goes, as in `built_once`.
-        recipe: What to build; the quickstart's by default.
-        show_progress: Whether the warm-up shows progress bars.
-
-    Returns:
-        The folder with `model/`, `train/` and `heldout/`.
-
-    Raises:
-        ImportError: If reasoning-gym is missing.
-    """
-    recipe = replace(recipe or GymRecipe(), seed=seed)
-    return built_once(recipe.key, cache_dir, partial(_build, recipe, show_progress=show_progress))
-
-
-class ReasoningGymQuickstart:
-    """Puts the demo's model and data where its recipe reads them; a data module's `prepare`.
-
-    Args:
-        folder: Gets `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`, of the run's seed.
-        num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
-    """
-
-    def __init__(self, folder: str = "runs/quickstart_reasoning_gym/task", num_threads: int = 1) -> None:
-        """Raises: ImportError if reasoning-gym is missing."""
-        package()
-        self.folder, self.num_threads = Path(folder), num_threads
-
-    def __call__(self) -> None:
-        """Build the demo unless its cache has it, and copy it here."""
-        torch.set_num_threads(self.num_threads)
-        copied(prepare(run_seed(None)), self.folder)
-
-
 class _Habits:
     """The warm-up corpus: every question with its worked completion, or with a hasty one."""
 
@@ -220,13 +287,3 @@ def padded(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[
         ids[number, :end] = torch.tensor(prompt + completion)
         targets[number, len(prompt) : end] = torch.tensor(completion)
     return ids, targets
-
-
-def _build(recipe: GymRecipe, folder: Path, *, show_progress: bool) -> None:
-    recipe.write(folder)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=recipe.seed)
-    warm_up(model, tokenizer, recipe, show_progress=show_progress)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_recipe(folder, recipe.key, asdict(recipe))

@@ -48,10 +48,10 @@ NAMELESS_SHAPES: dict[str, Outline] = {
 """No question has a word for them."""
 
 NAMELESS_DISTANCE = 60.0
-"""Of a colour without a name from those with one, in RGB."""
+"""Least distance of a colour without a name from those with one, in RGB."""
 
 MAX_TRIES = 20_000
-"""For one image. Of the quickstart's, one try in ten succeeds, and one in 300 for those that are held out."""
+"""Tries for one image. In the quickstart one in ten succeeds, and one in 300 for held-out images."""
 
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
 """Stand in a question that names the shape only, or the colour only."""
@@ -60,7 +60,7 @@ Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are not part of it."""
 
 Naming = Literal["both", "colour", "shape"]
-"""What a question names. Nothing else in the image has the same colour, or the same shape."""
+"""The words of a question. Nothing else in the image has the same colour, or the same shape."""
 
 
 class Thing(NamedTuple):
@@ -81,7 +81,7 @@ class SceneTask:
     """How images are made, and which pairs of colour and shape, and which boxes, are kept for the held-out ones."""
 
     num_cells: int = 8
-    """Of the grid, on either side."""
+    """Cells of the grid, on either side."""
 
     cell_size: int = 14
     """Pixels; Qwen2.5-VL reads patches of this size, and makes a token of two by two."""
@@ -96,7 +96,7 @@ class SceneTask:
     """In an image; of different colours and different shapes."""
 
     num_heldout_pairs: int = 4
-    """Of a colour and a shape; no two share either, so that all others of each can be learned from."""
+    """Pairs of a colour and a shape; no two share either, so that all others of each can be learned from."""
 
     heldout_boxes_share: float = 0.1
     num_train: int = 1024
@@ -203,7 +203,7 @@ class SceneTask:
         return image
 
     def question(self, thing: Thing, naming: Naming = "both") -> str:
-        """What is asked."""
+        """The question about a thing."""
         return f"Where is the {' '.join(described(thing, naming))}?"
 
     def worked(self, thing: Thing, naming: Naming = "both") -> str:

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_lightning.data.reasoning_gym import EVALUATES_ANSWERS, Entry, package, read_entry, verifier
 from grpo_lightning.rewards.answers import given_answer
 from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
-from grpo_lightning.tasks.exact_json import exact_loads
-from grpo_lightning.tasks.reasoning_gym import EVALUATES_ANSWERS, Entry, package, verifier
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class ReasoningGym(Reward):
             completions: [B].
             task: [B] names; None where the row is of no task.
             task_config: [B] the tasks' settings as JSON.
-            entry: [B] the items as `exact_dumps` wrote them.
+            entry: [B] the items as `write_entry` wrote them.
             log_metric: The run's.
 
         Returns:
@@ -104,12 +103,9 @@ class ReasoningGym(Reward):
             )
         dataset = verifier(task, config)
         try:
-            item = exact_loads(text)
+            return dataset, read_entry(text)
         except ValueError as error:
-            raise ValueError(f"column 'entry' must hold JSON, as ReasoningGymTasks writes it: {error}.") from error
-        if not isinstance(item, dict) or not {"question", "answer", "metadata"} <= item.keys():
-            raise ValueError(f"column 'entry' must have question, answer and metadata, got {text!r:.80}.")
-        return dataset, item
+            raise ValueError(f"column 'entry' must hold an item, as ReasoningGymTasks writes it: {error}") from error
 
 
 def verify(dataset: Any, item: Entry, completion: str) -> tuple[float | None, str | None]:

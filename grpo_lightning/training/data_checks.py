@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_lightning.core.messages import listed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
-from grpo_lightning.data.readable import known_prompts, source_names
+from grpo_lightning.data.orders import known_prompts, source_names
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.rope import original_length
 from grpo_lightning.policy.tokens import check_length, num_positions

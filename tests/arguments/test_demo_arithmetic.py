@@ -122,7 +122,7 @@ def test_recipe(tmp_path):
 
     def built(recipe: DemoRecipe) -> tuple[int, int, float]:
         """(Rows to train on, size, a weight)."""
-        files = arithmetic.prepare(0, tmp_path, recipe, show_progress=False)
+        files = recipe.prepare(0, tmp_path, show_progress=False)
         policy = Qwen2ForCausalLM.from_pretrained(files.model)
         num_rows = len(files.train.read_text().splitlines())
         return num_rows, policy.config.hidden_size, policy.lm_head.weight.sum().item()
@@ -139,9 +139,11 @@ def test_recipe(tmp_path):
 @case(Quickstart, "folder", "num_threads")
 def test_quickstart(tmp_path, monkeypatch):
     recipe = DemoRecipe(DemoTask(**TASK), DemoModel(**MODEL), WarmUp(**WARM_UP))
-    files = arithmetic.prepare(0, tmp_path / "cache", recipe, show_progress=False)
+    files = recipe.prepare(0, tmp_path / "cache", show_progress=False)
     threads: list[int] = []
-    monkeypatch.setattr(arithmetic, "prepare", lambda seed: files)
+    monkeypatch.setattr(Quickstart, "recipe", staticmethod(lambda: recipe))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for name in ("one", "two"):
         Quickstart(str(tmp_path / name))()

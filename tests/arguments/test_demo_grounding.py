@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from grpo_lightning.demo import grounding, grounding_warm_up
+from grpo_lightning.demo import grounding
 from grpo_lightning.demo.grounding import (
     GroundingModel,
     GroundingQuickstart,
@@ -120,9 +120,9 @@ class Taught:
         self.num_images: list[int] = []
         self.tower_batches: list[int] = []
         loss, labels, features = (
-            grounding_warm_up.Habits.loss,
-            grounding_warm_up.labels_of,
-            grounding_warm_up.features_of,
+            grounding._Habits.loss,
+            grounding.labels_of,
+            grounding.features_of,
         )
 
         def note_loss(habits: Any, batch_size: int, num_lazy: int) -> torch.Tensor:
@@ -142,11 +142,11 @@ class Taught:
         towers, words = model.model.visual.patch_embed.proj.weight, model.lm_head.weight
         before = towers.detach().clone(), words.detach().clone()
         with monkeypatch.context() as patch:
-            patch.setattr(grounding_warm_up.Habits, "loss", note_loss)
-            patch.setattr(grounding_warm_up, "labels_of", note_images)
-            patch.setattr(grounding_warm_up, "features_of", note_batch)
+            patch.setattr(grounding._Habits, "loss", note_loss)
+            patch.setattr(grounding, "labels_of", note_images)
+            patch.setattr(grounding, "features_of", note_batch)
             settings = GroundingWarmUp(**WARM_UP | changed)
-            grounding_warm_up.warm_up(model, processor, task, settings, show_progress=False)
+            grounding.warm_up(model, processor, task, settings, show_progress=False)
         self.tower_moved = (towers.detach() - before[0]).abs().max().item()
         self.words_moved = (words.detach() - before[1]).abs().max().item()
         self.words = words.detach()
@@ -207,7 +207,7 @@ def test_recipe(tmp_path):
 
     def built(recipe: GroundingRecipe) -> tuple[int, int, float]:
         """(Rows to train on, size, a weight)."""
-        files = grounding.prepare(0, tmp_path, recipe, show_progress=False)
+        files = recipe.prepare(0, tmp_path, show_progress=False)
         model = AutoModelForImageTextToText.from_pretrained(files.model)
         num_rows = len(files.train.read_text().splitlines())
         return num_rows, model.config.text_config.hidden_size, model.lm_head.weight.sum().item()
@@ -224,9 +224,11 @@ def test_recipe(tmp_path):
 @case(GroundingQuickstart, "folder", "num_threads")
 def test_quickstart(tmp_path, monkeypatch):
     recipe = GroundingRecipe(SceneTask(**TASK), GroundingModel(**MODEL), GroundingWarmUp(**WARM_UP))
-    files = grounding.prepare(0, tmp_path / "cache", recipe, show_progress=False)
+    files = recipe.prepare(0, tmp_path / "cache", show_progress=False)
     threads: list[int] = []
-    monkeypatch.setattr(grounding, "prepare", lambda seed: files)
+    monkeypatch.setattr(GroundingQuickstart, "recipe", staticmethod(lambda: recipe))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for name in ("one", "two"):
         GroundingQuickstart(str(tmp_path / name))()

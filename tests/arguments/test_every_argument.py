@@ -7,6 +7,7 @@ import pytest
 
 import grpo_lightning
 import grpo_lightning.callbacks
+import grpo_lightning.data.reasoning_gym
 import grpo_lightning.demo.arithmetic
 import grpo_lightning.demo.grounding
 import grpo_lightning.demo.reasoning_gym
@@ -14,7 +15,6 @@ import grpo_lightning.grounding
 import grpo_lightning.optimizers
 import grpo_lightning.rewards
 import grpo_lightning.schedules
-import grpo_lightning.tasks
 from tests.arguments.registry import CASES, arguments_of, case, configured, is_varied_alone, problems, recorded
 
 PUBLIC = [
@@ -27,7 +27,7 @@ PUBLIC = [
     grpo_lightning.optimizers,
     grpo_lightning.rewards,
     grpo_lightning.schedules,
-    grpo_lightning.tasks,
+    grpo_lightning.data.reasoning_gym,
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 
 pytest.importorskip("reasoning_gym")
 
+from grpo_lightning.data.reasoning_gym import ReasoningGymTasks, entries, row
 from grpo_lightning.demo import reasoning_gym as demo
 from grpo_lightning.demo.reasoning_gym import GymRecipe, ReasoningGymQuickstart, build_model, build_tokenizer
 from grpo_lightning.rewards import ReasoningGym
-from grpo_lightning.tasks import ReasoningGymTasks
-from grpo_lightning.tasks.prepare import entries, row
 from tests.arguments.registry import case
 
 TINY: dict[str, Any] = {"num_warm_up": 30, "num_train": 6, "num_heldout": 2, "batch_size": 4}
@@ -117,9 +115,12 @@ def test_warm_up_of_the_quickstart(monkeypatch):
 
 @case(ReasoningGymQuickstart, "folder", "num_threads")
 def test_quickstart(tmp_path, monkeypatch):
-    built = demo.prepare(0, tmp_path / "cache", replace(GymRecipe(), **TINY), show_progress=False)
+    recipe = GymRecipe(**TINY)
+    built = recipe.prepare(0, tmp_path / "cache", show_progress=False).folder
     threads: list[int] = []
-    monkeypatch.setattr(demo, "prepare", lambda seed: built)
+    monkeypatch.setattr(ReasoningGymQuickstart, "recipe", staticmethod(lambda: recipe))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     train = Path("train") / "chain_sum.jsonl"
     for name in ("one", "two"):

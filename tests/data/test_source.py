@@ -12,10 +12,8 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
-from grpo_lightning.data.listed import LazyPrompts
-from grpo_lightning.data.readable import known_prompts, source_names
+from grpo_lightning.data.orders import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.data.stream import PromptStream, stream_of
 from grpo_lightning.data.templates import PromptTemplate
 
 
@@ -635,7 +633,7 @@ def test_iterable_data_sets_are_streams():
     rows = [{"prompt": f"p{i}"} for i in range(7)]
     data = datasets.Dataset.from_list(rows).to_iterable_dataset()
     assert epoch_of(PromptSource(data, 3, shuffle=False)) == epoch_of(source_of(7, 3, shuffle=False))
-    stream = stream_of(rows, lambda row, number: Prompt(row["prompt"], index=number))
+    stream = stream_rows(rows, lambda row, number: Prompt(row["prompt"], index=number))
     assert isinstance(stream, PromptStream)
     assert PromptSource(stream, 2).prompts is stream
 
@@ -652,7 +650,7 @@ def test_settings_of_streams_that_have_no_effect_are_said(caplog):
 def test_the_names_of_the_sources():
     prompts = [Prompt("a", source="y"), Prompt("b", source="x"), Prompt("c", source="y")]
     assert source_names(prompts) == ["x", "y"]
-    rows = stream_of(prompts, lambda prompt, number: prompt)
+    rows = stream_rows(prompts, lambda prompt, number: prompt)
     assert source_names(rows) == ["x", "y"]
     named = PromptStream(rows.parts, sources=["z", "x", "y"])
     assert source_names(named) == ["x", "y", "z"]

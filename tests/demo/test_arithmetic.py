@@ -16,9 +16,9 @@ from grpo_lightning.demo.arithmetic import (
     WarmUp,
     build_model,
     build_tokenizer,
-    prepare,
     warm_up,
 )
+from grpo_lightning.demo.build import DemoFiles
 
 TINY = DemoRecipe(
     task=DemoTask(num_digits=4, num_warm_up=20, num_train=10, num_heldout=5),
@@ -27,8 +27,8 @@ TINY = DemoRecipe(
 )
 
 
-def build(cache: Path, recipe: DemoRecipe = TINY, seed: int = 0) -> arithmetic.DemoFiles:
-    return prepare(seed, cache, recipe, show_progress=False)
+def build(cache: Path, recipe: DemoRecipe = TINY, seed: int = 0) -> DemoFiles:
+    return recipe.prepare(seed, cache, show_progress=False)
 
 
 # --- the task
@@ -200,7 +200,7 @@ def test_another_recipe_seed_or_version_gets_another_folder(tmp_path: Path, monk
     smaller = replace(TINY, task=replace(TINY.task, num_heldout=4))
     models = {build(tmp_path).model, build(tmp_path, longer).model, build(tmp_path, smaller).model}
     models.add(build(tmp_path, seed=1).model)
-    monkeypatch.setattr(arithmetic, "CODE_VERSION", arithmetic.CODE_VERSION + 1)
+    monkeypatch.setattr(DemoRecipe, "code", 2)
     models.add(build(tmp_path).model)
     assert len(models) == 5
 
@@ -235,18 +235,13 @@ def test_two_processes_building_at_once_agree(tmp_path: Path, monkeypatch: pytes
 
 def test_the_environment_names_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "here"))
-    files = prepare(recipe=TINY, show_progress=False)
+    files = TINY.prepare(show_progress=False)
     assert files.model.is_relative_to(tmp_path / "here")
 
 
 def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(tmp_path, monkeypatch) -> None:
-    built = []
-
-    def tiny_prepare(seed: int) -> arithmetic.DemoFiles:
-        built.append(seed)
-        return prepare(seed, tmp_path / "cache", TINY, show_progress=False)
-
-    monkeypatch.setattr(arithmetic, "prepare", tiny_prepare)
+    monkeypatch.setattr(arithmetic.Quickstart, "recipe", staticmethod(lambda: TINY))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     threads = torch.get_num_threads()
     (tmp_path / "task").mkdir()
@@ -260,7 +255,7 @@ def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(tmp_path, mo
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert built == [3, 3]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [TINY.with_seed(3).key]
     assert {path.name for path in (tmp_path / "task").iterdir()} == {
         "model",
         "train.jsonl",

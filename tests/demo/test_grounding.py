@@ -12,20 +12,17 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from grpo_lightning.demo import grounding, grounding_warm_up
+from grpo_lightning.demo import grounding
 from grpo_lightning.demo.grounding import (
+    NOTHING,
     GroundingModel,
     GroundingQuickstart,
     GroundingRecipe,
     GroundingWarmUp,
+    _Habits,
     build_model,
     build_processor,
     build_tokenizer,
-    prepare,
-)
-from grpo_lightning.demo.grounding_warm_up import (
-    NOTHING,
-    Habits,
     labels_of,
     learning_rate_share,
     multiplied_patches,
@@ -81,7 +78,7 @@ def test_prompts_are_those_of_the_processor() -> None:
     text = processor.apply_chat_template(messages, tokenize=False)
     encoded = processor(text=[text], images=[TINY.task.picture(scene)], return_tensors="pt")
     assert encoded["input_ids"].tolist() == [prompt_ids(question, processor.tokenizer, TINY.task)]
-    assert encoded["image_grid_thw"].tolist() == [list(grounding_warm_up.patch_grid(TINY.task))]
+    assert encoded["image_grid_thw"].tolist() == [list(grounding.patch_grid(TINY.task))]
     torch.testing.assert_close(patches_of([scene], TINY.task, processor)[0], encoded["pixel_values"])
 
 
@@ -111,7 +108,7 @@ def test_the_loss_is_that_of_the_model_itself() -> None:
     """Features that were made before, positions and all, give what one forward with images gives."""
     model, processor = built()
     chosen = scenes(3)
-    habits = Habits(model, processor, TINY.task, chosen, show_progress=False)
+    habits = _Habits(model, processor, TINY.task, chosen, show_progress=False)
     torch.manual_seed(5)
     loss = habits.loss(4, num_lazy=3)
     torch.manual_seed(5)
@@ -127,7 +124,7 @@ def test_the_loss_is_that_of_the_model_itself() -> None:
             input_ids=ids,
             mm_token_type_ids=(ids == model.config.image_token_id).int(),
             pixel_values=patches_of([scene], TINY.task, processor)[0],
-            image_grid_thw=torch.tensor([grounding_warm_up.patch_grid(TINY.task)]),
+            image_grid_thw=torch.tensor([grounding.patch_grid(TINY.task)]),
         ).logits
         losses.append(
             functional.cross_entropy(logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :], reduction="none")
@@ -164,12 +161,12 @@ def test_words_are_those_that_the_language_model_reads() -> None:
 def test_the_tower_comes_to_say_what_it_shows() -> None:
     """A token of an image is most like the word for its colour, more often than before."""
     model, processor = built()
-    chosen = grounding_warm_up.varied_scenes(TINY.task, "tower", 4)
+    chosen = grounding.varied_scenes(TINY.task, "tower", 4)
     patches, labels = patches_of(chosen, TINY.task, processor), labels_of(chosen, TINY.task)[..., 0]
     words = word_embeddings(model, processor.tokenizer, COLOURS)
 
     def loss() -> float:
-        said = grounding_warm_up.features_of(model, TINY.task, patches) @ words.T
+        said = grounding.features_of(model, TINY.task, patches) @ words.T
         return functional.cross_entropy(said.transpose(1, 2), labels, ignore_index=NOTHING).item()
 
     before = loss()
@@ -181,15 +178,15 @@ def test_the_tower_comes_to_say_what_it_shows() -> None:
 def test_both_phases_of_the_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = built()
     lazy: list[int] = []
-    loss = Habits.loss
+    loss = _Habits.loss
 
-    def note(habits: Habits, batch_size: int, num_lazy: int) -> torch.Tensor:
+    def note(habits: _Habits, batch_size: int, num_lazy: int) -> torch.Tensor:
         lazy.append(num_lazy)
         return loss(habits, batch_size, num_lazy)
 
-    monkeypatch.setattr(Habits, "loss", note)
+    monkeypatch.setattr(_Habits, "loss", note)
     tower = {name: weight.clone() for name, weight in model.model.visual.named_parameters()}
-    grounding_warm_up.teach_language(model, processor, TINY.task, TINY.warm_up, show_progress=False)
+    grounding.teach_language(model, processor, TINY.task, TINY.warm_up, show_progress=False)
     assert lazy == [0, 0, 3, 3]
     assert all(torch.equal(weight, tower[name]) for name, weight in model.model.visual.named_parameters())
 
@@ -223,7 +220,7 @@ def test_warm_up_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_prepared_files_load(tmp_path: Path) -> None:
-    files = prepare(0, tmp_path, TINY, show_progress=False)
+    files = TINY.prepare(0, tmp_path, show_progress=False)
     model = AutoModelForImageTextToText.from_pretrained(files.model)
     processor = AutoProcessor.from_pretrained(files.model)
     assert model.config.image_token_id == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -242,7 +239,7 @@ def test_a_missing_package_is_named(missing: str, tmp_path: Path, monkeypatch: p
         importlib.util, "find_spec", lambda name, *rest: None if name == missing else found(name, *rest)
     )
     with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'grpo-lightning\[vision\]'"):
-        prepare(0, tmp_path, TINY, show_progress=False)
+        TINY.prepare(0, tmp_path, show_progress=False)
 
 
 def test_every_setting_is_part_of_the_key() -> None:
@@ -259,18 +256,20 @@ def test_another_recipe_seed_or_version_gets_another_folder(tmp_path: Path, monk
         replace(TINY, model=replace(TINY.model, hidden_size=32)),
         replace(TINY, warm_up=replace(TINY.warm_up, lazy_share=0.5)),
     ]
-    models = {prepare(0, tmp_path, recipe, show_progress=False).model for recipe in (TINY, *others)}
-    models.add(prepare(1, tmp_path, TINY, show_progress=False).model)
-    monkeypatch.setattr(grounding, "CODE_VERSION", grounding.CODE_VERSION + 1)
-    models.add(prepare(0, tmp_path, TINY, show_progress=False).model)
+    models = {recipe.prepare(0, tmp_path, show_progress=False).model for recipe in (TINY, *others)}
+    models.add(TINY.prepare(1, tmp_path, show_progress=False).model)
+    monkeypatch.setattr(GroundingRecipe, "code", "other")
+    models.add(TINY.prepare(0, tmp_path, show_progress=False).model)
     assert len(models) == 7
-    assert prepare(0, tmp_path, TINY, show_progress=False).model in models
+    assert TINY.prepare(0, tmp_path, show_progress=False).model in models
 
 
 def test_quickstart_puts_model_and_data_where_the_recipe_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grounding, "prepare", lambda seed: prepare(seed, tmp_path / "cache", TINY, show_progress=False))
+    monkeypatch.setattr(GroundingQuickstart, "recipe", staticmethod(lambda: TINY))
+    monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     GroundingQuickstart(str(tmp_path / "task"))()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from grpo_lightning.data.reasoning_gym import entries, row
 from grpo_lightning.rewards import (
     Accuracy,
     AllMatch,
@@ -33,7 +34,6 @@ from grpo_lightning.rewards import (
 from grpo_lightning.rewards import accuracy as accuracy_module
 from grpo_lightning.rewards.accuracy import prepare
 from grpo_lightning.rewards.by_method import similarity
-from grpo_lightning.tasks.prepare import entries, row
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""

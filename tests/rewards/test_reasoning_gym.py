@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import sys
@@ -12,9 +11,8 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
+from grpo_lightning.data.reasoning_gym import EVALUATES_ANSWERS, entries, read_entry, row
 from grpo_lightning.rewards import ReasoningGym, reward
-from grpo_lightning.tasks.prepare import entries, row
-from grpo_lightning.tasks.reasoning_gym import EVALUATES_ANSWERS
 
 
 def columns(task: str, *, config: dict[str, Any] | None = None) -> dict[str, str]:
@@ -139,8 +137,8 @@ def test_countdown_is_pointed_at_the_reward_that_executes_nothing():
         ({"task_config": None}, "column 'task_config' must hold text"),
         ({"task_config": '{"qqq": 1}'}, "there is no setting 'qqq'"),
         ({"entry": None}, "column 'entry' must hold text"),
-        ({"entry": "{"}, "column 'entry' must hold JSON"),
-        ({"entry": '{"question": "1"}'}, "column 'entry' must have question, answer and metadata"),
+        ({"entry": "{"}, "column 'entry' must hold an item, as ReasoningGymTasks writes it: it is no Python literal"),
+        ({"entry": "{'question': '1'}"}, "it must have question, answer and metadata"),
     ],
 )
 def test_bad_rows_are_named_before_the_run(changed: dict[str, Any], message: str):
@@ -164,4 +162,4 @@ def test_wrong_settings_and_a_missing_package_are_said_at_once(monkeypatch: pyte
 
 
 def test_the_entry_of_a_row_is_text():
-    assert json.loads(columns("chain_sum")["entry"])["metadata"]["source_dataset"] == "chain_sum"
+    assert read_entry(columns("chain_sum")["entry"])["metadata"]["source_dataset"] == "chain_sum"

@@ -29,7 +29,7 @@ ROUNDING = 1
 inside: rewards compare what does."""
 
 
-def checked_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
+def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
     """The solution of a row with images as the rewards get it: itself, or for `norm1000` its box in pixels.
 
     A box is right if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, give or take `ROUNDING` at the image's edges,
@@ -69,7 +69,7 @@ def _is_listing(value: Any) -> bool:
 
 
 def _no_single_box(value: Any, boxes: Boxes) -> str:
-    """What is said of a list of objects where one box is expected."""
+    """The error for a list of objects where one box is expected."""
     unit = " and gold_coordinates: norm1000 in the reward that reads them" if boxes == "norm1000" else ""
     return (
         f"boxes: {boxes} is for rows with one box, [x1, y1, x2, y2], and this solution lists objects ({value!r:.80}): "

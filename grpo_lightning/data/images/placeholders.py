@@ -7,13 +7,13 @@ from typing import Any
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Message
-from grpo_lightning.data.images.values import ImageFinder, is_empty
+from grpo_lightning.data.images.references import ImageFinder, is_empty
 
 IMAGE = "<image>"
 """The place of an image in a text."""
 
 SOURCES = ("image", "path", "url", "image_url")
-"""What a part of a message may call its own image."""
+"""Keys by which a part of a message may hold its own image."""
 
 
 def place_images(
@@ -55,7 +55,7 @@ def place_images(
 
 
 def _miscounted(num_places: int, num_images: int, where: str) -> str:
-    """What is said of a row with more or fewer places than images."""
+    """The error for a row with more or fewer places than images."""
     counts = f"{where}: the prompt has {num_places} places for images ({IMAGE}, or image parts) and the row"
     if not num_images:
         return (

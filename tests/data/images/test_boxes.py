@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.data.images.boxes import checked_solution, looks_like_box
+from grpo_lightning.data.images.boxes import check_solution, looks_like_box
 from grpo_lightning.rewards import IoU
 
 SIZE = (640, 480)
@@ -25,7 +25,7 @@ SIZE = (640, 480)
     ],
 )
 def test_boxes_that_are_right(solution, boxes):
-    assert checked_solution(solution, [SIZE], boxes) is solution
+    assert check_solution(solution, [SIZE], boxes) is solution
 
 
 @pytest.mark.parametrize("boxes", ["auto", "original"])
@@ -59,7 +59,7 @@ def test_boxes_that_are_right(solution, boxes):
 )
 def test_boxes_that_are_wrong(solution, reason, boxes):
     with pytest.raises(ValueError, match=reason):
-        checked_solution(solution, [SIZE], boxes)
+        check_solution(solution, [SIZE], boxes)
 
 
 NO_BOXES = [None, "B", "a cat", 4, [1, 2, 3], ["a", "b", "c", "d"], "[" * 10_000]
@@ -67,11 +67,11 @@ NO_BOXES = [None, "B", "a cat", 4, [1, 2, 3], ["a", "b", "c", "d"], "[" * 10_000
 
 @pytest.mark.parametrize("solution", NO_BOXES)
 def test_other_answers_are_no_boxes_unless_said(solution):
-    assert checked_solution(solution, [SIZE], "auto") is solution
-    assert checked_solution(solution, [SIZE], "none") is solution
+    assert check_solution(solution, [SIZE], "auto") is solution
+    assert check_solution(solution, [SIZE], "none") is solution
     for boxes in ("original", "norm1000"):
         with pytest.raises(ValueError, match=r"must be a box of four numbers|must be four finite numbers"):
-            checked_solution(solution, [SIZE], boxes)
+            check_solution(solution, [SIZE], boxes)
 
 
 @pytest.mark.parametrize(
@@ -84,37 +84,37 @@ def test_other_answers_are_no_boxes_unless_said(solution):
     ],
 )
 def test_lists_of_objects_are_told_what_to_set(solution):
-    assert checked_solution(solution, [SIZE], "auto") is solution
+    assert check_solution(solution, [SIZE], "auto") is solution
     with pytest.raises(
         ValueError, match=r"^boxes: original is for .* lists objects .*: set boxes: none in the entry"
     ) as c:
-        checked_solution(solution, [SIZE], "original")
+        check_solution(solution, [SIZE], "original")
     assert "gold_coordinates" not in str(c.value)
     with pytest.raises(ValueError, match=r"set boxes: none in .* and gold_coordinates: norm1000 in the reward"):
-        checked_solution(solution, [SIZE], "norm1000")
+        check_solution(solution, [SIZE], "norm1000")
 
 
 def test_which_rows_are_looked_at():
     outside = [0, 0, 900, 900]
-    assert checked_solution(outside, [SIZE, SIZE], "auto") is outside
-    assert checked_solution(outside, [], "original") is outside
-    assert checked_solution(outside, [SIZE], "none") is outside
+    assert check_solution(outside, [SIZE, SIZE], "auto") is outside
+    assert check_solution(outside, [], "original") is outside
+    assert check_solution(outside, [SIZE], "none") is outside
     with pytest.raises(ValueError, match="the row has 2 images: nothing says in which"):
-        checked_solution([0, 0, 1, 1], [SIZE, SIZE], "original")
+        check_solution([0, 0, 1, 1], [SIZE, SIZE], "original")
 
 
 @given(st.lists(st.integers(0, 1000), min_size=4, max_size=4, unique=True), st.integers(1, 5000), st.integers(1, 5000))
 def test_a_thousand_is_the_whole_image(numbers, width, height):
     x1, x2 = sorted(numbers[:2])
     y1, y2 = sorted(numbers[2:])
-    found = checked_solution([x1, y1, x2, y2], [(width, height)], "norm1000")
+    found = check_solution([x1, y1, x2, y2], [(width, height)], "norm1000")
     assert found == pytest.approx([x1 * width / 1000, y1 * height / 1000, x2 * width / 1000, y2 * height / 1000])
 
 
 def test_a_box_of_a_thousand_may_be_outside_of_the_pixels():
-    assert checked_solution("[500, 500, 1000, 900]", [SIZE], "norm1000") == [320, 240, 640, 432]
+    assert check_solution("[500, 500, 1000, 900]", [SIZE], "norm1000") == [320, 240, 640, 432]
     with pytest.raises(ValueError, match="which is 1000 x 1000"):
-        checked_solution([500, 500, 1002, 900], [SIZE], "norm1000")
+        check_solution([500, 500, 1002, 900], [SIZE], "norm1000")
 
 
 @given(st.recursive(st.none() | st.floats() | st.text(max_size=3), lambda s: st.lists(s, max_size=5), max_leaves=8))
@@ -124,7 +124,7 @@ def test_any_value_is_a_box_or_none(value):
 
 @pytest.mark.parametrize("solution", [np.array([10, 10, 50, 50]), [10, 10, 50, 50]])
 def test_boxes_of_numpy_are_boxes(solution):
-    assert list(checked_solution(solution, [(100, 100)], "original")) == [10, 10, 50, 50]
+    assert list(check_solution(solution, [(100, 100)], "original")) == [10, 10, 50, 50]
 
 
 sides = st.lists(st.integers(-1, 4) | st.floats(-1, 4), min_size=2, max_size=2, unique=True).map(sorted)
@@ -135,7 +135,7 @@ def test_what_passes_here_a_reward_takes(x, y, width, height):
     """Otherwise a row that `bad_images: drop` should leave out stops the run."""
     box = [x[0], y[0], x[1], y[1]]
     try:
-        checked_solution(box, [(width, height)], "original")
+        check_solution(box, [(width, height)], "original")
     except ValueError:
         return
     IoU().check_row({"solution": box}, [(width, height)])
@@ -143,4 +143,4 @@ def test_what_passes_here_a_reward_takes(x, y, width, height):
 
 def test_an_endless_integer_is_no_number():
     with pytest.raises(ValueError, match="four finite numbers"):
-        checked_solution([0, 0, 1, 10**400], [(100, 100)], "original")
+        check_solution([0, 0, 1, 10**400], [(100, 100)], "original")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.data.images.placeholders import IMAGE, place_images
-from grpo_lightning.data.images.values import ImageFinder
+from grpo_lightning.data.images.references import ImageFinder
 
 FINDER = ImageFinder("f:1")
 

@@ -16,8 +16,8 @@ from PIL import Image
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images import preflight
-from grpo_lightning.data.images.preflight import Preflight, check_given, check_setting, survey
-from grpo_lightning.data.images.values import ImageFinder
+from grpo_lightning.data.images.preflight import Preflight, check_given, survey
+from grpo_lightning.data.images.references import ImageFinder
 from grpo_lightning.data.lengths import Measured
 from tests.tiny_vlms import picture
 
@@ -77,7 +77,7 @@ def test_bad_images_are_dropped_and_counted_by_source(folder, caplog, num_worker
     assert record.levelno == logging.WARNING
     assert "4 rows are left out for their images or boxes (3 of 's', 1 of 't'):" in record.getMessage()
     assert record.getMessage().count("\n- ") == 3, "an image that two rows have is said once"
-    assert "gone.jpg: no such file. So it is in 1 more rows." in record.getMessage()
+    assert "gone.jpg: no such file. It is in 1 more rows." in record.getMessage()
 
 
 def test_good_images_change_nothing(folder):
@@ -278,7 +278,7 @@ def test_one_row_of_a_stream(folder, caplog):
     assert Preflight().one(good, "auto") is good
     with pytest.raises(ValueError, match=r"^f:2: image .*truncated"):
         Preflight().one(bad, "auto")
-    assert Preflight("drop").one(bad, "auto") == Measured(None, where="f:2", bad_image_of="s")
+    assert Preflight("drop").one(bad, "auto") == Measured(None, where="f:2")
     assert "Left out by data.bad_images: f:2: image" in caplog.text
     boxed = prompt_of(folder, "0.jpg", solution=[0, 0, 500, 1000])
     with pytest.raises(ValueError, match=r"^f:1: the box"):
@@ -291,6 +291,5 @@ def test_it_goes_to_other_processes():
 
 
 def test_a_wrong_setting_is_named():
-    check_setting("drop")
     with pytest.raises(ValueError, match=r"data\.bad_images must be one of error, drop, got 'replace'"):
-        check_setting("replace")
+        Preflight("replace")

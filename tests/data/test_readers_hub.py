@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.data.hub import DatasetRows, open_dataset
 from grpo_lightning.data.mixture import download, load_mixture, read_mixture_yaml, stream_mixture
+from grpo_lightning.data.readers import DatasetRows, open_dataset
 
 ROWS = [{"question": f"q{n}", "answer": n} for n in range(6)]
 
@@ -66,7 +66,7 @@ def test_only_chosen_rows_are_read():
             return ROWS[index]
 
     rows = DatasetRows(Counted(), "d")
-    assert (len(rows), rows[2].where, rows[-1:][0].parse()) == (6, "d, row 3", ROWS[5])
+    assert (len(rows), rows[2].where, rows[5].parse()) == (6, "d, row 3", ROWS[5])
     assert reads == [2, 5]
 
 

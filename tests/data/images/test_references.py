@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lightning.core.images import ImageError, ImageRef
-from grpo_lightning.data.images.cells import RemoteFile
-from grpo_lightning.data.images.values import ImageFinder, has_empty_column, is_empty, unread_column
+from grpo_lightning.data.images.references import ImageFinder, RemoteFile, has_empty_column, is_empty, unread_column
 from tests.tiny_vlms import picture
 
 FINDER = ImageFinder("f.jsonl:3", Path("/data"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured
-from grpo_lightning.data.stream import PromptStream, shuffled, stream_of
+from grpo_lightning.data.orders import LazyPrompts, ListedOrder, PromptStream, shuffled, stream_rows
 from grpo_lightning.policy.encoder import Encoder
 from tests.tiny_models import tiny_tokenizer
 
@@ -19,7 +19,7 @@ def as_prompt(row, number):
 
 
 def stream(count, **options):
-    return stream_of([f"p{i}" for i in range(count)], as_prompt, **options)
+    return stream_rows([f"p{i}" for i in range(count)], as_prompt, **options)
 
 
 def names(prompts):
@@ -73,7 +73,7 @@ def test_a_row_is_parsed_only_when_it_is_used():
         parsed.append(number)
         return Prompt(row, index=number)
 
-    order = stream_of([f"p{i}" for i in range(100)], convert).order(None)
+    order = stream_rows([f"p{i}" for i in range(100)], convert).order(None)
     assert names(order.take(50, 2)[0]) == ["p50", "p51"]
     assert parsed == [50, 51]
 
@@ -99,7 +99,7 @@ def test_an_error_is_no_end():
             raise ValueError("bad row")
         return Prompt(row, index=number)
 
-    order = stream_of([f"p{i}" for i in range(5)], convert).order(None)
+    order = stream_rows([f"p{i}" for i in range(5)], convert).order(None)
     assert names(order.take(0, 2)[0]) == ["p0", "p1"]
     for _ in range(2):
         with pytest.raises(ValueError, match="bad row"):
@@ -179,3 +179,31 @@ def test_a_stream_goes_to_other_processes():
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         stream(3, **options)
+
+
+def test_lazy_prompts_are_a_sequence():
+    prompts = LazyPrompts(["a", "b", "c"], lambda row, number: Prompt(row, index=number))
+    assert len(prompts) == 3
+    assert [(p.content, p.index) for p in prompts] == [("a", 0), ("b", 1), ("c", 2)]
+    assert (prompts[-1].content, prompts[-1].index) == ("c", 2)
+    assert [p.content for p in prompts.head(2)] == ["a", "b"]
+    with pytest.raises(IndexError):
+        prompts[3]
+
+
+def test_the_beginning_of_a_data_set_is_read_once():
+    read = []
+    prompts = LazyPrompts(["a", "b", "c"], lambda row, number: read.append(row) or Prompt(row, index=number))
+    prompts.head(2).clear()
+    assert [p.content for p in prompts.head(2)] == ["a", "b"]
+    assert read == ["a", "b"]
+
+
+def test_the_order_is_pinned():
+    # A resumed run of another release must go on in the same order: these numbers never change.
+    prompts = [Prompt(f"p{i}") for i in range(6)]
+    order = ListedOrder(prompts, 7)
+    assert order.take(0, 6) == ([3, 0, 1, 5, 2, 4], 6)
+    assert order.take(4, 6) == ([2, 4], 6)
+    assert order.share([4, 2]) == [prompts[4], prompts[2]]
+    assert list(ListedOrder(prompts, None).take(1, 2)[0]) == [1, 2]

@@ -17,7 +17,7 @@ from PIL import Image
 
 from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.data.images.cells import RowsWithCells, opened_value, with_cells, without_decoding
+from grpo_lightning.data.images.references import RowsWithCells, openable_value, with_cells, without_decoding
 from grpo_lightning.data.mixture import load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
 from tests.tiny_vlms import picture
@@ -119,26 +119,26 @@ def test_cells_come_back_from_other_processes_as_they_were():
     there = pickle.loads(pickle.dumps(ref))
     assert there == ref
     assert there.key == ref.key
-    assert there.source.cells is ref.source.cells
+    assert there.source.table is ref.source.table
     assert rows[1]["one"] != ref
     assert with_cells(dataset(), "d")[0]["one"].key != ref.key
-    with mock.patch("grpo_lightning.data.images.cells._OPEN", {}):
+    with mock.patch("grpo_lightning.data.images.references._TABLES", {}):
         elsewhere = pickle.loads(pickle.dumps(ref))
-    assert elsewhere.source.cells is not ref.source.cells
+    assert elsewhere.source.table is not ref.source.table
     assert np.array_equal(pixels(elsewhere.read()), pixels(picture(0)))
 
 
 def test_bytes_paths_and_nothing(folder):
-    assert opened_value({"bytes": b"x", "path": "a.png"}) == b"x"
-    assert opened_value({"bytes": None, "path": "a.png"}).name == "a.png"
+    assert openable_value({"bytes": b"x", "path": "a.png"}) == b"x"
+    assert openable_value({"bytes": None, "path": "a.png"}).name == "a.png"
     for nothing in ({"bytes": None, "path": None}, None):
         with pytest.raises(ValueError, match="neither bytes nor a path"):
-            opened_value(nothing)
+            openable_value(nothing)
     with zipfile.ZipFile("a.zip", "w") as archive:
         file = io.BytesIO()
         picture(3).save(file, "PNG")
         archive.writestr("in/a.png", file.getvalue())
-    image = opened_value({"bytes": None, "path": f"zip://in/a.png::{folder}/a.zip"})
+    image = openable_value({"bytes": None, "path": f"zip://in/a.png::{folder}/a.zip"})
     assert np.array_equal(pixels(image), pixels(picture(3)))
 
 
@@ -152,7 +152,7 @@ def test_a_mixture_of_a_saved_data_set(num_proc):
     assert [part["type"] for part in prompts[0].content[0]["content"]] == ["image", "text"]
     assert np.array_equal(pixels(prompts[3].images[0].read()), pixels(picture(3)))
     assert prompts[0].columns["image"] == prompts[0].images[0]
-    assert len({id(prompt.images[0].source.cells) for prompt in prompts[:5]}) == 1
+    assert len({id(prompt.images[0].source.table) for prompt in prompts[:5]}) == 1
 
 
 def test_a_stream_has_the_same_images():
@@ -188,7 +188,7 @@ def test_a_corrupt_cell_is_named():
     with pytest.raises(ValueError, match="bad, row 1: image of column 'image': not an image"):
         load_mixture([DatasetEntry(dataset="bad")], seed=0)
     with pytest.raises(ImageError, match="neither bytes nor a path"):
-        ImageRef(lambda: opened_value({})).read()
+        ImageRef(lambda: openable_value({})).read()
 
 
 def test_a_renamed_column_of_images():

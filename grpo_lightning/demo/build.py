@@ -1,0 +1,188 @@
+"""Builds a demo once and caches it: its files, its tokenizer, its supervised steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import string
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from grpo_lightning.core.files import RECIPE, put_whole
+from grpo_lightning.core.messages import progress_bar
+from grpo_lightning.core.seeding import run_seed
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+@dataclass(frozen=True)
+class DemoFiles:
+    """A demo that was built."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """All that `from_pretrained` needs: weights, configuration, tokenizer, processor."""
+        return self.folder / "model"
+
+    @property
+    def train(self) -> Path:
+        """The rows to train on."""
+        return self.folder / "train.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        """The rows to validate on."""
+        return self.folder / "heldout.jsonl"
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """Everything that decides what a demo builds. A subclass has the numbers."""
+
+    code: ClassVar[str | int]
+    """Part of the cache key: raise it when code changes what is built without changing a number of the recipe."""
+
+    @abstractmethod
+    def build(self, folder: Path, *, show_progress: bool) -> None:
+        """Fill an empty folder with model and data."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Every number, as JSON has it."""
+        facts: dict[str, Any] = _numbers(self)
+        return facts
+
+    @property
+    def key(self) -> str:
+        """A hash of every number and of the versions of the code: names the cache folder."""
+        versions = {"torch": str(torch.__version__), "transformers": transformers.__version__, "code": self.code}
+        facts = {**self.facts, **versions, **self.more_versions()}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def more_versions(self) -> dict[str, Any]:
+        """Further versions and settings that the result depends on."""
+        return {}
+
+    def with_seed(self, seed: int) -> Recipe:
+        """The same recipe with another seed of its task."""
+        return replace(self, task=replace(self.task, seed=seed))  # type: ignore[call-arg, attr-defined]
+
+    def prepare(self, seed: int = 0, cache_dir: str | Path | None = None, *, show_progress: bool = True) -> DemoFiles:
+        """Build model and data once; later calls return the same folder at once. An interrupted build is not used.
+
+        Args:
+            seed: Replaces the recipe's seed.
+            cache_dir: Where the folder goes; by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
+            show_progress: Whether the warm-up shows progress bars.
+
+        Raises:
+            ImportError: If a package that the demo needs is missing.
+        """
+        recipe = self.with_seed(seed)
+        root = Path(cache_dir or os.environ.get("GRPO_LIGHTNING_CACHE") or "~/.cache/grpo_lightning/demo").expanduser()
+        folder = root / recipe.key
+        if not folder.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix="unfinished-") as scratch:
+                unfinished = Path(scratch) / "demo"
+                unfinished.mkdir()
+                recipe.build(unfinished, show_progress=show_progress)
+                facts = json.dumps({"key": recipe.key, **recipe.facts}, indent=2)
+                (unfinished / RECIPE).write_text(facts + "\n", encoding="utf-8")
+                try:
+                    unfinished.rename(folder)
+                except OSError:
+                    if not folder.exists():  # else another process finished the same recipe first
+                        raise
+        return DemoFiles(folder)
+
+
+def _numbers(value: Any) -> Any:
+    """The fields of a dataclass that its constructor takes, also of those inside it."""
+    if not is_dataclass(value):
+        return value
+    return {field.name: _numbers(getattr(value, field.name)) for field in fields(value) if field.init}
+
+
+class PrepareDemo:
+    """Puts a demo's model and data where a recipe reads them; a data module's `prepare`.
+
+    Args:
+        folder: Gets the files, of the run's seed.
+        num_threads: CPU threads of the run.
+    """
+
+    recipe: ClassVar[type[Recipe]]
+
+    def __init__(self, folder: str, num_threads: int = 1) -> None:
+        self.folder, self.num_threads = Path(folder), num_threads
+
+    def __call__(self) -> None:
+        """Build the demo unless its cache has it, and copy it here. Raises: ValueError if other files lie there."""
+        torch.set_num_threads(self.num_threads)
+        built = self.recipe().prepare(run_seed(None)).folder
+        text = (built / RECIPE).read_text(encoding="utf-8")
+        put_whole(self.folder, text, lambda whole: shutil.copytree(built, whole, dirs_exist_ok=True))
+
+
+def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character and each of `spaces`, then `<pad>` and `<eos>`; nothing else is encoded.
+
+    It is byte-level BPE without merges because `AutoTokenizer` reads any tokenizer saved beside a Qwen2 as one; for the
+    same reason the unknown token is named: the default would become a token that the model does not have.
+    """
+    characters = string.digits + string.ascii_letters + string.punctuation
+    stored = characters + "".join(chr(256 + ord(space)) for space in spaces)
+    vocabulary = {token: index for index, token in enumerate([*stored, PAD, EOS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=PAD, pad_token=PAD, eos_token=EOS, padding_side="left", **options
+    )
+
+
+class Teacher:
+    """Supervised steps of a warm-up: AdamW for one set of weights.
+
+    Args:
+        parameters: What is trained.
+        learning_rate: The highest; every step takes a share of it.
+        beta2: AdamW's.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, learning_rate: float, beta2: float) -> None:
+        self.parameters = list(parameters)
+        self.learning_rate = learning_rate
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=(0.9, beta2))
+
+    def step(self, loss: Tensor, bar: Any, *, rate: float = 1.0) -> float:
+        """One update, shown in the bar. Returns: the loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * self.learning_rate
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        bar.update()
+        return loss.item()
+
+
+def progress(phase: str, num_steps: int | None, *, show: bool) -> Any:
+    """A bar for some steps of the warm-up; None for the number where it is not known."""
+    return progress_bar(total=num_steps, desc=f"Warm-up, {phase}", unit="step", disable=not show)
