@@ -27,15 +27,13 @@ from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
-from grpo_lightning.policy import offload, sync_reference
-from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
+from grpo_lightning.policy import reference as sync_reference
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
-from grpo_lightning.policy.offload import Offloadable, offloaded
-from grpo_lightning.policy.reference import FrozenCopy, fingerprint, make_reference
+from grpo_lightning.policy.reference import FrozenCopy, RunReference, SyncReference, fingerprint, make_reference
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.sync_reference import RunReference, SyncReference
+from grpo_lightning.policy.trainable import keep_frozen_out_of_checkpoints
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.reward_set import Scoring
 from grpo_lightning.rewards.trainer_state import TrainerState
@@ -54,8 +52,10 @@ from grpo_lightning.rollout.groups import (
 )
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
-from grpo_lightning.training import box_checks, checkpoints, checks, data_checks
-from grpo_lightning.training.actor import Actor
+from grpo_lightning.training import actor as offload
+from grpo_lightning.training import checkpoints, checks, data_checks
+from grpo_lightning.training import data_checks as box_checks
+from grpo_lightning.training.actor import Actor, Offloadable, offloaded
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.training.metrics import (
     StepMetrics,

@@ -10,7 +10,7 @@ from grpo_lightning.cli.plan.image_parts import Images, feature_bytes, tower_byt
 from grpo_lightning.cli.plan.shape import meta_model, shape_of
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.policy.families import FAMILIES
-from grpo_lightning.policy.tokenizers import SETTINGS
+from grpo_lightning.policy.tokenizer import SETTINGS
 from tests.cli.plan.real_shapes import qwen2_5_vl_3b
 from tests.pages import read, tables
 

@@ -48,11 +48,6 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
     return boxes.clamp(min=0).minimum(boxes.new_tensor([width, height, width, height]))
 
 
-def is_proper(boxes: Tensor) -> Tensor:
-    """Whether each box has finite corners and an inside. Args: boxes: [..., 4]. Returns: [...] bool."""
-    return boxes.isfinite().all(dim=-1) & (boxes[..., 2:] > boxes[..., :2]).all(dim=-1)
-
-
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
     """Whether a box in pixels ends within the first pixel of an image, wider and higher than two.
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.policy.decoder import language_modules
-from grpo_lightning.policy.experts import taken_names, why_without
+from grpo_lightning.policy.lora_targets import language_layers, targets, why_without
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -36,9 +35,6 @@ numbers, or activations and gradients of data. peft rebuilds the base of the oth
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 """Initialisations whose base peft computes in loading, by decompositions that round as the machine does."""
-
-MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
 
 
 @dataclass
@@ -209,56 +205,6 @@ def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
     policy.add_adapter(STARTING, config)
     policy.load_adapter(adapter, STARTING, is_trainable=False)
     set_dropout(policy, 0.0, STARTING)
-
-
-def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
-    """The layers that get adapters, by their names: the linear ones of the language model without its output head.
-
-    Args:
-        model: The base.
-        names: Ends of names to choose by; None takes all.
-
-    Raises:
-        ValueError: If one of the ends matches no layer, or one that cannot have an adapter, the output head among them.
-    """
-    layers = language_layers(model)
-    taken = taken_names(model, layers)
-    if names is None:
-        return {name: layer for name, layer in layers.items() if name not in taken}
-    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
-    head = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if module is head]
-    for end in names:
-        matched = [name for name in layers if f".{name}".endswith(f".{end}")]
-        if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
-            raise ValueError(
-                f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
-                "tied to the embeddings, which merging would change too, and scoring runs it in slices. Leave it out, "
-                f"or train all weights (without policy.lora). There are: {', '.join(known)}."
-            )
-        if not matched:
-            raise ValueError(
-                f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "
-                f"{', '.join(known)}."
-            )
-        if refused := [name for name in matched if name in taken]:
-            raise ValueError(
-                f"policy.lora.target_modules: {end!r} matches {refused[0]}, whose name peft takes for that of the "
-                f"experts, which are one tensor. Leave it out; there are: {', '.join(known)}."
-            )
-    return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
-
-
-def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer of the language model but the output head, by name."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {
-        name: module
-        for name, module in language_modules(model).items()
-        if isinstance(module, nn.Linear | Conv1D)
-        and not (model.config.model_type in MAMBA and name.endswith(".out_proj"))
-    }
 
 
 class UpdateDropout(nn.Dropout):

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from grpo_lightning.core.ranks import gather_objects, max_over_ranks
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.families import unknown_reason
-from grpo_lightning.policy.head import logit_scale
-from grpo_lightning.policy.inputs import accepts, base_model, compute_device, evaluating, text_config
+from grpo_lightning.policy.hf import accepts, base_model, compute_device, evaluating, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache
-from grpo_lightning.policy.scorer import Scorer, ScoringPath, refuse_transformers_checkpointing
+from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
 
 
 def dense_reason(model: nn.Module) -> str | None:

@@ -1,16 +1,22 @@
-"""The reference the KL term measures the distance to: the policy as it was when the run began."""
+"""The reference the KL term measures the distance to: the policy as it was when the run began.
+
+With `sync_reference` it follows the policy from a distance (TR-DPO, arXiv:2404.09656). Every few optimizer steps:
+reference = alpha * policy + (1 - alpha) * reference.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.inputs import text_config
+from grpo_lightning.core import ranks
+from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
@@ -150,3 +156,138 @@ def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     reference = copy.deepcopy(policy, shared)
     reference.requires_grad_(False)
     return reference.eval()
+
+
+@dataclass
+class SyncReference:
+    """When and how far the reference moves towards the policy."""
+
+    every_n_steps: int = 512
+    """Optimizer steps between two moves."""
+
+    mixup_alpha: float = 0.6
+    """Share of the policy in the new reference; 1 copies it."""
+
+    def __post_init__(self) -> None:
+        """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
+        if self.every_n_steps < 1:
+            raise ValueError(f"model.sync_reference.every_n_steps must be at least 1, got {self.every_n_steps}.")
+        if not 0 < self.mixup_alpha <= 1:
+            raise ValueError(f"model.sync_reference.mixup_alpha must be above 0 and at most 1, got {self.mixup_alpha}.")
+
+
+def check(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
+    """Refuse a reference to be moved where there is none. Raises: ValueError."""
+    if sync is None:
+        return
+    if beta == 0:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and there is no reference: "
+            "model.objective.beta is 0. Set beta above 0, or leave sync_reference out."
+        )
+    if has_lora:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and the policy trains LoRA adapters: its "
+            "reference is the base without them, or the adapter it started from, and what lies between two adapters is "
+            "no adapter of that rank. Leave sync_reference out; or export the run merged and start the next from it, "
+            "which moves the reference all the way."
+        )
+
+
+@dataclass
+class RunReference:
+    """The reference of a run: when it moves, and what checkpoints keep of it."""
+
+    reference: Reference
+    policy: nn.Module
+    sharding: Sharding
+    fingerprint: dict[str, int]
+    """Of its weights when the run began (`policy.reference.fingerprint`)."""
+
+    sync: SyncReference | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """True if it is no longer what the policy was loaded as."""
+        return bool(getattr(self.reference, "has_moved", False))
+
+    def move_if_due(self, step: int) -> None:
+        """Move it if this optimizer step, which has just ended, is one of those that move it.
+
+        The next rollout is compared with the new one. Every rank takes part.
+        """
+        if self.sync is not None and step % self.sync.every_n_steps == 0:
+            assert isinstance(self.reference, FrozenCopy)
+            mix(self.reference, self.policy, self.sync.mixup_alpha, self.sharding)
+
+    def check_fingerprint(self, saved: Mapping[str, int]) -> None:
+        """Raise ValueError if a resumed run has made another reference than the run of the checkpoint began with.
+
+        Args:
+            saved: Of the reference of that run, by dtype; what one of the two lacks is not compared.
+        """
+        if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
+            raise ValueError(
+                "model.policy is not the one that the run of this checkpoint began with, which is the reference of its "
+                "KL term: its weights have changed since, by training it or merging an adapter into it in this process "
+                "for example. Give the policy as it was (a model in memory: load it again), or start a new run from "
+                "the checkpoint's weights."
+            )
+
+    def moved_weights(self) -> dict[str, Tensor] | None:
+        """The weights of a reference that has moved, whole and on the CPU; None of one that has not.
+
+        Every rank takes part; those behind the first get none. Weights that the policy does not train have not moved.
+        """
+        if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
+            return None
+        weights, are_trained = {}, is_trained(self.policy)
+        for (name, weight), trained in zip(self.reference.model.named_parameters(), are_trained, strict=True):
+            if trained:
+                whole = self.sharding.whole(weight)
+                if ranks.rank() == 0:
+                    weights[name] = whole.to("cpu", copy=True)
+        return weights
+
+    @torch.no_grad()
+    def restore(self, weights: dict[str, Tensor] | None) -> None:
+        """Put back what `moved_weights` gave. Every rank takes part; where weights are sharded, the first one's count.
+
+        Raises:
+            ValueError: If the run has no second model to put them in.
+        """
+        if not isinstance(self.reference, FrozenCopy):
+            raise ValueError(NO_REFERENCE)
+        are_trained = is_trained(self.policy)
+        for (name, weight), trained in zip(self.reference.model.named_parameters(), are_trained, strict=True):
+            if trained:
+                self.sharding.assign(weight, None if weights is None else weights[name])
+        self.reference.has_moved = True
+
+
+NO_REFERENCE = (
+    "The checkpoint has a reference that was moved (model.sync_reference), and this run has none: set "
+    "model.objective.beta and the policy as they were."
+)
+
+
+@torch.no_grad()
+def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Sharding) -> None:
+    """Move the reference towards the policy, weight by weight: no second copy of the model is made.
+
+    Args:
+        reference: Of the policy's architecture.
+        policy: What it moves towards.
+        alpha: The policy's share.
+        sharding: How both lie over the processes.
+    """
+    sharding.settle(policy)
+    for ours, theirs in zip(reference.model.parameters(), policy.parameters(), strict=True):
+        if theirs.requires_grad:  # the others are equal, or even shared
+            sharding.assign(ours, torch.lerp(sharding.whole(ours), sharding.whole(theirs).to(ours.dtype), alpha))
+    reference.has_moved = True
+
+
+def is_trained(policy: nn.Module) -> list[bool]:
+    """Of every parameter, in their order."""
+    return [parameter.requires_grad for parameter in policy.parameters()]

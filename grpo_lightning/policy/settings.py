@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from grpo_lightning.policy.families import refuse_remote_code
+from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.naming import naming
-from grpo_lightning.policy.quantization import Quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,6 +20,7 @@ log = logging.getLogger(__name__)
 
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
 ActivationCheckpointing = Literal["none", "chunks", "layers"]
+Quantization = Literal["none", "4bit", "8bit"]
 
 
 class PolicySettings:

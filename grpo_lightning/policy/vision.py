@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of, inner_model, is_tower_trained
-from grpo_lightning.policy.inputs import base_model, compute_device, known_arguments, text_positions
+from grpo_lightning.policy.hf import base_model, compute_device, known_arguments, text_positions
 
 
 @contextlib.contextmanager

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_lightning.policy.naming import naming
+from grpo_lightning.policy.hf import naming, num_positions
 from grpo_lightning.policy.sharding import unpartitioned
-from grpo_lightning.policy.tokens import num_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

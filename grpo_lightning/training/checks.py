@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptBatch, PromptSource
-from grpo_lightning.policy.precision import check_masters, compute_dtype
+from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter
 from grpo_lightning.training import data_checks, rank_files

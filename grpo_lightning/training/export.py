@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import TRAINED
-from grpo_lightning.policy.quantization import Quantization
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
+from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import limit_training
 from grpo_lightning.training import rank_files
@@ -202,7 +202,7 @@ def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
     """What the policy was loaded from; never quantised."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from grpo_lightning.policy.naming import naming
+    from grpo_lightning.policy.hf import naming
 
     config = loader.load_config()
     auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
 from grpo_lightning.objective import StepCounts
-from grpo_lightning.policy.inputs import left_pad
+from grpo_lightning.policy.hf import left_pad
 
 Item = TypeVar("Item")
 

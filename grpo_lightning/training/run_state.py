@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.sync_reference import NO_REFERENCE, RunReference
+from grpo_lightning.policy.reference import NO_REFERENCE, RunReference
 from grpo_lightning.training import rank_files
 from grpo_lightning.training.micro_batches import Cycle
 

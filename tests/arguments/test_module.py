@@ -13,11 +13,11 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.policy import offload
-from grpo_lightning.policy.sync_reference import SyncReference
+from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
+from grpo_lightning.training import actor as offload
 from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
 from tests.module_runs import (

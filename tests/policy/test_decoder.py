@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_lightning.policy.decoder import language_modules
+from grpo_lightning.policy.lora_targets import language_modules
 from tests import tiny_vlms
 from tests.tiny_models import tiny_model
 

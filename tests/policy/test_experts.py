@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.experts import expert_tensors, taken_names, why_without
-from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters, language_layers, targets
+from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters
+from grpo_lightning.policy.lora_targets import expert_tensors, language_layers, taken_names, targets, why_without
 from tests import tiny_vlms
 from tests.tiny_models import BASE, MOE, tiny_model
 

@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import nn
 
-from grpo_lightning.policy.experts import expert_tensors
 from grpo_lightning.policy.families import (
     FAMILIES,
     family_of,
@@ -22,7 +21,7 @@ from grpo_lightning.policy.families import (
     unknown_reason,
     vision_parts,
 )
-from grpo_lightning.policy.lora import language_layers
+from grpo_lightning.policy.lora_targets import expert_tensors, language_layers
 from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_models, tiny_vlms
 from tests.policy.scored import loss_and_gradients, row_weights

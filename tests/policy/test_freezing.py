@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from grpo_lightning.policy.freezing import freeze_first_layers, frozen_names, keep_frozen_out_of_checkpoints
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.trainable import freeze_first_layers, frozen_names, keep_frozen_out_of_checkpoints
 from tests.policy.adapters import IDS, train
 from tests.policy.scored import ragged_batch
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, targets, using_adapter
+from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, using_adapter
+from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.policy.scorer import Scorer
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference

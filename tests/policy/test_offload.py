@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from grpo_lightning.objective import Objective
-from grpo_lightning.policy import offload
-from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
+from grpo_lightning.policy.trainable import freeze_first_layers
+from grpo_lightning.training import actor as offload
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.precision import check_masters
+from grpo_lightning.policy.trainable import check_masters
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -8,10 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.scorer import Scorer, SlicedHead
 from tests.module_runs import fit, make_module
 from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
 

@@ -9,12 +9,11 @@ import torch
 
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
-from grpo_lightning.policy.loading import checkpoint_layers
+from grpo_lightning.policy.loading import check_in_step, checkpoint_layers
 from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.trainable import check_in_step
 from grpo_lightning.policy.vision import keep, merged, needs_blank, place, seeing
 from tests import tiny_vlms
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.core.types import Group, Prompt, SamplingParams
-from grpo_lightning.policy.inputs import left_pad
+from grpo_lightning.policy.hf import left_pad
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy.inputs import text_config
+from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine, SamplingCache, no_fan_out_reason

@@ -189,7 +189,7 @@ def logits_bytes(
         slices   kept = 0, passing = (4 + 16) S V: a chunk of more than S tokens runs the head on S at a time, and again
                  in the backward pass
 
-    See `policy/head.py` and `functional/logprobs.py`, of which they are counted.
+    See `policy/scorer.py` and `functional/logprobs.py`, of which they are counted.
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None

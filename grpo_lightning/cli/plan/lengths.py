@@ -150,7 +150,7 @@ def policy_config(module: GRPOLightningModule) -> PretrainedConfig | None:
 
 def positions(module: GRPOLightningModule) -> int | None:
     """Positions of the policy; None without a limit, and where there is no policy yet."""
-    from grpo_lightning.policy.tokens import num_positions
+    from grpo_lightning.policy.hf import num_positions
 
     config = policy_config(module)
     return None if config is None else num_positions(config)
@@ -158,7 +158,7 @@ def positions(module: GRPOLightningModule) -> int | None:
 
 def check_lengths(module: GRPOLightningModule, prompts: list[Prompt], sampling: SamplingParams) -> None:
     """Check as `fit` does that prompts and their completions fit the policy's positions. Raises: ValueError."""
-    from grpo_lightning.policy.tokens import check_length
+    from grpo_lightning.policy.encoder import check_length
     from grpo_lightning.training.data_checks import TEMPLATE_TOKENS, num_bytes
 
     limit, completion = positions(module), sampling.max_completion_length

@@ -20,8 +20,7 @@ from grpo_lightning.cli.plan.strategy import strategy_division
 from grpo_lightning.cli.plan.trained_weights import trained_weights
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.probe import dense_reason
-from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout.lockstep import LARGEST_SHARE
+from grpo_lightning.rollout.local import LARGEST_SHARE, LocalEngine
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace

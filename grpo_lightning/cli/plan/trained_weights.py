@@ -12,8 +12,9 @@ from torch import nn
 
 from grpo_lightning.cli.plan.shape import ModelShape, count_matrix_weights
 from grpo_lightning.policy.families import freeze_unused, freeze_vision
-from grpo_lightning.policy.freezing import freeze_first_layers
-from grpo_lightning.policy.lora import LoRA, adapter_config, adapter_layers, targets
+from grpo_lightning.policy.lora import LoRA, adapter_config, adapter_layers
+from grpo_lightning.policy.lora_targets import targets
+from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader

@@ -19,7 +19,7 @@ from grpo_lightning.cli.plan.compute_precision import Precision, precision_of
 from grpo_lightning.cli.plan.shape import ModelShape, meta_model, shape_of
 from grpo_lightning.cli.plan.trained_weights import trained_weights
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy import head
+from grpo_lightning.policy import scorer as head
 from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_dropout
 from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.scorer import Scorer

@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_lightning.cli.plan.shape import count_matrix_weights, meta_model, shape_of
 from grpo_lightning.cli.plan.trained_weights import TrainedWeights, trained_weights
-from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters
+from grpo_lightning.policy.trainable import freeze_first_layers
 from tests.cli.plan.real_shapes import llama_1b
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -1,4 +1,4 @@
-"""The policy's tokenizer, and the processor of one that sees images."""
+"""The policy's tokenizer, and the processor of one that sees images: how they are loaded and limited."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.policy.families import FAMILIES, known_family, sees_images
-from grpo_lightning.policy.naming import naming
-from grpo_lightning.policy.tokens import vocabulary_size
+from grpo_lightning.policy.hf import naming, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from grpo_lightning.policy.settings import PolicySettings
+
 
 log = logging.getLogger(__name__)
 
