@@ -26,8 +26,7 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.objective import Objective, warn_of_length_weights
-from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
-from grpo_lightning.policy import reference as sync_reference
+from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
 from grpo_lightning.policy.reference import FrozenCopy, RunReference, SyncReference, fingerprint, make_reference
@@ -52,9 +51,7 @@ from grpo_lightning.rollout.groups import (
 )
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
-from grpo_lightning.training import actor as offload
 from grpo_lightning.training import checkpoints, checks, data_checks
-from grpo_lightning.training import data_checks as box_checks
 from grpo_lightning.training.actor import Actor, Offloadable, offloaded
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.training.metrics import (
@@ -448,8 +445,8 @@ class GRPOLightningModule(L.LightningModule):
         )
         checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
         checks.check_sampling(self.sampling)
-        sync_reference.check(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
-        offload.check(self.offload, has_copy=self.objective.needs_reference and not has_lora)
+        checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
+        checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
         with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
             self.reward_set.check(self.sampling.max_completion_length)
@@ -460,12 +457,12 @@ class GRPOLightningModule(L.LightningModule):
         """Check rewards and data against each other and the policy. Raises: ValueError naming the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
-        box_checks.check_turned_once(rewards, metrics, trainer)
+        data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # which costs nothing, before all images are read
         data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
         data_checks.check_rows(rewards, trainer)
         data_checks.check_prompts(self.loader, trainer, trained=self.sampling, validated=self.validation_sampling)
-        box_checks.check_readers(rewards, metrics, self.loader, trainer)
+        data_checks.check_readers(rewards, metrics, self.loader, trainer)
 
     @property
     def validation_sampling(self) -> SamplingParams:
@@ -516,7 +513,7 @@ class GRPOLightningModule(L.LightningModule):
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
         with checks.naming_key("model.optimizer"):
             optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
-        offload.check_optimizer(self.offload, optimizer)
+        checks.check_paging(self.offload, optimizer)
         self.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         if self.scheduler_factory is None:
             return optimizer
@@ -552,7 +549,7 @@ class GRPOLightningModule(L.LightningModule):
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
         # A subclass may configure its own optimizer.
-        restore_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
+        checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(self.trainer.estimated_stepping_batches)
 

@@ -29,6 +29,11 @@ def text_config(model: nn.Module) -> Any:
     return base_model(model).config.get_text_config(decoder=True)
 
 
+def attention_kernel(model: nn.Module) -> str:
+    """What transformers calls the kernel of the decoder's attention; empty if it does not say."""
+    return getattr(text_config(model), "_attn_implementation", None) or ""
+
+
 def compute_device(policy: nn.Module) -> torch.device:
     """Where the policy computes: weights that are sharded may rest elsewhere (offloading)."""
     parameter = next(policy.parameters())

@@ -20,7 +20,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
-from grpo_lightning.policy.hf import base_model, naming, num_positions, text_config
+from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scorer import Scorer
@@ -233,7 +233,7 @@ def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False
             )
     except (ImportError, ValueError) as error:
         return f"transformers refuses it ({error})"
-    found = text_config(model)._attn_implementation
+    found = attention_kernel(model)
     return None if found == "flash_attention_2" else f"transformers would take {found} for it"
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from grpo_lightning.policy.sharding import full_shape
+
 NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
 """Parts of the names of what is no language model, where a model does not say which of its parts the decoder is."""
 
@@ -37,7 +39,7 @@ def expert_tensors(model: Any) -> list[str]:
             for module in language_modules(model).values()
             if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
             for name, weight in module.named_parameters(recurse=False)
-            if len(getattr(weight, "ds_shape", weight.shape)) == 3  # ZeRO-3 leaves an empty vector in its place
+            if len(full_shape(weight)) == 3
         }
     )
 

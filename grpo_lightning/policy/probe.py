@@ -17,22 +17,28 @@ from torch import Tensor, nn
 from grpo_lightning.core.ranks import gather_objects, max_over_ranks
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.families import unknown_reason
-from grpo_lightning.policy.hf import accepts, base_model, compute_device, evaluating, text_config
+from grpo_lightning.policy.hf import accepts, attention_kernel, base_model, compute_device, evaluating, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache
 from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
+from grpo_lightning.policy.sharding import gathered_dtypes
 
 
-def dense_reason(model: nn.Module) -> str | None:
-    """Why this model cannot take the extended path, by what it declares; None if it can."""
+def no_cache_reason(model: nn.Module) -> str | None:
+    """Why this model's cache cannot be shared by the completions of a prompt, by what it declares; None if it can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     if not accepts(model, "past_key_values"):
         return f"{type(base).__name__}.forward takes no past_key_values"
-    if reason := unknown_reason(base.config):
+    return unknown_reason(base.config)
+
+
+def dense_reason(model: nn.Module) -> str | None:
+    """Why this model cannot take the extended path, by what it declares; None if it can."""
+    if reason := no_cache_reason(model):
         return reason
     try:
-        PrefixCache(base.config)
+        PrefixCache(base_model(model).config)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -173,7 +179,7 @@ def judging(model: nn.Module) -> Iterator[None]:
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
     # Its own package is "flash_attention_2", a build of the hub "kernels-community/flash-attn2".
-    return "flash" in (getattr(text_config(model), "_attn_implementation", None) or "")
+    return "flash" in attention_kernel(model)
 
 
 @contextlib.contextmanager
@@ -208,16 +214,6 @@ def computes_in_float32(model: nn.Module) -> bool:
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return False
     return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
-
-
-def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """What FSDP2 gathers shards in (`mp_policy.param_dtype`), which the shards do not show; None: as they are."""
-    if not torch.distributed.is_available():
-        return set()
-    from torch.distributed.fsdp import FSDPModule
-
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {part._get_fsdp_state()._mp_policy.param_dtype for part in parts}
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.hf import text_config
+from grpo_lightning.policy.hf import attention_kernel
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, is_partitioned
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -108,9 +108,9 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         return StartingAdapter()
     if loader.lora is not None:
         return DisabledAdapter()
-    if any(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
+    if any(map(is_partitioned, policy.parameters())):
         # Partitioned as they were read: there is nothing here to be copied.
-        model = loader.load_model(sharding, text_config(policy)._attn_implementation)
+        model = loader.load_model(sharding, attention_kernel(policy))
         disable_dropout(model)
         disable_router_loss(model)
         if (length := fixed_length(policy)) is not None:
@@ -136,7 +136,7 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
     """The bits of some weights, in their order, added up by dtype."""
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
-        if not hasattr(weight, "ds_id"):
+        if not is_partitioned(weight):
             bits = weight.detach().view(BITS[weight.element_size()]).flatten()
             total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(PART))
             sums[str(weight.dtype)] = (sums.get(str(weight.dtype), 0) + number * total) % 2**63
@@ -174,24 +174,6 @@ class SyncReference:
             raise ValueError(f"model.sync_reference.every_n_steps must be at least 1, got {self.every_n_steps}.")
         if not 0 < self.mixup_alpha <= 1:
             raise ValueError(f"model.sync_reference.mixup_alpha must be above 0 and at most 1, got {self.mixup_alpha}.")
-
-
-def check(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
-    """Refuse a reference to be moved where there is none. Raises: ValueError."""
-    if sync is None:
-        return
-    if beta == 0:
-        raise ValueError(
-            f"model.sync_reference is set (every {sync.every_n_steps} steps), and there is no reference: "
-            "model.objective.beta is 0. Set beta above 0, or leave sync_reference out."
-        )
-    if has_lora:
-        raise ValueError(
-            f"model.sync_reference is set (every {sync.every_n_steps} steps), and the policy trains LoRA adapters: its "
-            "reference is the base without them, or the adapter it started from, and what lies between two adapters is "
-            "no adapter of that rank. Leave sync_reference out; or export the run merged and start the next from it, "
-            "which moves the reference all the way."
-        )
 
 
 @dataclass

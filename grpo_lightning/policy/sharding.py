@@ -1,7 +1,8 @@
-"""How the policy's weights lie over the processes of a run: whole on each, or a shard on each.
+"""How the policy's weights lie over the processes of a run: full on each, or a shard on each.
 
-Loading, sampling and comparing models need to know; nothing else does. `Sharding` is the case of whole weights (one
-device, DDP, ZeRO-1 and 2); the others say what they do differently.
+Loading, sampling and comparing models need to know; nothing else does. `Sharding` is the case of full weights (one
+device, DDP, ZeRO-1 and 2); the others say what they do differently. No other file knows how FSDP2 and DeepSpeed mark
+modules and parameters.
 """
 
 from __future__ import annotations
@@ -97,9 +98,7 @@ class FullyShard(Sharding):
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Gather everything once, instead of every layer at every token."""
-        from torch.distributed.fsdp import FSDPModule
-
-        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        parts = fsdp_modules(model)
         for part in parts:
             part.unshard()
             part.set_reshard_after_forward(False, recurse=False)
@@ -112,11 +111,8 @@ class FullyShard(Sharding):
 
     def settle(self, model: nn.Module) -> None:
         """Embeddings and head stay gathered, in the precision they are used in."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for part in fsdp_modules(model):
+            part.reshard()
 
     def whole(self, parameter: Tensor) -> Tensor:
         """All shards together. Embeddings and head stay gathered after a forward pass, and are whole already then."""
@@ -287,4 +283,33 @@ class WholeShapes:
     def get_parameter(self, name: str) -> Tensor:
         """On the meta device."""
         parameter = self.model.get_parameter(name)
-        return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+        return torch.empty(full_shape(parameter), device="meta")
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that FSDP2 has sharded, the model itself among them; none of a model without."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
+    """What FSDP2 gathers shards in (`mp_policy.param_dtype`), which the shards do not show; None: as they are."""
+    return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """True for a parameter that ZeRO-3 partitions: it is an empty vector where it is not gathered."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter, also where ZeRO-3 has left an empty vector in its place."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """The tensor that holds this rank's partition of a parameter under ZeRO-3, else the parameter."""
+    return getattr(parameter, "ds_tensor", parameter)

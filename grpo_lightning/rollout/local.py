@@ -24,10 +24,8 @@ from transformers import (
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs
-from grpo_lightning.policy.families import is_tower_trained, unknown_reason
+from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.hf import (
-    accepts,
-    base_model,
     compute_device,
     evaluating,
     known_arguments,
@@ -35,9 +33,9 @@ from grpo_lightning.policy.hf import (
     text_config,
 )
 from grpo_lightning.policy.kv_cache import LostCacheError
-from grpo_lightning.policy.probe import compare, model_type, probe_batch, scored_alone
+from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 from grpo_lightning.rollout.sampler import Draw, TokenDrawer, Uniforms
@@ -416,12 +414,7 @@ class SamplingCache(DynamicCache):
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:
     """Why this model's cache cannot be fanned out; None if it can."""
-    base = base_model(policy)
-    if getattr(base.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model"
-    if not accepts(policy, "past_key_values"):
-        return f"{type(base).__name__}.forward takes no past_key_values"
-    if reason := unknown_reason(base.config):
+    if reason := no_cache_reason(policy):
         return reason
     layers = DynamicCache(config=text_config(policy)).layers
     if missing := sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "reorder_cache")}):
@@ -437,7 +430,10 @@ for the optimizer's states, which do not exist yet when a run samples first."""
 
 
 class Lockstep:
-    """Which calls the ranks make together.
+    """Which calls the ranks make together where the weights stay sharded.
+
+    A forward call needs every rank, and completions end at different steps on each. So the ranks make the same calls
+    until the last of them is done: those without open rows run one that nobody looks at.
 
     Args:
         is_needed: True if a forward call needs every rank. Otherwise no rank waits for another.
@@ -480,8 +476,7 @@ def say_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
 def whole_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Bytes of all weights, whole, in the precision they are gathered in (None: as they are)."""
     size = None if dtype is None else dtype.itemsize
-    # DeepSpeed empties a parameter and notes its size; torch's DTensor says the whole size itself.
-    return sum(getattr(p, "ds_numel", p.numel()) * (size or p.element_size()) for p in policy.parameters())
+    return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 
 
 def free_bytes(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.reference import FrozenCopy
 from grpo_lightning.policy.scorer import Scorer, TokenScores
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import CycleShape, give_images, plan_over_ranks
 
@@ -121,36 +121,14 @@ Offloadable = Literal["reference", "optimizer"]
 ROOM = torch.device("cpu")
 
 
-def check(offload: Sequence[str], *, has_copy: bool) -> None:
-    """Refuse what cannot be moved. Raises: ValueError.
-
-    Args:
-        offload: What was asked for.
-        has_copy: True if there is a reference that is a second model.
-    """
-    if unknown := [name for name in offload if name not in ("reference", "optimizer")]:
-        raise ValueError(f"model.offload must name 'reference' or 'optimizer', got {unknown[0]!r}.")
-    if "reference" in offload and not has_copy:
-        raise ValueError(
-            "model.offload names the reference, and there is no second model: objective.beta is 0, or it is the policy "
-            "without its LoRA adapters. Leave 'reference' out."
-        )
-
-
-def check_optimizer(offload: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to move the states of an optimizer that moves them itself. Raises: ValueError."""
-    if "optimizer" in offload and getattr(optimizer, "is_paged", False):
-        raise ValueError(
-            f"model.offload names the optimizer, and {type(optimizer).__name__} pages its states to the CPU itself: "
-            "leave 'optimizer' out of model.offload, or take AdamW8bit."
-        )
-
-
 @contextlib.contextmanager
 def offloaded(
     names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Inside, the named things are on the CPU.
+    """Offload to the CPU what sampling does not need: inside, the named things are there.
+
+    Only on request (`model.offload`): it costs a transfer there and back in every cycle. What the strategy keeps on the
+    CPU anyway stays there.
 
     Args:
         names: "reference", "optimizer".
@@ -171,7 +149,7 @@ def offloaded(
 @contextlib.contextmanager
 def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[None]:
     """Inside, the reference's weights are on the CPU, but for those that are the policy's own as well."""
-    if is_fully_sharded(reference.model):  # FSDP2 keeps track of its shards' storage
+    if fsdp_modules(reference.model):  # FSDP2 keeps track of its shards' storage
         device = next(reference.model.parameters()).device
         reference.model.to(ROOM)
         try:
@@ -181,7 +159,7 @@ def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[No
         return
     own = {id(parameter) for parameter in policy.parameters()}
     weights = [parameter for parameter in reference.model.parameters() if id(parameter) not in own]
-    with moved(getattr(weight, "ds_tensor", weight) for weight in weights):  # of partitioned weights, the partitions
+    with moved(map(own_part, weights)):
         yield
 
 
@@ -197,13 +175,6 @@ def moved(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for tensor, device in devices:
             tensor.data = tensor.data.to(device)
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    """True of a model that FSDP2 has sharded."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
 
 
 def states(optimizer: Any) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from grpo_lightning.core import ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.schedules import Schedule
 from grpo_lightning.training import completeness, rank_files
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.whole_cycles import recount_batches
@@ -250,3 +251,20 @@ def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     else:
         recount_batches(trainer)
+
+
+def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
+    """Let the settings of this run's optimizer beat those that came with the optimizer's state from a checkpoint.
+
+    A schedule other than ours has its rate in the checkpoint alone: there the rate stays.
+
+    Args:
+        trainer: Of a run that may be resumed.
+        settings: This run's, of every parameter group.
+        schedule: This run's, or None.
+    """
+    if trainer.ckpt_path is None:
+        return
+    kept = {"lr"} if schedule and not isinstance(schedule, Schedule) else set()
+    for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
+        group.update({name: value for name, value in own.items() if name not in kept})

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptBatch, PromptSource
+from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter
@@ -132,6 +134,49 @@ def check_validation(validation: Validation, reward_names: Sequence[str]) -> Non
         raise ValueError(
             f"validation.success names the reward that says what is solved, got {validation.success!r}; there are: "
             f"{', '.join(reward_names)}."
+        )
+
+
+def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
+    """Refuse what cannot be moved. Raises: ValueError.
+
+    Args:
+        offload: What was asked for.
+        has_copy: True if there is a reference that is a second model.
+    """
+    if unknown := [name for name in offload if name not in ("reference", "optimizer")]:
+        raise ValueError(f"model.offload must name 'reference' or 'optimizer', got {unknown[0]!r}.")
+    if "reference" in offload and not has_copy:
+        raise ValueError(
+            "model.offload names the reference, and there is no second model: objective.beta is 0, or it is the policy "
+            "without its LoRA adapters. Leave 'reference' out."
+        )
+
+
+def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
+    """Refuse to move the states of an optimizer that moves them itself. Raises: ValueError."""
+    if "optimizer" in offload and getattr(optimizer, "is_paged", False):
+        raise ValueError(
+            f"model.offload names the optimizer, and {type(optimizer).__name__} pages its states to the CPU itself: "
+            "leave 'optimizer' out of model.offload, or take AdamW8bit."
+        )
+
+
+def check_sync_reference(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
+    """Refuse a reference to be moved where there is none. Raises: ValueError."""
+    if sync is None:
+        return
+    if beta == 0:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and there is no reference: "
+            "model.objective.beta is 0. Set beta above 0, or leave sync_reference out."
+        )
+    if has_lora:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and the policy trains LoRA adapters: its "
+            "reference is the base without them, or the adapter it started from, and what lies between two adapters is "
+            "no adapter of that rank. Leave sync_reference out; or export the run merged and start the next from it, "
+            "which moves the reference all the way."
         )
 
 

@@ -19,7 +19,7 @@ from grpo_lightning.cli.plan.compute_precision import Precision, precision_of
 from grpo_lightning.cli.plan.shape import ModelShape, meta_model, shape_of
 from grpo_lightning.cli.plan.trained_weights import trained_weights
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy import scorer as head
+from grpo_lightning.policy import scorer
 from grpo_lightning.policy.loading import PolicyLoader, checkpoint_layers, disable_dropout
 from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.scorer import Scorer
@@ -185,7 +185,7 @@ def test_the_peak_is_that_of_a_real_forward_and_backward(path, mode, chunk_size,
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_the_logits_kept_are_the_scorers(monkeypatch, chunk_size):
     real = 0
-    score = head.token_logprobs
+    score = scorer.token_logprobs
 
     def count(logits, ids, *, temperature):
         nonlocal real
