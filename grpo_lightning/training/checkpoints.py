@@ -19,7 +19,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Schedule
-from grpo_lightning.training import completeness, rank_files
+from grpo_lightning.training.checkpoint_files import RankFiles, mark_complete, unmark_complete
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.whole_cycles import recount_batches
 
@@ -64,7 +64,7 @@ class StepEnds(L.Callback):
         def remove_all(filepath: Any) -> None:
             remove(filepath)
             if trainer.is_global_zero and (path := local_path(filepath)):
-                rank_files.remove(path)
+                RankFiles(path).remove()
 
         trainer.save_checkpoint = save_step_end  # type: ignore[method-assign]
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
@@ -131,14 +131,14 @@ def save_whole(
         return
     run.write_rank_files(path, end, is_global_zero=trainer.is_global_zero)
     if trainer.is_global_zero and path.is_dir():
-        completeness.unmark(path)
+        unmark_complete(path)
     trainer.strategy.barrier("ranks' files")
     save(filepath, *args, **kwargs)  # ends with a barrier
     if trainer.is_global_zero:
         if path.is_dir():
             is_interrupted = run.is_interrupted(trainer)
-            completeness.mark(path, beside=rank_files.of_moment(path, moment), is_broken_off=is_interrupted)
-        rank_files.tidy(path, moment)
+            mark_complete(path, beside=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
+        RankFiles(path).tidy(moment)
 
 
 def local_path(filepath: Any) -> Path | None:

@@ -21,8 +21,8 @@ from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter
-from grpo_lightning.training import data_checks, rank_files
-from grpo_lightning.training.completeness import why_incomplete
+from grpo_lightning.training import data_checks
+from grpo_lightning.training.checkpoint_files import RankFiles, why_incomplete
 from grpo_lightning.training.micro_batches import Cycle, CycleShape
 from grpo_lightning.training.strategies import check_strategy, has_masters, reads, sharding_of
 
@@ -241,7 +241,7 @@ def check_before_loading(trainer: L.Trainer) -> None:
                 "takes the newest that is complete."
             )
         content = load(checkpoint_path, *args, **kwargs)
-        if trainer.state.fn == TrainerFn.FITTING and (why := rank_files.why_missing(path, content.get("grpo"))):
+        if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
             raise ValueError(
                 f"No run can resume from the checkpoint {path}: {why}. Or give ckpt_path a checkpoint that was saved "
                 "at the end of a cycle."

@@ -25,8 +25,7 @@ from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import limit_training
-from grpo_lightning.training import rank_files
-from grpo_lightning.training.checkpoint_files import num_trained, opened, policy_weights, run_config
+from grpo_lightning.training.checkpoint_files import RankFiles, num_trained, open_checkpoint, policy_weights, run_config
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +98,9 @@ def export(
     """
     folder = Path(folder)
     check_target(folder, force=force)
-    with opened(Path(checkpoint)) as content:
+    with open_checkpoint(Path(checkpoint)) as content:
         weights = policy_weights(content, checkpoint)
-        if why := rank_files.why_missing(Path(checkpoint), content.get("grpo")):
+        if why := RankFiles(Path(checkpoint)).why_missing(content.get("grpo")):
             log.warning("No run can resume from %s: %s. Its weights are complete, and are exported.", checkpoint, why)
         loader = policy_loader(content, Path(checkpoint), policy)
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():

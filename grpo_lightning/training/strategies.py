@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 
 from grpo_lightning.core import ranks
 from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
-from grpo_lightning.training.checkpoint_files import opened
+from grpo_lightning.training.checkpoint_files import open_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         error: OSError | ValueError | None = None
         if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
             try:
-                with opened(path) as joined:
+                with open_checkpoint(path) as joined:
                     weights = joined.get("state_dict", {})  # what is missing is said below, on every rank
                     content = {name: value for name, value in joined.items() if name != "state_dict"}
             except (OSError, ValueError) as failure:  # the other ranks wait to hear of it

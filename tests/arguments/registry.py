@@ -22,8 +22,8 @@ CASES: set[tuple[type, str]] = set()
 NOT_CONFIGURED = {
     *("DemoFiles", "DemoSplit", "Encoder", "Measured", "Schedule", "Scores", "FSDP2Strategy", "GRPODeepSpeedStrategy"),
 }
-"""Public classes that are results, which nobody but the package makes; a base; and strategies, which need ranks to show what an
-argument changes (`tests/training/test_strategies.py`, `tests/distributed/`)."""
+"""Public classes that are results, which nobody but the package makes; bases; and strategies, which need ranks to
+show what an argument changes (`tests/training/test_strategies.py`, `tests/distributed/`)."""
 
 LATE_NAMES = {"PreTrainedTokenizerBase": transformers.PreTrainedTokenizerBase}
 """What constructors name in hints and the package imports for type checkers only."""

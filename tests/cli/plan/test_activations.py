@@ -192,7 +192,7 @@ def test_the_logits_kept_are_the_scorers(monkeypatch, chunk_size):
         real += logits.float().nbytes
         return score(logits, ids, temperature=temperature)
 
-    monkeypatch.setattr(head, "token_logprobs", count)
+    monkeypatch.setattr(scorer, "token_logprobs", count)
     model = tiny_model("qwen2", dtype=torch.bfloat16)
     Scorer(chunk_size=chunk_size)(model, ragged_batch(2, 4, 12, 9), temperature=1.0)
     assert logits_bytes(shape_of(model), ScoredBatch(2, 8, 12, 9, chunk_size=chunk_size))[0] == real
