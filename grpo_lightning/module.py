@@ -18,13 +18,14 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
-from grpo_lightning.data.source import as_prompt_batch
+from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
@@ -54,6 +55,7 @@ from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, Offloadable, offloaded
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
+from grpo_lightning.training.lightning_internals import set_position
 from grpo_lightning.training.metrics import (
     StepMetrics,
     add_padding,
@@ -67,9 +69,8 @@ from grpo_lightning.training.metrics import (
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
 from grpo_lightning.training.run_state import RunState
-from grpo_lightning.training.step_callbacks import notify, own_callbacks
-from grpo_lightning.training.strategies import run_uncompiled, sharding_of
-from grpo_lightning.training.whole_cycles import check_validation_interval, keep_overfit_batches, round_up_limits
+from grpo_lightning.training.step_callbacks import own_callbacks
+from grpo_lightning.training.strategies import sharding_of
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ class GRPOLightningModule(L.LightningModule):
         per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compare")
         self.rollout = rollout
         self.run.rollout_index += 1
-        notify(self.trainer, "on_rollout", self, rollout)
+        self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
         self.run.cycle = self.plan_updates(rollout)
         micro_batches = self.run.cycle.micro_batches
@@ -309,7 +310,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def train_on(self, turn: Turn) -> Tensor:
         """`update`, and what is logged of the optimizer step if this is its last micro-batch."""
-        notify(self.trainer, "on_phase", "update")
+        self.notify("on_phase", "update")
         self.policy.train()
         loss = self.update(turn)
         if turn.closes_update:
@@ -345,7 +346,7 @@ class GRPOLightningModule(L.LightningModule):
         """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
         shape = self.cycle_shape
         position = batch_idx % shape.num_micro_steps
-        checks.check_cycle(shape, self.run.cycle, as_prompt_batch(batch), position)
+        shape.check_position(self.run.cycle, as_prompt_batch(batch), position)
         self.restore_images(as_prompt_batch(batch).prompts)
         return position == 0
 
@@ -363,15 +364,26 @@ class GRPOLightningModule(L.LightningModule):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is done inside, and tell the callbacks that show it."""
-        notify(self.trainer, "on_phase", name)
+        self.notify("on_phase", name)
         with self.metrics.timed(name):
             yield
+
+    def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
+        """Call one of the hooks beyond Lightning's on every callback that has a method of its name.
+
+        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" begins.
+        `on_rollout(trainer, module, rollout)`: a cycle begins with this `Rollout`, scored and compared.
+        `on_decode(trainer, done, total)`: a rollout has sampled `done` of at most `total` tokens per completion.
+        """
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, hook):
+                getattr(callback, hook)(self.trainer, *arguments)
 
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
     ) -> list[Group]:
         """Encode, draw and group; every prompt has its own seed."""
-        progress = functools.partial(notify, self.trainer, "on_decode")
+        progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
         return source.draw(prompts, num_generations, sampling, seeds, progress)
 
@@ -428,11 +440,11 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
             checks.check_loader(self.trainer, self.cycle_shape, self.num_generations, needs_more=needs_more)
-            check_validation_interval(self.trainer)
+            checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
             self.run.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
-            round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+            checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
         """Check settings that cannot train, and warn of others. Raises: ValueError naming the key and what to do."""
@@ -522,9 +534,15 @@ class GRPOLightningModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What every run needs."""
-        run_uncompiled(self)
+        """What every run needs; checks the trainer, as nothing of ours is called before."""
+        if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
+            to_uncompiled(self)
+            log.warning(
+                "The trainer was given torch.compile(module): the module runs without the compilation, as a step "
+                "samples, scores and calls rewards."
+            )
         checks.check_trainer(self.trainer)
+        checkpoints.refuse_incomplete(self.trainer)
         return own_callbacks(self.trainer)
 
     def on_fit_start(self) -> None:
@@ -545,7 +563,9 @@ class GRPOLightningModule(L.LightningModule):
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module is moved
         self.run.record(self.trainer)
-        keep_overfit_batches(self.trainer)
+        loader = self.trainer.train_dataloader
+        if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
+            loader.shuffle = False  # the same prompts in every epoch: Lightning stops the shuffling of DataLoaders only
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
         # A subclass may configure its own optimizer.
@@ -569,7 +589,7 @@ class GRPOLightningModule(L.LightningModule):
             checkpoints.check_keys(names, self.state_dict().keys(), self.trained_names)
         is_training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         if is_training and "fit_loop" in checkpoint.get("loops", {}):
-            checkpoints.set_position(checkpoint["loops"]["fit_loop"])
+            set_position(checkpoint["loops"]["fit_loop"])
         path = Path((self._trainer.ckpt_path if self._trainer else None) or "")
         self.run.load_state_dict(state, path, is_training=is_training)
 

@@ -16,6 +16,7 @@ from grpo_lightning.policy.encoder import check_length
 from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.rope import original_length
 from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.training.lightning_internals import given_loader, reading_loops
 
 if TYPE_CHECKING:
     import lightning as L
@@ -58,7 +59,7 @@ def check_images(trainer: L.Trainer) -> None:
     Raises:
         ValueError: If some cannot be read, naming all of them.
     """
-    sources = prompt_sources(_loops(trainer))
+    sources = prompt_sources(reading_loops(trainer))
     prompts = [prompt for source in sources for prompt in known_prompts(source.prompts)]
     check_given(prompts, max((source.images.num_workers for source in sources), default=0))
 
@@ -78,7 +79,7 @@ def training_sets(trainer: L.Trainer) -> list[Any]:
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
     """The data sets that are validated, tested or predicted on, as far as they can be seen."""
-    return _data_sets(trainer, ["val_prompts", "test_prompts"], _loops(trainer)[1:])
+    return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
@@ -90,14 +91,8 @@ def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
     """The prompt sources that some loops of the trainer were given, each once: `fit` validates in two loops."""
-    loaders = {id(loop._data_source.instance): loop._data_source.instance for loop in loops}
+    loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
-
-
-def _loops(trainer: L.Trainer) -> list[Any]:
-    """What reads data: the loop that trains, then those that evaluate."""
-    validation = trainer.fit_loop.epoch_loop.val_loop
-    return [trainer.fit_loop, validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
@@ -161,7 +156,7 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
     longest: int | None = getattr(datamodule, "max_prompt_length", None)
     if longest is None:
         data = training_sets(trainer) + evaluation_sets(trainer)
-        loaders = [loop._data_source.instance for loop in _loops(trainer)]
+        loaders = map(given_loader, reading_loops(trainer))
         is_known = [
             isinstance(given, PromptSource) or given in (None, trainer.lightning_module, datamodule)
             for given in loaders

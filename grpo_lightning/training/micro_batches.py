@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
+from grpo_lightning.data.batch import PromptBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.hf import left_pad
 
@@ -78,6 +79,48 @@ class CycleShape:
     def num_micro_steps(self) -> int:
         """Micro-steps of a cycle."""
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+
+    def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
+        """Say what is wrong with a loader that gives every batch `given` times, and what to do."""
+        cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
+        return (
+            f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
+            f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout} x num_iterations "
+            f"{self.num_iterations}), but the training loader gives every batch {given} time(s). "
+            + (
+                f"Give the PromptSource {cycle}."
+                if is_from_source
+                else f"Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., {cycle})."
+            )
+        )
+
+    def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
+        """Check that a micro-step can be trained.
+
+        Args:
+            pending: The cycle that is trained on, if there is one.
+            batch: What the loader gave.
+            position: Of the micro-step in its cycle, as the trainer counts.
+
+        Raises:
+            RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's
+                rollout is lost.
+        """
+        cycle = self.num_micro_steps
+        if batch.cycle != cycle:
+            raise RuntimeError(self.wrong_loader(batch.cycle, is_from_source=batch.is_from_source))
+        if batch.position != position:
+            raise RuntimeError(
+                f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint "
+                "was saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or "
+                "start a new run from its weights."
+            )
+        if position and (pending is None or pending.position != position):
+            raise RuntimeError(
+                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
+                "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or "
+                "start a new run from its weights."
+            )
 
 
 class Cycle:

@@ -29,7 +29,6 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.compile import to_uncompiled
 
 from grpo_lightning.core import ranks
 from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
@@ -337,16 +336,6 @@ def leave_inference_mode(trainer: L.Trainer) -> None:
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
         loop.inference_mode = False
-
-
-def run_uncompiled(module: L.LightningModule) -> None:
-    """Undo `trainer.fit(torch.compile(module))`: sampling, rewards and caches inside a step cannot be compiled."""
-    if module._compiler_ctx is not None:
-        to_uncompiled(module)
-        log.warning(
-            "The trainer was given torch.compile(module): the module runs without the compilation, as a step samples, "
-            "scores and calls rewards."
-        )
 
 
 def sharding_of(strategy: Strategy) -> Sharding:
