@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.core.settings import optional_settings, settings_of
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.objective import Objective, warn_of_length_weights
@@ -135,14 +136,14 @@ class GRPOLightningModule(L.LightningModule):
         super().__init__()
         show_messages()
         self.loader = PolicyLoader.of(policy, tokenizer)
-        workers = checks.settings_of(RewardWorkers, reward_workers, "model.reward_workers")
+        workers = settings_of(RewardWorkers, reward_workers, "model.reward_workers")
         self.reward_set = RewardSet(rewards, reward_weights, workers)
         self.engine: RolloutEngine = engine or LocalEngine()
-        self.sampling = checks.settings_of(SamplingParams, sampling, "model.sampling")
-        self.objective = checks.settings_of(Objective, objective, "model.objective")
-        self.validation = checks.settings_of(Validation, validation, "model.validation")
-        self.sync_reference = checks.optional(SyncReference, sync_reference, "model.sync_reference")
-        self.dynamic_sampling = checks.optional(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
+        self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
+        self.objective = settings_of(Objective, objective, "model.objective")
+        self.validation = settings_of(Validation, validation, "model.validation")
+        self.sync_reference = optional_settings(SyncReference, sync_reference, "model.sync_reference")
+        self.dynamic_sampling = optional_settings(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
         self.offload = offload or []
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler

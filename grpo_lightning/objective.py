@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import (
     aggregate,
@@ -343,27 +344,25 @@ def check_objective(objective: Objective) -> None:
 
 def _check_ranges(objective: Objective) -> None:
     """Check numbers, and those that bound each other. Raises: ValueError."""
-    if not 0 <= objective.epsilon < 1:
-        raise ValueError(f"objective.epsilon must be at least 0 and below 1, got {objective.epsilon}.")
-    if objective.epsilon_high is not None and objective.epsilon_high < 0:
-        raise ValueError(
-            f"objective.epsilon_high must be at least 0, or null for epsilon, got {objective.epsilon_high}."
-        )
-    if objective.beta < 0:
-        raise ValueError(f"objective.beta must be at least 0 (0 is no reference), got {objective.beta}.")
-    if objective.dual_clip is not None and objective.dual_clip <= 1 + objective.high:
-        raise ValueError(
-            f"objective.dual_clip must be above 1 + epsilon_high = {1 + objective.high:g}, got {objective.dual_clip}. "
-            "Raise it, or set it to null."
-        )
-    for name in ("sapo_temperature", "sapo_temperature_negative"):
-        if getattr(objective, name) <= 0:
-            raise ValueError(f"objective.{name} must be above 0, got {getattr(objective, name)}.")
-    if not 0 <= objective.rollout_correction_low < objective.rollout_correction_high:
-        raise ValueError(
-            "objective.rollout_correction_low must be at least 0 and below rollout_correction_high "
-            f"({objective.rollout_correction_high}), got {objective.rollout_correction_low}."
-        )
+    high, largest = objective.high, objective.rollout_correction_high
+    limits = [
+        ("epsilon", 0 <= objective.epsilon < 1, "at least 0 and below 1"),
+        ("epsilon_high", high >= 0, "at least 0, or null for epsilon"),
+        ("beta", objective.beta >= 0, "at least 0 (0 is no reference)"),
+        (
+            "dual_clip",
+            objective.dual_clip is None or objective.dual_clip > 1 + high,
+            f"above 1 + epsilon_high = {1 + high:g}, or null",
+        ),
+        ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
+        ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
+        (
+            "rollout_correction_low",
+            0 <= objective.rollout_correction_low < largest,
+            f"at least 0 and below rollout_correction_high ({largest})",
+        ),
+    ]
+    check_ranges("objective", objective, limits)
 
 
 def _check_unused(objective: Objective) -> None:

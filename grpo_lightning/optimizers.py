@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from jsonargparse import class_from_function
+from jsonargparse import class_from_function  # type: ignore[attr-defined]
 from torch.nn import Parameter
 from torch.optim import Optimizer
 

@@ -315,7 +315,7 @@ def test_unknown_old_logprobs_are_an_error():
         ({"epsilon": -0.1}, r"objective\.epsilon must be .*got -0\.1"),
         ({"epsilon_high": -0.1}, r"objective\.epsilon_high must be .*got -0\.1"),
         ({"beta": -1.0}, r"objective\.beta must be .*got -1\.0"),
-        ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2, got 1\.2"),
+        ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2, or null, got 1\.2"),
         ({"dual_clip": 1.25, "epsilon_high": 0.28}, r"= 1\.28, got 1\.25"),
         ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no meaning for the cispo"),
         ({"dual_clip": 3.0, "surrogate": "sapo"}, "dual_clip has no meaning for the sapo"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.settings import check_ranges
 
 if TYPE_CHECKING:  # processes that run rewards do without
     import torch
@@ -272,9 +273,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty > 0, "positive (1 is off)"),
             ("stop_strings", all(self.stop_strings), "free of empty strings"),
         ]
-        for name, is_valid, allowed in limits:
-            if not is_valid:
-                raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)!r}.")
+        check_ranges("sampling", self, limits)
 
     @property
     def is_greedy(self) -> bool:

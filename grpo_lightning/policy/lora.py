@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.policy.lora_targets import language_layers, targets, why_without
 
 if TYPE_CHECKING:
@@ -60,19 +59,18 @@ class LoRA:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"policy.lora.rank must be at least 1, got {self.rank}.")
-        if self.alpha <= 0:
-            raise ValueError(f"policy.lora.alpha must be above 0, got {self.alpha}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"policy.lora.dropout must be at least 0 and below 1, got {self.dropout}.")
-        if self.target_modules is not None and (
-            isinstance(self.target_modules, str) or not all(map(bool, self.target_modules)) or not self.target_modules
-        ):
-            raise ValueError(
-                "policy.lora.target_modules must be a list of ends of names, or null for all linear layers, got "
-                f"{self.target_modules!r}."
-            )
+        names = self.target_modules
+        limits = [
+            ("rank", self.rank >= 1, "at least 1"),
+            ("alpha", self.alpha > 0, "above 0"),
+            ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1"),
+            (
+                "target_modules",
+                names is None or (not isinstance(names, str) and bool(names) and all(names)),
+                "a list of ends of names, or null for all linear layers",
+            ),
+        ]
+        check_ranges("policy.lora", self, limits)
         if self.adapter is not None:
             for name in ("rank", "alpha", "target_modules"):
                 if getattr(self, name) != getattr(LoRA, name):
@@ -80,24 +78,6 @@ class LoRA:
                         f"policy.lora.{name} ({getattr(self, name)}) is set, and policy.lora.adapter ({self.adapter}) "
                         "has its own: leave it out."
                     )
-
-    @classmethod
-    def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
-        """The settings given; a mapping, as checkpoints and YAML have it, names the fields.
-
-        Raises:
-            ValueError: If it is something else, or names a field that does not exist.
-        """
-        if value is None or isinstance(value, LoRA):
-            return value
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, Mapping):
-            raise ValueError(f"policy.lora must be LoRA(...) or a mapping of {', '.join(names)}, got {value!r:.80}.")
-        if unknown := [name for name in value if name not in names]:
-            close = difflib.get_close_matches(str(unknown[0]), names, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"policy.lora has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
-        return cls(**value)
 
     def check(self) -> None:
         """Say what stands against it, before weights are loaded.

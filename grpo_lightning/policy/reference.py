@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.policy.hf import attention_kernel
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter
@@ -170,10 +171,11 @@ class SyncReference:
 
     def __post_init__(self) -> None:
         """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
-        if self.every_n_steps < 1:
-            raise ValueError(f"model.sync_reference.every_n_steps must be at least 1, got {self.every_n_steps}.")
-        if not 0 < self.mixup_alpha <= 1:
-            raise ValueError(f"model.sync_reference.mixup_alpha must be above 0 and at most 1, got {self.mixup_alpha}.")
+        limits = [
+            ("every_n_steps", self.every_n_steps >= 1, "at least 1"),
+            ("mixup_alpha", 0 < self.mixup_alpha <= 1, "above 0 and at most 1"),
+        ]
+        check_ranges("model.sync_reference", self, limits)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import equal_groups
@@ -36,11 +37,9 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
-        if type(self.max_resample_times) is not int or self.max_resample_times < 1:
-            raise ValueError(
-                f"dynamic_sampling.max_resample_times must be at least 1, got {self.max_resample_times!r}; leave "
-                "dynamic_sampling out to draw no further prompts."
-            )
+        is_count = type(self.max_resample_times) is int and self.max_resample_times >= 1
+        allowed = "at least 1 (leave dynamic_sampling out to sample no further prompts)"
+        check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout) -> Tensor:
         """[N] bool, True for groups of a scored rollout without a gradient."""

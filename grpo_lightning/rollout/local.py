@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs
 from grpo_lightning.policy.families import is_tower_trained
 from grpo_lightning.policy.hf import (
@@ -56,14 +57,17 @@ class LocalEngine(RolloutEngine):
     """
 
     def __init__(self, max_rows: int | None = None, *, gather_for_generation: Literal["auto"] | bool = "auto") -> None:
-        if max_rows is not None and max_rows < 1:
-            raise ValueError(f"engine.max_rows must be at least 1, or null for no limit, got {max_rows}.")
-        if gather_for_generation != "auto" and not isinstance(gather_for_generation, bool):
-            raise ValueError(
-                f"engine.gather_for_generation must be 'auto', true or false, got {gather_for_generation!r}."
-            )
         self.max_rows = max_rows
         self.gather_for_generation = gather_for_generation
+        limits = [
+            ("max_rows", max_rows is None or max_rows >= 1, "at least 1, or null for no limit"),
+            (
+                "gather_for_generation",
+                gather_for_generation == "auto" or isinstance(gather_for_generation, bool),
+                "'auto', true or false",
+            ),
+        ]
+        check_ranges("engine", self, limits)
         self.said: bool | None = None
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -37,32 +35,6 @@ if TYPE_CHECKING:
     from grpo_lightning.training.evaluation import Validation
 
 log = logging.getLogger(__name__)
-
-
-Settings = TypeVar("Settings")
-
-
-def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
-    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
-
-    Raises:
-        ValueError: If it is something else, or names a field that does not exist.
-    """
-    if isinstance(value, kind):
-        return value
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if not isinstance(value, Mapping | None):
-        raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")
-    if unknown := [name for name in value or {} if name not in names]:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
-    return kind(**(value or {}))
-
-
-def optional(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
-    return None if value is None else settings_of(kind, value, key)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Group, SamplingParams
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import RewardSet, Scores
@@ -79,9 +80,7 @@ class Validation:
                 "a list of torchmetrics.Metric objects",
             ),
         ]
-        for name, is_valid, allowed in limits:
-            if not is_valid:
-                raise ValueError(f"validation.{name} must be {allowed}, got {getattr(self, name)!r}.")
+        check_ranges("validation", self, limits)
 
     def check_names(self, rewards: Sequence[str]) -> None:
         """Check the metrics that say their name (`name`). Raises: ValueError if a reward or another one has it."""

@@ -255,7 +255,7 @@ def test_settings_of_other_families_are_refused(family, settings, message):
     ("settings", "message"),
     [
         ({"max_pixels": 0}, "policy.max_pixels must be at least 1"),
-        ({"min_pixels": 10, "max_pixels": 9}, r"policy.min_pixels \(10\) is above policy.max_pixels \(9\)"),
+        ({"min_pixels": 10, "max_pixels": 9}, r"policy.min_pixels must be at most policy.max_pixels \(9\), got 10"),
     ],
 )
 def test_limits_that_are_none(settings, message):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from grpo_lightning.core.settings import optional_settings
 from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, using_adapter
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.policy.scorer import Scorer
@@ -218,14 +219,14 @@ def test_switching_adapters_leaves_what_is_trained_alone(folder):
 )
 def test_settings_that_cannot_be(settings, said):
     with pytest.raises(ValueError, match=said):
-        LoRA.of(settings)
+        optional_settings(LoRA, settings, "policy.lora")
 
 
 def test_what_is_no_setting():
-    with pytest.raises(ValueError, match=r"policy.lora must be LoRA\(...\) or a mapping of rank, alpha"):
-        LoRA.of(16)  # type: ignore[arg-type]
-    assert LoRA.of(None) is None
-    assert LoRA.of({}) == LoRA()
+    with pytest.raises(ValueError, match=r"policy.lora must be of LoRA, got 16"):
+        optional_settings(LoRA, 16, "policy.lora")
+    assert optional_settings(LoRA, None, "policy.lora") is None
+    assert optional_settings(LoRA, {}, "policy.lora") == LoRA()
 
 
 def test_peft_must_be_installed(monkeypatch):
