@@ -352,7 +352,7 @@ def _check_ranges(objective: Objective) -> None:
         (
             "dual_clip",
             objective.dual_clip is None or objective.dual_clip > 1 + high,
-            f"above 1 + epsilon_high = {1 + high:g}, or null",
+            f"above 1 + epsilon_high = {1 + high:g} (or null)",
         ),
         ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
         ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
