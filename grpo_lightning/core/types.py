@@ -64,11 +64,6 @@ class ImageView:
         x, y = self.scale
         return box[0] * x, box[1] * y, box[2] * x, box[3] * y
 
-    def from_original(self, box: Box) -> Box:
-        """A box in pixels of the data, as the policy names it."""
-        x, y = self.scale
-        return box[0] / x, box[1] / y, box[2] / x, box[3] / y
-
 
 @dataclass
 class Prompt:

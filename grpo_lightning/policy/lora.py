@@ -222,8 +222,8 @@ def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Inside, the policy runs with another of its adapters, or with none.
+def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
+    """Inside, the policy, which is yielded, runs with another of its adapters, or with none.
 
     peft's own switches take `requires_grad` from the adapter that is trained, and sharded strategies that first run
     inside would never train it.
@@ -235,7 +235,7 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[None]:
         if adapter is not None:
             layer._active_adapter = [adapter]
     try:
-        yield
+        yield policy
     finally:
         for layer, (active, disabled) in zip(layers, before, strict=True):
             layer._active_adapter, layer._disable_adapters = active, disabled

@@ -59,39 +59,29 @@ class FrozenCopy(nn.Module):
         return self.model.parameters()
 
 
-class DisabledAdapter:
-    """The policy without its adapter: no second model."""
+class OtherAdapter:
+    """The policy with another adapter than the one that is trained, or with none: no second model.
 
-    def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
-        """The policy, its adapter off inside."""
-        return running(policy, None)
+    Args:
+        adapter: The one that the run started from; None where the reference is the base alone.
+    """
 
-    def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """None of its own: the base is the policy's."""
-        return iter(())
-
-
-class StartingAdapter:
-    """The policy with the adapter that the run started from, a second one beside the one that is trained."""
+    def __init__(self, adapter: str | None) -> None:
+        self.adapter = adapter
 
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
         """The policy, with the other adapter inside."""
-        return running(policy, STARTING)
+        return using_adapter(policy, self.adapter)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
         """Those of the other adapter; the base is the policy's."""
-        return (weight for name, weight in policy.named_parameters() if f".{STARTING}." in name)
+        if self.adapter is None:
+            return iter(())
+        return (weight for name, weight in policy.named_parameters() if f".{self.adapter}." in name)
 
 
 if TYPE_CHECKING:
-    Reference: TypeAlias = FrozenCopy | DisabledAdapter | StartingAdapter
-
-
-@contextlib.contextmanager
-def running(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
-    """The policy with another adapter than its own, None for none."""
-    with using_adapter(policy, adapter):
-        yield policy
+    Reference: TypeAlias = FrozenCopy | OtherAdapter
 
 
 def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding | None = None) -> Reference:
@@ -106,9 +96,9 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
     if loader.lora is not None and loader.lora.adapter is not None:
         with sharding.building():
             add_starting_adapter(policy, loader.lora.adapter)  # type: ignore[arg-type]
-        return StartingAdapter()
+        return OtherAdapter(STARTING)
     if loader.lora is not None:
-        return DisabledAdapter()
+        return OtherAdapter(None)
     if any(map(is_partitioned, policy.parameters())):
         # Partitioned as they were read: there is nothing here to be copied.
         model = loader.load_model(sharding, attention_kernel(policy))

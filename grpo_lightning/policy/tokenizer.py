@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +79,7 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
         return None
     processor: Any = loader.tokenizer or loader.name
     if isinstance(processor, (str, Path)):
-        with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(processor)), with_extra():
+        with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(processor)), naming_extra():
             processor = AutoProcessor.from_pretrained(str(processor), **origin(loader))
     if not hasattr(processor, "image_processor"):
         raise ValueError(
@@ -90,19 +92,16 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
     return processor
 
 
-class with_extra:  # noqa: N801 - used as a function
-    """Names the extra to install where a processor misses a package."""
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Raise: ImportError naming the extra."""
-        if isinstance(error, ImportError):
-            raise ImportError(
-                f"The policy takes images, and its processor needs a package: pip install 'grpo-lightning[vision]'. "
-                f"It says: {str(error).strip().partition(chr(10))[0]}"
-            ) from error
+@contextlib.contextmanager
+def naming_extra() -> Iterator[None]:
+    """Name the extra to install where a processor misses a package. Raises: ImportError."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"The policy takes images, and its processor needs a package: pip install 'grpo-lightning[vision]'. "
+            f"It says: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
 
 
 def origin(loader: PolicySettings) -> dict[str, Any]:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.families import sees_images
-from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.hf import naming
+from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
 from grpo_lightning.policy.lora import TRAINED
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
@@ -192,19 +193,17 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 
     A base under adapters is rounded as it was in the run, and computed with in the adapters' width.
     """
-    if loader.lora is not None:
-        return limit_training(load_base(loader, getattr(torch, loader.dtype)).to(dtype), loader, Sharding())
-    return limit_training(load_base(loader, dtype), loader, Sharding())
+    if loader.lora is None:
+        base = load_base(loader, dtype)
+    else:
+        base = load_base(loader, getattr(torch, loader.dtype)).to(dtype)
+    return limit_training(base, loader, Sharding())
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
     """What the policy was loaded from; never quantised."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from grpo_lightning.policy.hf import naming
-
     config = loader.load_config()
-    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    auto_class = auto_class_of(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
     if loader.from_scratch:
         return auto_class.from_config(config, **options).eval()
