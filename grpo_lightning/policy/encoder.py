@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -267,49 +267,37 @@ class Encoder:
 
     def unspelled(self, prompt: Prompt) -> Prompt:
         """The prompt, its texts broken where they spell a token that stands for an image: text stays text."""
-        prompt = dataclasses.replace(prompt, content=with_texts_joined(prompt.content))
-        spelled = [token for token in self.media_tokens if token in str(prompt.content)]
-        if not spelled:
-            return prompt
+        content = map_contents(joined_parts, prompt.content)
+        spelled = [token for token in self.media_tokens if token in str(content)]
 
         def broken(text: str) -> str:
             return functools.reduce(
                 lambda t, token: t.replace(token, token[0] + WORD_JOINER + token[1:]), spelled, text
             )
 
-        return dataclasses.replace(prompt, content=in_texts(broken, prompt.content))
+        def broken_in(found: Any) -> Any:
+            if isinstance(found, str):
+                return broken(found)
+            return [{**part, "text": broken(part["text"])} if part.get("type") == "text" else part for part in found]
+
+        return dataclasses.replace(prompt, content=map_contents(broken_in, content) if spelled else content)
 
 
-def in_texts(change: Any, content: Any) -> Any:
-    """Every text of a prompt's content, changed."""
+def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
+    """A prompt's content with every text, or list of a message's parts, changed."""
     if isinstance(content, str):
         return change(content)
-    return [in_message(change, message) for message in content]
-
-
-def in_message(change: Any, message: Message) -> Message:
-    """A message, its texts changed."""
-    content = message.get("content")
-    if content is None:  # a call of a tool
-        return message
-    changed = change(content) if isinstance(content, str) else [in_part(change, part) for part in content]
-    return {**message, "content": changed}
-
-
-def with_texts_joined(content: Any) -> Any:
-    """Parts of text that stand side by side made one, as templates do: no token is spelled over two of them."""
-    if isinstance(content, str):
-        return content
+    # A call of a tool has no content.
     return [
-        message
-        if isinstance(message.get("content"), str | None)
-        else {**message, "content": joined_parts(message["content"])}
+        message if message.get("content") is None else {**message, "content": change(message["content"])}
         for message in content
     ]
 
 
-def joined_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts of a message, neighbouring texts made one."""
+def joined_parts(parts: Any) -> Any:
+    """The parts of a message, neighbouring texts made one, as templates do: no token is spelled over two of them."""
+    if isinstance(parts, str):
+        return parts
     joined: list[Mapping[str, Any]] = []
     for part in parts:
         if joined and part.get("type") == joined[-1].get("type") == "text":
@@ -317,11 +305,6 @@ def joined_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         else:
             joined.append(part)
     return joined
-
-
-def in_part(change: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a message, its text changed."""
-    return {**part, "text": change(part["text"])} if part.get("type") == "text" else part
 
 
 def kind_of(part: Any) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,18 +58,6 @@ class DynamicSampling:
         return is_idle | (applies & equal_groups(named.masked_fill(rollout.rewards.isnan(), torch.nan)))
 
 
-class MorePrompts(Protocol):
-    """Where further prompts come from: a `PromptSource`."""
-
-    def more(self, count: int, own: list[int]) -> tuple[int, list[Prompt]]:
-        """Take up to `count` further prompts for all ranks; returns how many there are, and those of this rank."""
-        ...
-
-    def settle(self, numbers: list[list[int]], prompts: list[Prompt]) -> None:
-        """Told which prompts the cycle ends up with: the numbers of all ranks, the prompts of this one."""
-        ...
-
-
 class Resampling(NamedTuple):
     """What dynamic sampling did to a rollout, on this rank."""
 
@@ -90,7 +78,7 @@ def resample(
     rollout: Rollout,
     settings: DynamicSampling,
     sample_and_score: Callable[[Sequence[Prompt], Sequence[int]], Rollout],
-    source: MorePrompts,
+    source: PromptSource,
 ) -> tuple[Rollout, Resampling]:
     """Replace groups without a gradient by others, as long as there are rounds and prompts.
 
