@@ -97,7 +97,7 @@ class GRPOLightningModule(L.LightningModule):
         num_generations: G, completions per prompt.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
+        old_logprobs: "recompute" scores the rollout with the weights that sampled it; "rollout" takes the engine's.
         dynamic_sampling: Replaces prompts whose groups have zero reward variance by further ones; null keeps them.
         overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or
             also exclude them from the "group" statistics.
@@ -169,7 +169,7 @@ class GRPOLightningModule(L.LightningModule):
     # ------------------------------------------------------------------------------------------------------- the step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One micro-batch: a share of an optimizer step's loss. The first of a cycle draws the rollout."""
+        """One micro-batch: a share of an optimizer step's loss. The first of a cycle samples the rollout."""
         if self.is_rollout_due(batch, batch_idx):
             # Lightning zeroes gradients after the training step: the last ones would sit in memory while sampling.
             self.policy.zero_grad()
@@ -383,10 +383,10 @@ class GRPOLightningModule(L.LightningModule):
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
     ) -> list[Group]:
-        """Encode, draw and group; every prompt has its own seed."""
+        """Encode, sample and group; every prompt has its own seed."""
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
-        return source.draw(prompts, num_generations, sampling, seeds, progress)
+        return source.sample(prompts, num_generations, sampling, seeds, progress)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Ask all rewards, by the length limit of training also where completions are only evaluated."""
@@ -535,7 +535,7 @@ class GRPOLightningModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What every run needs; checks the trainer, as nothing of ours is called before."""
+        """The callbacks of every run; checks the trainer, as nothing of ours is called before."""
         if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
             to_uncompiled(self)
             log.warning(
@@ -559,7 +559,7 @@ class GRPOLightningModule(L.LightningModule):
             self.engine.check(scorer)
 
     def on_train_start(self) -> None:
-        """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
+        """Set what needs the length of an epoch: the schedule, and a resumed run's place in it."""
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module is moved

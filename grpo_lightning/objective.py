@@ -1,4 +1,4 @@
-"""What the policy is trained towards: a paper is one row of settings, each a pure function of `functional/`.
+"""The training objective: a paper is one row of settings, each a pure function of `functional/`.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """What one optimizer step trains on, over all its micro-batches and ranks: the loss is divided by these."""
+    """Trained tokens and completions of one optimizer step, over micro-batches and ranks: the divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
@@ -79,7 +79,7 @@ class ObjectiveTerms(NamedTuple):
     """[B, T]."""
 
     rollout_weight: Tensor | None = None
-    """[B, T] what makes up for tokens drawn by another distribution; None if nothing does."""
+    """[B, T] what makes up for tokens sampled by another distribution; None if nothing does."""
 
     is_corrected: Tensor | None = None
     """[B, T] bool, True where that weight was outside of its range, or the completion is left out as off-policy."""
@@ -120,14 +120,14 @@ class Objective:
     """Every token weighs the same, every completion weighs the same, or tokens over the longest length allowed."""
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """What a reward is compared with."""
+    """The value that a reward is compared with."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
     with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
-    """What the difference is divided by: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
+    """The divisor of the difference: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
     of all differences of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the mean reward of the group
     (MaxRL), which has to be a success rate: rewards below 0 are an error then."""
 
@@ -198,7 +198,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def comparable(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """What completions are compared by.
+        """The rewards that completions are compared by.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.

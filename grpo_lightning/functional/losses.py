@@ -22,7 +22,7 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Probability of the tokens now over their probability when they were drawn.
+    """Probability of the tokens now over their probability when they were sampled.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
@@ -291,12 +291,12 @@ def kl_divergence(
     *,
     estimator: Literal["k1", "k2", "k3"] = "k3",
 ) -> Tensor:
-    """Estimate KL(policy || reference) from one drawn token each.
+    """Estimate KL(policy || reference) from one sampled token each.
 
         d = ref_logprobs - logprobs
         k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
 
-    k1 and k3 are unbiased where the tokens were drawn from the policy, k2 is not; k2 and k3 are never negative
+    k1 and k3 are unbiased where the tokens were sampled from the policy, k2 is not; k2 and k3 are never negative
     (Schulman 2020, http://joschu.net/blog/kl-approx.html). Unbiased in value is not unbiased in gradient: of the three
     only k2's gradient is that of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). k3's exponent is clipped to 20 nats
     and its value to 10, with a gradient of 0 beyond (`is_k3_clamped` says where): what holds of k3 holds below that.

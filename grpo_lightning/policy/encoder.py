@@ -71,10 +71,10 @@ class Encoder:
         return tuple(sorted(known | (declared & ids)))
 
     @functools.cached_property
-    def never_drawn(self) -> tuple[int, ...]:
+    def never_sampled(self) -> tuple[int, ...]:
         """Ids that no completion has: those that stand for images, and those behind the tokenizer's last token.
 
-        Embeddings are padded to a round number of rows: what is drawn there is no text, and cannot be given back.
+        Embeddings are padded to a round number of rows: what is sampled there is no text, and cannot be given back.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -154,7 +154,7 @@ class Encoder:
         return encoded
 
     def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
-        """What goes with encoded prompts; None if the policy sees no images.
+        """The vision inputs of encoded prompts; None if the policy takes no images.
 
         Args:
             prompts: N, of this policy.
@@ -233,7 +233,7 @@ class Encoder:
             ) from error
 
     def processed(self, text: str, images: list[Image], where: str) -> Any:
-        """What the processor makes of a text with its images."""
+        """The processor's output for a text with its images."""
         try:
             return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
         except (ValueError, IndexError) as error:  # an image that is too narrow, for example
@@ -308,7 +308,7 @@ def joined_parts(parts: Any) -> Any:
 
 
 def kind_of(part: Any) -> str | None:
-    """What a part of a message says it is."""
+    """The type that a part of a message names."""
     return part.get("type") if isinstance(part, Mapping) else type(part).__name__
 
 

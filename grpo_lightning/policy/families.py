@@ -26,7 +26,7 @@ as every image is resized to the same size."""
 
 @dataclass(frozen=True)
 class Family:
-    """What has to be known of a family beyond its config."""
+    """The facts about a family that its config does not have."""
 
     vision: tuple[str, ...]
     """The parts that make features of images: the vision tower and what projects it, by their names in the model."""

@@ -1,4 +1,4 @@
-"""What the policy asks of transformers' models and configs beyond their plain use; an upgrade starts here.
+"""Transformers' models and configs beyond their plain use: an upgrade of transformers starts here.
 
 Arguments and positions of a forward call, fields of configs that differ between families and releases, private names.
 """
@@ -30,7 +30,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def attention_kernel(model: nn.Module) -> str:
-    """What transformers calls the kernel of the decoder's attention; empty if it does not say."""
+    """The name of the decoder's attention kernel in transformers; empty if there is none."""
     return getattr(text_config(model), "_attn_implementation", None) or ""
 
 

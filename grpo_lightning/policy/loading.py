@@ -118,7 +118,7 @@ class PolicyLoader(PolicySettings):
         say = log.info if unknown_reason(encoder.config) is None else log.warning
         say("Scoring path: %s (%s).", path, reason)
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
-        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_drawn), model)
+        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_sampled), model)
         log.info("Vocabulary head: %s.", reason)
         check_scorer(scorer, model)
         return scorer
@@ -132,7 +132,7 @@ class PolicyLoader(PolicySettings):
         return load_processor(self, self.load_config())
 
     def load_encoder(self) -> Encoder:
-        """What turns prompts into what the policy takes."""
+        """The encoder, which turns prompts into the policy's inputs."""
         config = self.load_config()
         processor = load_processor(self, config)
         return Encoder(load_tokenizer(self, processor, config), processor, config)
@@ -197,7 +197,7 @@ def default_device_type() -> str:
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """What builds models of this config."""
+    """The class that builds models of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
@@ -393,7 +393,7 @@ def check_quantization(kind: Quantization) -> None:
 
 
 def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
-    """What `from_pretrained` is given: NF4 with quantised scales (arXiv:2305.14314), or int8; computed in bfloat16."""
+    """Arguments of `from_pretrained`: NF4 with quantised scales (arXiv:2305.14314), or int8; computed in bfloat16."""
     from transformers import BitsAndBytesConfig
 
     config = (

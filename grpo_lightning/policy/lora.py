@@ -207,7 +207,7 @@ def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
 
 @contextlib.contextmanager
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Inside, the adapters' dropout is drawn from this seed: the same in a resumed run. Without dropout, nothing.
+    """Inside, the adapters' dropout is random by this seed: the same in a resumed run. Without dropout, nothing.
 
     The backward pass may stand outside: checkpoints recompute a forward one with the random state that it saw.
     """

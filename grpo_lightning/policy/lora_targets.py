@@ -30,7 +30,7 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """What the parameters are called that hold all experts of a layer in one tensor: no linear layer, no adapter."""
+    """The names of parameters that hold all experts of a layer in one tensor: no linear layer, no adapter."""
     if not _has_experts(model.get_decoder().config.to_dict()):
         return []
     return sorted(
@@ -86,7 +86,7 @@ def taken_names(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def why_without(model: Any, names: Iterable[str]) -> str | None:
-    """Which parts of a mixture of experts have no adapter, and why; None if there are none.
+    """The parts of a mixture of experts without an adapter, and why; None if there are none.
 
     Args:
         model: The base.

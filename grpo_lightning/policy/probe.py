@@ -1,4 +1,4 @@
-"""Which scoring path and which head a model takes: by what it declares, then by a small probe.
+"""Choosing a model's scoring path and head: by what it declares, then by a small probe.
 
 Chosen once per run, the same on every rank. Probes run in eval mode, and 32-bit weights in full float32 whatever the
 run does: TF32 and autocast move log-probs further than the mistakes that are looked for.
@@ -262,7 +262,7 @@ def check_scorer(scorer: Scorer, model: nn.Module) -> None:
 
 
 def model_type(model: nn.Module) -> str:
-    """What the config calls the model's family."""
+    """The name of the model's family in its config."""
     return str(base_model(model).config.model_type)
 
 

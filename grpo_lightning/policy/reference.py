@@ -55,7 +55,7 @@ class FrozenCopy(nn.Module):
         yield self.model
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """What the reference has of its own; what the policy does not train may be shared with it."""
+        """The reference's own weights; those that the policy does not train may be shared with it."""
         return self.model.parameters()
 
 
@@ -176,7 +176,7 @@ class RunReference:
     policy: nn.Module
     sharding: Sharding
     fingerprint: dict[str, int]
-    """Of its weights when the run began (`policy.reference.fingerprint`)."""
+    """The checksums of its weights when the run began (`policy.reference.fingerprint`)."""
 
     sync: SyncReference | None = None
 
@@ -263,5 +263,5 @@ def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Shardi
 
 
 def is_trained(policy: nn.Module) -> list[bool]:
-    """Of every parameter, in their order."""
+    """Whether each parameter is trained, in their order."""
     return [parameter.requires_grad for parameter in policy.parameters()]

@@ -219,7 +219,7 @@ def refuse_transformers_checkpointing(model: nn.Module) -> None:
 
 
 Aligned = Callable[[Tensor], Tensor]
-"""What a forward pass gives for every input, to what predicts each token: [rows, T', ...] to [rows, T, ...]."""
+"""The output of a forward pass for every input, to what predicts each token: [rows, T', ...] to [rows, T, ...]."""
 
 Logits = Callable[[Tensor], Tensor]
 """Hidden states [..., H] to the logits [..., V] of the model."""
@@ -329,7 +329,7 @@ class SlicedHead:
 
 
 NO_CHANCE = -1e4
-"""The logit of a token that is never drawn: a probability of 0, and finite, for the entropy."""
+"""The logit of a token that is never sampled: a probability of 0, and finite, for the entropy."""
 
 
 def token_scores(
@@ -384,7 +384,7 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 
 @torch.no_grad()
 def logit_scale(model: nn.Module) -> float | None:
-    """What the model multiplies its head's output by, measured; None if it does anything else with it.
+    """The factor by which the model multiplies its head's output, measured; None if it does anything else with it.
 
     Caps of the config (`final_logit_softcapping`) aside: they are known.
     """

@@ -1,4 +1,4 @@
-"""What a policy is and how it is run, as a recipe says it; nothing is loaded here but the config."""
+"""Settings of the policy, as a recipe has them: where it comes from and how it is run. Loads only the config."""
 
 from __future__ import annotations
 

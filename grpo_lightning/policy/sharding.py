@@ -211,7 +211,7 @@ class Partitioned(PartitionedGradients):
                 hooks._register_deepspeed_module(hooks.module)
 
     def hooks(self) -> Any:
-        """What DeepSpeed gathers and releases weights with."""
+        """The object with which DeepSpeed gathers and releases weights."""
         optimizer = self.strategy.model.optimizer
         return getattr(optimizer, "parameter_offload", optimizer)  # without training it is the optimizer's place
 
@@ -275,7 +275,7 @@ def knowing_whole_shapes() -> Iterator[None]:
 
 
 class WholeShapes:
-    """What a conversion of weights asks of a model: a parameter with its whole shape, and no values."""
+    """A model as a conversion of weights reads it: parameters with their full shape, and no values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -296,7 +296,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """What FSDP2 gathers shards in (`mp_policy.param_dtype`), which the shards do not show; None: as they are."""
+    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None: as they are."""
     return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
 
 

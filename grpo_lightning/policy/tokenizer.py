@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
-"""What limits the tokens of an image, and the families that it limits them for."""
+"""The settings that limit the tokens of an image, and the kind of families that each is for."""
 
 
 def load_tokenizer(
@@ -105,7 +105,7 @@ def naming_extra() -> Iterator[None]:
 
 
 def origin(loader: PolicySettings) -> dict[str, Any]:
-    """What `from_pretrained` is told beside the name; the revision is that of the policy."""
+    """The arguments of `from_pretrained` next to the name; the revision is that of the policy."""
     return {
         "revision": "main" if loader.tokenizer else loader.revision,
         "trust_remote_code": loader.trust_remote_code,

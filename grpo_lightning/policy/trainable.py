@@ -127,7 +127,7 @@ def left_out(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
 
 
 def paths(owner: nn.Module, mark: str) -> tuple[str, ...]:
-    """What the keys of modules with this attribute begin with."""
+    """The prefixes of the keys of modules with this attribute."""
     return tuple(f"{path}." if path else "" for path, part in owner.named_modules() if hasattr(part, mark))
 
 

@@ -105,7 +105,7 @@ def joined(features: Sequence[ImageFeatures]) -> ImageFeatures:
 
 
 class Outputs(SimpleNamespace):
-    """What `get_image_features` gives: the fields that forwards read."""
+    """The output of `get_image_features`: the fields that forwards read."""
 
     pooler_output: Tensor | tuple[Tensor, ...]
     deepstack_features: list[Tensor | tuple[Tensor, ...]]
@@ -154,7 +154,7 @@ class PlacedPrompts(NamedTuple):
     """Where the tokens of some prompts are, and where what follows goes on."""
 
     arguments: dict[str, Tensor]
-    """Of the model's forward over the prompts: `position_ids`, and what kind of token stands where."""
+    """Arguments of the model's forward over the prompts: `position_ids`, and the kind of each token."""
 
     first: Tensor
     """[N, 1] position of the first token after each prompt."""

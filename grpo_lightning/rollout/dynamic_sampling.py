@@ -59,7 +59,7 @@ class DynamicSampling:
 
 
 class Resampling(NamedTuple):
-    """What dynamic sampling did to a rollout, on this rank."""
+    """The counts of dynamic sampling in a rollout, on this rank."""
 
     rounds: int
     """Rounds of further prompts."""
@@ -133,7 +133,7 @@ def source_of(loader: Any) -> PromptSource:
 
 
 def wrong_loader(*, is_on: bool) -> str:
-    """What is wrong with a loader that was made for a module with dynamic sampling on or off, and this is the other."""
+    """The error for a loader made for dynamic sampling in a module without it, or the other way round."""
     if is_on:
         return (
             "model.dynamic_sampling draws further prompts in a cycle, and the training loader has none to give: wrap "

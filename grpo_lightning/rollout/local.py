@@ -39,7 +39,7 @@ from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
-from grpo_lightning.rollout.sampler import Draw, TokenDrawer, Uniforms
+from grpo_lightning.rollout.sampler import Draw, TokenSampler, Uniforms
 
 log = logging.getLogger(__name__)
 
@@ -211,10 +211,10 @@ class LocalEngine(RolloutEngine):
         number = torch.arange(len(fan), device=fan.device)
         state = OpenRows(number, logits[fan], prompt_mask[fan], placed.first[fan], prompt_ids[fan])
 
-        drawn = [Drawn() for _ in range(len(wave.prompts) * num_generations)]
+        sampled = [SampledRow() for _ in range(len(wave.prompts) * num_generations)]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
-        rows = list(range(len(drawn)))
+        rows = list(range(len(sampled)))
         ids = fan  # any ids: without a row of its own, this rank only keeps step
         for step in range(sampling.max_completion_length):
             keep = number[:1]
@@ -224,11 +224,11 @@ class LocalEngine(RolloutEngine):
                 ended = is_stop[ids] | draw.ends_with_stop_string(state.history)
                 values = (column.tolist() for column in (ids, logprobs, entropies, ended))
                 for row, token, logprob, entropy, end in zip(rows, *values, strict=True):
-                    drawn[row].token_ids.append(token)
-                    drawn[row].logprobs.append(logprob)
-                    drawn[row].entropies.append(entropy)
-                    drawn[row].is_stopped = end
-                rows = [row for row in rows if not drawn[row].is_stopped]
+                    sampled[row].token_ids.append(token)
+                    sampled[row].logprobs.append(logprob)
+                    sampled[row].entropies.append(entropy)
+                    sampled[row].is_stopped = end
+                rows = [row for row in rows if not sampled[row].is_stopped]
                 if rows and len(rows) < len(ids):
                     keep = (~ended).nonzero()[:, 0]
             if progress:
@@ -241,11 +241,11 @@ class LocalEngine(RolloutEngine):
             state.mask = torch.cat([state.mask, state.mask.new_ones(len(ids), 1)], 1)
             state.logits = self.forward(ids[:, None], state.mask, cache, position_ids=placed.along(state.position))
             state.position = state.position + 1
-        return self.completions(drawn)
+        return self.completions(sampled)
 
     def prepare(
         self, wave: Wave, num_generations: int, sampling: SamplingParams
-    ) -> tuple[Tensor, Tensor, Tensor, TokenDrawer]:
+    ) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
         """[N, L] ids, [N, L] mask, [B] the prompt of every row, and what draws; one row if there is no prompt."""
         device = compute_device(self.policy)
         given = wave.prompts, wave.seeds, num_generations
@@ -254,7 +254,7 @@ class LocalEngine(RolloutEngine):
         # Padding becomes a token of the prompt: a repetition penalty must not see pad ids the prompt never had.
         ids = torch.where(mask, ids, ids[:, -1:])
         fan = torch.arange(len(prompts), device=device).repeat_interleave(copies)
-        return ids, mask, fan, TokenDrawer(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
+        return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
 
     def forward(self, ids: Tensor, mask: Tensor, cache: SamplingCache, **arguments: Tensor) -> Tensor:
         """[rows, V] logits of the next token."""
@@ -275,13 +275,13 @@ class LocalEngine(RolloutEngine):
         config = GenerationConfig(
             # Without a prompt this rank is done after one token, and keeps step with the others from then on.
             max_new_tokens=sampling.max_completion_length if wave.prompts else 1,
-            do_sample=False,  # the most likely token is the drawn one: no other is left
+            do_sample=False,  # the most likely token is the sampled one: no other is left
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.pad_id,
         )
         steps: list[Draw] = []
 
-        def leave_the_drawn(ids: Tensor, logits: Tensor) -> Tensor:
+        def leave_the_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(draw(ids, logits))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
@@ -292,7 +292,7 @@ class LocalEngine(RolloutEngine):
                 input_ids=prompt_ids[fan],
                 attention_mask=prompt_mask[fan].long(),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([leave_the_drawn]),
+                logits_processor=LogitsProcessorList([leave_the_sampled]),
                 stopping_criteria=StoppingCriteriaList([lambda ids, scores, **kwargs: draw.ends_with_stop_string(ids)]),
                 synced_gpus=lockstep.is_needed,
                 **known_arguments(self.policy, **types),
@@ -303,7 +303,7 @@ class LocalEngine(RolloutEngine):
         tokens = sequences[:, prompt_ids.shape[1] :]
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
-        drawn = []
+        sampled = []
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
@@ -311,15 +311,15 @@ class LocalEngine(RolloutEngine):
                 if token in self.stop_ids or bool(draw.stop_strings(row_ids[None, : i + 1])[0])
             ]
             length = ends[0] if ends else len(row_ids)
-            row = Drawn(row_ids.tolist()[:length], row_logprobs[:length], row_entropies[:length], bool(ends))
-            drawn.append(row)
-        return self.completions(drawn)
+            row = SampledRow(row_ids.tolist()[:length], row_logprobs[:length], row_entropies[:length], bool(ends))
+            sampled.append(row)
+        return self.completions(sampled)
 
-    def completions(self, drawn: list[Drawn]) -> list[Completion]:
+    def completions(self, sampled: list[SampledRow]) -> list[Completion]:
         """Decode the text and name why each row ended."""
-        if not drawn:
+        if not sampled:
             return []  # `batch_decode` gives a text even so
-        texts = self.tokenizer.batch_decode([row.token_ids for row in drawn], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([row.token_ids for row in sampled], skip_special_tokens=True)
         return [
             Completion(
                 row.token_ids,
@@ -328,7 +328,7 @@ class LocalEngine(RolloutEngine):
                 text,
                 entropies=row.entropies,
             )
-            for row, text in zip(drawn, texts, strict=True)
+            for row, text in zip(sampled, texts, strict=True)
         ]
 
     @property
@@ -346,7 +346,7 @@ class Wave(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class SampledRow:
     """A row while it is being decoded."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -429,12 +429,12 @@ def no_fan_out_reason(policy: nn.Module) -> str | None:
 Gather = Literal["auto"] | bool
 
 LARGEST_SHARE = 0.5
-"""Of the free memory that gathered weights may take: the rest is for the cache and the scores of what is sampled, and
+"""Share of free memory that gathered weights may take: the rest is for the cache and the scores of sampled tokens, and
 for the optimizer's states, which do not exist yet when a run samples first."""
 
 
 class Lockstep:
-    """Which calls the ranks make together where the weights stay sharded.
+    """Keeps the ranks' forward calls in step where the weights stay sharded.
 
     A forward call needs every rank, and completions end at different steps on each. So the ranks make the same calls
     until the last of them is done: those without open rows run one that nobody looks at.

@@ -38,7 +38,7 @@ class Actor:
     encoder: Encoder
     sharding: Sharding
     temperature: float
-    """Of sampling: log-probs are those of the distribution that completions are sampled from."""
+    """The temperature of sampling: log-probs are those of the distribution that completions are sampled from."""
 
     pad_id: int
     device: torch.device

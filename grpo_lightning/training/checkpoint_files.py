@@ -21,7 +21,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 PREFIX = "policy."
-"""Of the policy's weights among the module's."""
+"""The prefix of the policy's weights among the module's."""
 
 CONFIG_PARENTS = 3
 """Folders above a checkpoint in which its run's `config.yaml` is looked for."""
@@ -163,7 +163,7 @@ def unmark_complete(checkpoint: Path) -> None:
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks; None if it was written to its end."""
+    """The reason why a checkpoint is incomplete; None if it was written to its end."""
     if checkpoint.is_file():
         return None if zipfile.is_zipfile(checkpoint) else "it was not written to its end"
     if not (checkpoint / MARK).is_file():
@@ -191,7 +191,7 @@ REFERENCE = "reference"
 
 
 class RankFiles:
-    """What every rank keeps for itself next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` of `step=12.ckpt`.
+    """The files that every rank keeps next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` of `step=12.ckpt`.
 
     The strategies save one rank's state, or gather everything on it. A pending rollout is each rank's own and may be
     large: each writes its part. The checkpoint names the moment, so that files of another save are never taken for its

@@ -1,4 +1,4 @@
-"""What is wrong with a run: its settings, and whether loader, trainer and rollout agree."""
+"""Checks of a run's settings, and of whether loader and trainer agree with its cycles."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def check_precision(loader: PolicyLoader, trainer: L.Trainer) -> None:
 
 
 def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: int) -> dict[str, Any]:
-    """What a run says of how its policy is used, by the arguments of `PolicyLoader.load`."""
+    """How a run uses its policy, as arguments of `PolicyLoader.load`."""
     config = getattr(trainer.strategy, "config", None)
     return {
         "longest_row": data_checks.longest_row(loader, trainer, longest_completion),

@@ -1,4 +1,7 @@
-"""What is wrong with the data of a run, as far as they can be seen before weights are loaded."""
+"""Checks of a run's data, as far as they can be seen before weights are loaded.
+
+That includes the coordinates of boxes: rewards, metrics and callbacks have to agree on them.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +187,7 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""More than chat templates add to a prompt. A longer one is found when the prompt is drawn."""
+"""More than chat templates add to a prompt. A longer one is found when the prompt is sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -262,7 +265,7 @@ def box_readers(candidates: Iterable[Any]) -> list[Any]:
 
 
 def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
-    """What looks at answers beside the rewards: metrics and callbacks."""
+    """Metrics and callbacks, which look at answers next to the rewards."""
     return [*metrics, *trainer.callbacks]  # type: ignore[attr-defined]
 
 

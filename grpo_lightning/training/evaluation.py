@@ -1,4 +1,4 @@
-"""Evaluating a policy on prompts: how completions are drawn, what counts as solved, and the numbers that come of it."""
+"""Evaluating a policy on prompts: how completions are sampled, what counts as solved, and the numbers that result."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Validation:
-    """How validation, test and prediction draw completions, and when one counts as solved."""
+    """How validation, test and prediction sample completions, and when one counts as solved."""
 
     num_generations: int = 1
     """Sampled completions per prompt."""
 
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What differs from the sampling of training: `{temperature: 0.6}`."""
+    """The settings that differ from the sampling of training: `{temperature: 0.6}`."""
 
     greedy: bool = True
     """Also take the greedy completion of every prompt (`val/greedy/...`)."""
@@ -49,7 +49,7 @@ class Validation:
     """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone, where that is above 1."""
 
     confidence: float = 0.95
-    """Of the intervals `.../low` and `.../high`."""
+    """The level of the intervals `.../low` and `.../high`."""
 
     metrics: list[Metric] = dataclasses.field(default_factory=list)
     """Numbers beside the rewards: torchmetrics whose `update` takes an `Evaluation`, `grpo_lightning.grounding.MeanIoU`
@@ -91,7 +91,7 @@ class Validation:
                 taken.append(name)
 
     def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
-        """(completions per prompt, how they are drawn).
+        """(completions per prompt, how they are sampled).
 
         Args:
             training: The sampling of rollouts.
@@ -207,7 +207,7 @@ class EvaluationTable(Metric):
 
     @property
     def of_sources(self) -> list[FurtherMetrics]:
-        """Of every source, its metrics."""
+        """The metrics of every source."""
         return cast(list[FurtherMetrics], list(self.metrics_of_sources))
 
     def reset(self) -> None:
@@ -291,9 +291,9 @@ def warn_never_solved(reward: str, success_value: float) -> None:
 def evaluation_tables(
     rewards: RewardSet, validation: Validation, sources: Sequence[str], device: torch.device
 ) -> dict[str, EvaluationTable]:
-    """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for.
+    """An empty table of every kind of completions that validation samples: "sampled", and "greedy" if it is requested.
 
-    Where sampling is greedy itself, its completions are not drawn twice.
+    Where sampling is greedy itself, its completions are not sampled twice.
     """
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
     draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})

@@ -46,7 +46,7 @@ KEPT = (
 
 @dataclass
 class Export:
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     policy: str
@@ -54,7 +54,7 @@ class Export:
 
     num_weights: int
     num_from_policy: int
-    """Of them, those the checkpoint does not hold."""
+    """Those of them that the checkpoint does not hold."""
 
     dtype: torch.dtype
     files: list[Path]
@@ -62,7 +62,7 @@ class Export:
     """Adapters alone: the folder of the policy is needed to load them."""
 
     quantization: Quantization = "none"
-    """Of the weights that the adapters were trained on; what is written never is."""
+    """The quantization of the weights that the adapters were trained on; the written weights have none."""
 
     sees_images: bool = False
     """True of a vision-language model, with its processor."""
@@ -201,7 +201,7 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """What the policy was loaded from; never quantised."""
+    """The model that the policy was loaded from; never quantised."""
     config = loader.load_config()
     auto_class = auto_class_of(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}

@@ -24,7 +24,7 @@ def reading_loops(trainer: L.Trainer) -> list[Any]:
 
 
 def given_loader(loop: Any) -> Any:
-    """What a loop reads from, as the trainer was given it: a loader, a data module, a module, or None."""
+    """The loader, data module or module that a loop reads from, as the trainer was given it; None before that."""
     return loop._data_source.instance
 
 
@@ -48,7 +48,7 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
 
 
 def cluster_environment(trainer: L.Trainer) -> Any:
-    """What launched the processes of the run: SLURM, torchrun, Lightning itself."""
+    """The launcher of the run's processes: SLURM, torchrun, Lightning itself."""
     return trainer._accelerator_connector.cluster_environment
 
 
@@ -71,7 +71,7 @@ def logged_items(trainer: L.Trainer) -> list[Any]:
 
 
 def last_value(item: Any) -> Any:
-    """What was last logged as one of the `logged_items`."""
+    """The value that was last logged as one of the `logged_items`."""
     return item._forward_cache
 
 

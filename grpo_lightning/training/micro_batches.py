@@ -37,7 +37,7 @@ class Row:
     advantage: float
 
     number: int = -1
-    """Of the completion in its group."""
+    """The completion's place in its group."""
 
     @property
     def length(self) -> int:
@@ -56,7 +56,7 @@ class Turn:
 
     batch: MicroBatch
     counts: StepCounts
-    """Of the update this micro-batch belongs to."""
+    """The counts of the update this micro-batch belongs to."""
 
     closes_update: bool
     """True for the last micro-batch before the optimizer steps."""
@@ -169,7 +169,7 @@ class Cycle:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages; no images.
+        """The state with which a resumed run continues inside the cycle: ids, masks, log-probs, advantages; no images.
 
         Those are read again (`give_images`).
         """

@@ -27,7 +27,7 @@ class StepEnd:
     """
 
     num_micro_steps: int
-    """Of the whole run, when the step ended."""
+    """Micro-steps of the whole run when the step ended."""
 
     num_steps: int
     """Optimizer steps of the whole run."""

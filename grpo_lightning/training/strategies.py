@@ -237,7 +237,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
 
 AUTO = "auto"
-"""What transformers' Trainer fills in, in a DeepSpeed file."""
+"""The value that transformers' Trainer fills in, in a DeepSpeed file."""
 
 OF_THE_TRAINER = (
     "train_batch_size",
@@ -320,7 +320,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def shard_options(self) -> dict[str, Any]:
-        """What `fully_shard` is told: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
+        """Arguments of `fully_shard`: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         options: dict[str, Any] = {}
@@ -363,7 +363,7 @@ INSTEAD = {
     "FSDPStrategy": "it flattens the weights that sampling and scoring need. Set trainer.strategy to fsdp2 "
     "(grpo_lightning.FSDP2Strategy)",
 }
-"""What to say of strategies by name."""
+"""Why strategies are refused, and what to take instead, by name."""
 
 
 def is_supported(kind: type[Strategy]) -> bool:

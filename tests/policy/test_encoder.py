@@ -102,10 +102,10 @@ def test_ids_behind_the_tokenizers_last_token_are_never_drawn():
     """Embeddings are padded to a round number of rows."""
     loaded = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load()
     first = len(tiny_tokenizer())
-    assert loaded.encoder.never_drawn == loaded.scorer.never == tuple(range(first, VOCAB))
+    assert loaded.encoder.never_sampled == loaded.scorer.never == tuple(range(first, VOCAB))
     larger = tiny_tokenizer()
     larger.add_tokens([f"<{number}>" for number in range(first, VOCAB)])
-    assert PolicyLoader(model=tiny_model("qwen2"), tokenizer=larger).load_encoder().never_drawn == ()
+    assert PolicyLoader(model=tiny_model("qwen2"), tokenizer=larger).load_encoder().never_sampled == ()
 
 
 def test_an_image_token_that_the_tokenizer_does_not_have_is_named():
@@ -299,7 +299,7 @@ def test_a_folder_is_loaded_with_its_processor(tmp_path, family):
     prompt = prompt_of(tiny_vlms.picture(0), "x")
     assert loaded.encoder(prompt).token_ids == encoder_of(vlm)(prompt).token_ids
     assert loaded.scorer.path == "extended"
-    assert loaded.scorer.never == loaded.encoder.never_drawn == loaded.encoder.media_token_ids
+    assert loaded.scorer.never == loaded.encoder.never_sampled == loaded.encoder.media_token_ids
 
 
 def test_a_remote_code_folder_is_refused(tmp_path):
