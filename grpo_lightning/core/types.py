@@ -192,8 +192,8 @@ class Completion:
     """[T] nats: of each token under the reference; None until they are known, or without one."""
 
     entropies: list[float] | None = None
-    """[T] nats: of the policy's softmax at the sampling temperature when each token was sampled; None if the engine gives
-    none."""
+    """[T] nats: of the policy's softmax at the sampling temperature when each token was sampled; None if the engine
+    gives none."""
 
     @property
     def is_truncated(self) -> bool:
