@@ -14,6 +14,7 @@ from grpo_lightning.core.settings import optional_settings
 from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, using_adapter
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.policy.scorer import Scorer
+from tests.families import families
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import BASE, FAMILIES, tiny_model
@@ -34,7 +35,7 @@ def folder(tmp_path_factory):
     return saved_adapter(tmp_path_factory.mktemp("adapter"))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+@pytest.mark.parametrize("family", families([*FAMILIES, "mamba2"]))
 def test_every_linear_layer_but_the_head(family):
     model = tiny_model(family)
     found = targets(model)

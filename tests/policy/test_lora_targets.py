@@ -19,6 +19,7 @@ from grpo_lightning.policy.lora_targets import (
     why_without,
 )
 from tests import tiny_vlms
+from tests.families import families
 from tests.tiny_models import BASE, MOE, tiny_model
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -89,7 +90,7 @@ def test_convolutions_are_no_experts():
     )
 
 
-@pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if not name.endswith("_moe")])
+@pytest.mark.parametrize("family", families([name for name in tiny_vlms.FAMILIES if not name.endswith("_moe")]))
 def test_dense_families_have_no_experts(family):
     """Vision towers have tensors of three dimensions too, for the places of an image."""
     model = tiny_vlms.build(family).model

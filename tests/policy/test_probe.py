@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
 from grpo_lightning.policy.scorer import Scorer, SlicedHead
+from tests.families import families
 from tests.module_runs import fit, make_module
 from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
 
@@ -18,7 +19,7 @@ from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, t
 DENSE = [] if READS_LINEAR_STATES else ["qwen3.5"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_every_family_takes_the_extended_path_and_a_sliced_head(family):
     model = tiny_model(family)
     path, reason = choose_path(model)

@@ -13,12 +13,13 @@ from grpo_lightning.policy.trainable import (
     frozen_names,
     keep_frozen_out_of_checkpoints,
 )
+from tests.families import families
 from tests.policy.adapters import IDS, train
 from tests.policy.scored import ragged_batch
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+@pytest.mark.parametrize("family", families([*FAMILIES, "mamba2"]))
 def test_embeddings_and_the_first_layers_are_frozen(family):
     model = tiny_model(family)
     freeze_first_layers(model, 2)
