@@ -472,7 +472,7 @@ class GRPOLightningModule(L.LightningModule):
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # which costs nothing, before all images are read
-        data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
+        data_checks.check_images(trainer)  # the rewards' own checks get their sizes
         data_checks.check_rows(rewards, trainer)
         data_checks.check_prompts(self.loader, trainer, trained=self.sampling, validated=self.validation_sampling)
         data_checks.check_readers(rewards, metrics, self.loader, trainer)

@@ -51,6 +51,6 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
     """Whether a box in pixels ends within the first pixel of an image, wider and higher than two.
 
-    So small is nothing that is asked for: its numbers are shares of the width and the height, from 0 to 1.
+    So small is nothing that is requested: its numbers are shares of the width and the height, from 0 to 1.
     """
     return max(box) <= 1 and min(size) > 2

@@ -81,7 +81,7 @@ FAMILIES: Mapping[str, Family] = {
 """By `config.model_type`."""
 
 REMOTE_CODE = {"internvl_chat": "internvl"}
-"""Model types that only come as code beside a checkpoint, and the native ones that replace them."""
+"""Model types that only come as code next to a checkpoint, and the native ones that replace them."""
 
 
 def sees_images(config: Any) -> bool:

@@ -252,8 +252,8 @@ def choose_attention(
         no_flash_reason: Says why the model cannot run with FlashAttention; asked only if everything else allows it.
 
     Raises:
-        ModuleNotFoundError: If FlashAttention is asked for and not installed.
-        ValueError: If it is asked for and cannot run: on another device than CUDA, in float32, or of this model.
+        ModuleNotFoundError: If FlashAttention is requested and not installed.
+        ValueError: If it is requested and cannot run: on another device than CUDA, in float32, or of this model.
     """
     if requested not in ("auto", "flash_attention_2"):
         return requested

@@ -1,4 +1,4 @@
-"""LoRA: small matrices beside the policy's linear layers, which are all that is trained."""
+"""LoRA: small matrices next to the policy's linear layers, which are all that is trained."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def adapter_config(adapter: str) -> LoraConfig:
     if whole or config.bias != "none":
         what = f"whole layers ({whole})" if whole else f"biases (bias: {config.bias})"
         raise ValueError(
-            f"policy.lora.adapter {adapter!r} trains {what} beside its matrices. Merge it into its base "
+            f"policy.lora.adapter {adapter!r} trains {what} next to its matrices. Merge it into its base "
             "(merge_and_unload), and train a new adapter on that."
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
@@ -134,7 +134,7 @@ def adapter_config(adapter: str) -> LoraConfig:
 
 
 def add_adapters(model: Any, lora: LoRA) -> PeftModel:
-    """Freeze a model and put adapters beside its layers, float32 and the same on every process.
+    """Freeze a model and put adapters next to its layers, float32 and the same on every process.
 
     Args:
         model: The complete base; it is wrapped, and its layers are replaced in place.
@@ -173,12 +173,12 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
     set_dropout(adapted, lora.dropout)
     trained = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
     names = sorted({name.rpartition(".")[2] for name, module in adapted.named_modules() if is_adapter_layer(module)})
-    log.info("LoRA: %s weights are trained, beside %s.", f"{sum(trained):,}", ", ".join(names))
+    log.info("LoRA: %s weights are trained, next to %s.", f"{sum(trained):,}", ", ".join(names))
     return adapted.eval()
 
 
 def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
-    """Put a frozen copy of the adapter that a run starts from beside the one that is trained."""
+    """Put a frozen copy of the adapter that a run starts from next to the one that is trained."""
     config = adapter_config(adapter)
     # PiSSA, OLoRA and LoftQ subtract what they start from from the base's weights, and the first adapter has done so.
     config.init_lora_weights, config.inference_mode = False, True
@@ -258,7 +258,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[Any]:
-    """The layers with adapters beside them."""
+    """The layers with adapters next to them."""
     return (module for module in model.modules() if is_adapter_layer(module))
 
 

@@ -59,7 +59,7 @@ def taken_names(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Names of linear layers that peft takes for the experts'.
 
     Adapters that are older than these tensors name every expert's own `gate_proj`, `up_proj` and `down_proj`. So that
-    they can still be loaded, peft puts what has such a name beside the tensor of the experts, and a dense layer or a
+    they can still be loaded, peft puts what has such a name next to the tensor of the experts, and a dense layer or a
     shared expert that is called the same would go without.
 
     Args:

@@ -220,12 +220,12 @@ def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"
     """The scoring path of a run and the reason for it: by static rule, then by a small probe.
 
     Raises:
-        ValueError: If "extended" is asked for and the model cannot take it.
+        ValueError: If "extended" is requested and the model cannot take it.
         RuntimeError: If transformers' own checkpointing is on.
     """
     refuse_transformers_checkpointing(model)
     if requested == "dense":
-        return "dense", "asked for"
+        return "dense", "requested"
     reason = dense_reason(model)
     if reason is None:
         measured = measure(model, Scorer("extended", head_chunk_size=None), Scorer("dense", head_chunk_size=None))
@@ -270,7 +270,7 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
     """The scorer with a head that the model can take, whole logits if need be, and the reason for it."""
     whole = dataclasses.replace(scorer, head_chunk_size=None)
     if scorer.head_chunk_size is None:
-        return whole, "whole logits: asked for"
+        return whole, "whole logits: requested"
     reason = whole_reason(model)
     with judging(model):
         scale = logit_scale(model) if reason is None else None

@@ -140,7 +140,7 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 
 def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
-    """Phase 1 now, phase 2 for every chunk asked for."""
+    """Phase 1 now, phase 2 for every chunk requested."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     inputs = {

@@ -234,7 +234,7 @@ class Partitioned(PartitionedGradients):
 
 @contextlib.contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Inside, transformers partitions nothing, also where a ZeRO-3 run of this process has told it to."""
+    """Inside, transformers partitions nothing, also after a ZeRO-3 run in this process."""
     from transformers.integrations import deepspeed
 
     reference = deepspeed._hf_deepspeed_config_weak_ref

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> Any:
-    """The loaded model with what is not trained frozen, and with adapters where they are asked for."""
+    """The loaded model with what is not trained frozen, and with adapters where they are requested."""
     if loader.freeze_vision_modules:
         freeze_vision(model)
     if loader.freeze_layers:
@@ -78,7 +78,7 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop what is not trained from a module's state dict: frozen weights are loaded anew, the reference made anew.
 
-    Under adapters nothing but trained weights stays: quantised layers write scales and codes beside their weights.
+    Under adapters nothing but trained weights stays: quantised layers write scales and codes next to their weights.
     Without adapters buffers stay.
 
     Only weights that are frozen now and when it is taken: those that are frozen later have been trained, those that are

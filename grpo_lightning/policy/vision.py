@@ -151,7 +151,7 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 
 
 class PlacedPrompts(NamedTuple):
-    """Where the tokens of some prompts are, and where what follows goes on."""
+    """Where the tokens of some prompts are, and where the next ones continue."""
 
     arguments: dict[str, Tensor]
     """Arguments of the model's forward over the prompts: `position_ids`, and the kind of each token."""

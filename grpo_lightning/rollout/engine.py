@@ -44,7 +44,7 @@ class RolloutEngine(Protocol):
             num_generations: G completions for each.
             sampling: The distribution to sample from and where to stop.
             seeds: N, one for each prompt. The same seed, weights and prompt give the same completions, whatever else is
-                sampled beside them and on whichever rank; no global random state is touched.
+                sampled next to them and on whichever rank; no global random state is touched.
             progress: Told how far the decoding is.
             vision: The images of the prompts, for a policy that sees them. What a frozen vision tower makes of them may
                 be kept there, for the passes to come.

@@ -68,7 +68,7 @@ class LocalEngine(RolloutEngine):
             ),
         ]
         check_ranges("engine", self, limits)
-        self.said: bool | None = None
+        self.logged_gathering: bool | None = None
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Remember the policy, its stop tokens, and whether its cache can be fanned out."""
@@ -173,9 +173,9 @@ class LocalEngine(RolloutEngine):
             return
         # Asked anew for every rollout: the free memory changes when the optimizer's states come to exist.
         gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
-        if gathers != self.said:
+        if gathers != self.logged_gathering:
             say_gathering(gathers, reason)
-            self.said = gathers
+            self.logged_gathering = gathers
         with self.sharding.gathered(self.policy) if gathers else contextlib.nullcontext():
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
 
@@ -458,7 +458,7 @@ class Lockstep:
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
     """Whether the ranks gather a sharded policy to sample from it, the same on all of them, and why."""
     if gather != "auto":
-        return gather, "asked for"
+        return gather, "requested"
     device = compute_device(policy)
     if device.type != "cuda":
         return True, "there is no GPU memory to run out of"

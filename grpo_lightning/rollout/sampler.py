@@ -48,7 +48,7 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """[N x G] the numbers of this step; steps are asked for in order, one as often as needed."""
+        """[N x G] the numbers of this step; steps are requested in order, one as often as needed."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]

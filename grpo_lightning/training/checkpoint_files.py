@@ -31,7 +31,7 @@ CONFIG_PARENTS = 3
 def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
     """The content of a checkpoint, its tensors mapped from the file; shards are joined in a temporary one first.
 
-    It lies beside the shards, where there is room for them; in the system's temporary folder where nothing can be
+    It lies next to the shards, where there is room for them; in the system's temporary folder where nothing can be
     written there.
     """
     if not path.exists():
@@ -53,7 +53,7 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder beside a path, or the system's if that one cannot be written."""
+    """A temporary folder next to a path, or the system's if that one cannot be written."""
     try:
         return tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-")
     except OSError as error:  # no permission, or a file system that is read-only
@@ -77,7 +77,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def join_shards(path: Path, joined: Path) -> dict[str, Any]:
-    """A folder of torch.distributed.checkpoint (FSDP), and what Lightning put beside the shards."""
+    """A folder of torch.distributed.checkpoint (FSDP), and what Lightning put next to the shards."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(path, joined)
@@ -217,7 +217,7 @@ class RankFiles:
         path = self.folder / f"{moment}-{rank}.pt"
         if not path.is_file():
             raise FileNotFoundError(
-                f"The checkpoint {self.checkpoint} was saved with something beside it, and it is not there: no {path}. "
+                f"The checkpoint {self.checkpoint} was saved with a file next to it, and it is not there: no {path}. "
                 f"Keep the folder {path.parent.name} with its checkpoint, on a disk that all nodes share, or resume "
                 "from one saved at the end of a cycle."
             )

@@ -100,7 +100,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn of a checkpoint to resume from that is saved when the average of the weights stands in their place."""
+    """Warn of a checkpoint to resume from that is saved when the average of the weights has replaced them."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -126,7 +126,7 @@ def save_whole(
     if path is None:
         if moment is not None:
             raise ValueError(
-                f"{filepath} is no local folder, and {ranks.world_size()} ranks have something to keep beside the "
+                f"{filepath} is no local folder, and {ranks.world_size()} ranks have something to keep next to the "
                 "checkpoint: pending rollouts, or a reference that has moved. Save at the ends of cycles, or into a "
                 "folder that all ranks share."
             )

@@ -116,7 +116,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
     """Refuse what cannot be moved. Raises: ValueError.
 
     Args:
-        offload: What was asked for.
+        offload: What was requested.
         has_copy: True if there is a reference that is a second model.
     """
     if unknown := [name for name in offload if name not in ("reference", "optimizer")]:
@@ -232,8 +232,8 @@ def num_batches(trainer: L.Trainer) -> int:
 def check_validation_interval(trainer: L.Trainer) -> None:
     """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
 
-    An interval without validation data is only said: a recipe keeps its interval when its data are left out. A time may
-    be longer than an epoch.
+    An interval without validation data is only logged: a recipe keeps its interval when its data are left out. A time
+    may be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.

@@ -201,8 +201,8 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
     """Check that boxes of the data are turned into pixels once.
 
     Raises:
-        ValueError: If a data set and a reward, a metric or a callback both say that the right boxes are from 0 to 1000:
-            after the data are read they are in pixels, and would be turned again.
+        ValueError: If a data set and a reward, a metric or a callback both say that ground-truth boxes are from 0 to
+            1000: after the data are read they are in pixels, and would be turned again.
     """
     turned = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
     rewards = [reward.reward for reward in reward_set.rewards]
@@ -222,8 +222,8 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     """Check what reads boxes against the other readers and the policy, where the data can be seen yet.
 
     Raises:
-        ValueError: If no reward reads a column of right boxes as a metric or a callback does: one of them is wrong.
-            If one asks the policy's family what answers are in (`coordinates: auto`), and that has no record.
+        ValueError: If no reward reads a column of ground-truth boxes as a metric or a callback does: one is wrong. If
+            one asks the policy's family what answers are in (`coordinates: auto`), and that has no record.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:
@@ -231,9 +231,9 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
         if same_column and all(reward.gold_coordinates != watcher.gold_coordinates for reward in same_column):
             reward, name = same_column[0], type(watcher).__name__
             raise ValueError(
-                f"The right boxes in {reward.answer_column!r} are {reward.gold_coordinates} to {type(reward).__name__} "
-                f"and {watcher.gold_coordinates} to {name}: set gold_coordinates of both alike, or have the data's "
-                "entry turn its boxes into pixels (boxes: norm1000)."
+                f"The ground-truth boxes in {reward.answer_column!r} are {reward.gold_coordinates} to "
+                f"{type(reward).__name__} and {watcher.gold_coordinates} to {name}: set gold_coordinates of both alike, or "
+                "have the data's entry turn its boxes into pixels (boxes: norm1000)."
             )
     asking = sorted({type(reader).__name__ for reader in (*rewards, *watchers) if reader.coordinates == "auto"})
     if not asking or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
@@ -260,7 +260,7 @@ def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
 
 
 def box_readers(candidates: Iterable[Any]) -> list[Any]:
-    """Those that read right boxes."""
+    """Those that read ground-truth boxes."""
     return [candidate for candidate in candidates if hasattr(candidate, "gold_coordinates")]
 
 

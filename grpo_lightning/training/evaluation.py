@@ -52,8 +52,9 @@ class Validation:
     """The level of the intervals `.../low` and `.../high`."""
 
     metrics: list[Metric] = dataclasses.field(default_factory=list)
-    """Numbers beside the rewards: torchmetrics whose `update` takes an `Evaluation`, `grpo_lightning.grounding.MeanIoU`
-    for example. A number is logged by the name of the metric (`name`, else its class), a mapping by its keys."""
+    """Numbers next to the rewards: torchmetrics whose `update` takes an `Evaluation`, for example
+    `grpo_lightning.grounding.MeanIoU`. A number is logged by the name of the metric (`name`, else its class), a mapping
+    by its keys."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""

@@ -2,7 +2,7 @@
 
 A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer, or the processor
 of a policy that sees images, are the policy's, as it was before training. So the policy is loaded first and the
-checkpoint laid over it. Adapters are merged into that copy, or written beside it as peft loads them. The copy is never
+checkpoint laid over it. Adapters are merged into that copy, or written next to it as peft loads them. The copy is never
 quantised: adapters trained on 4 or 8 bits are merged into the full-precision weights, which differ from those of the
 run by the quantisation.
 """
@@ -151,7 +151,7 @@ def check_target(folder: Path, *, force: bool) -> None:
 
 
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
-    """Where the policy came from: as asked for, else as the checkpoint says, else as its run's `config.yaml` does.
+    """Where the policy came from: as requested, else as the checkpoint says, else as its run's `config.yaml` does.
 
     Which part of it was trained, its precision and whether its code is trusted are as the run says it in any case; the
     revision is if the name is the run's.

@@ -133,7 +133,7 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Count the batches of a resumed epoch as this run cuts it.
 
-    Lightning goes on with its own count. With another batch size or number of ranks than in the checkpoint, it would
+    Lightning continues its own count. With another batch size or number of ranks than in the checkpoint, it would
     end the epoch too early, with prompts left over, or too late.
     """
     loader = trainer.train_dataloader

@@ -390,7 +390,7 @@ def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
     """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step.
 
     Args:
-        groups: Of this rank; one of their tokens stands in, or a padding token if it has none.
+        groups: Of this rank; one of their tokens is the placeholder, or a padding token if it has none.
         pad_id: Any token id.
     """
     row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)

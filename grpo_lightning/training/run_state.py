@@ -39,7 +39,7 @@ class StepEnd:
     """The pending cycle; None between cycles."""
 
     position: int
-    """Micro-steps of the cycle that were done; the cycle itself goes on counting."""
+    """Micro-steps of the cycle that were done; the cycle itself keeps counting."""
 
     rollout_index: int
 

@@ -202,7 +202,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
             try:
                 with open_checkpoint(path) as joined:
-                    weights = joined.get("state_dict", {})  # what is missing is said below, on every rank
+                    weights = joined.get("state_dict", {})  # missing ones are reported below, on every rank
                     content = {name: value for name, value in joined.items() if name != "state_dict"}
             except (OSError, ValueError) as failure:  # the other ranks wait to hear of it
                 error = failure

@@ -299,7 +299,7 @@ def whole_because(model, scorer=None):
 
 def test_whole_logits_on_request():
     scorer = Scorer(chunk_size=3, checkpoint_chunks=True, head_chunk_size=None)
-    assert whole_because(tiny_model(), scorer) == "whole logits: asked for"
+    assert whole_because(tiny_model(), scorer) == "whole logits: requested"
 
 
 def test_whole_logits_without_a_named_head(monkeypatch):

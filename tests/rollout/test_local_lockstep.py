@@ -26,9 +26,9 @@ def gpu(monkeypatch):
 
 def test_what_is_asked_for_is_done(gpu):
     gpu(50 * GB, 10 * GB)
-    assert is_gathered(torch.nn.Linear(2, 2), True) == (True, "asked for")
+    assert is_gathered(torch.nn.Linear(2, 2), True) == (True, "requested")
     gpu(1 * GB, 10 * GB)
-    assert is_gathered(torch.nn.Linear(2, 2), False) == (False, "asked for")
+    assert is_gathered(torch.nn.Linear(2, 2), False) == (False, "requested")
 
 
 def test_auto_gathers_what_leaves_half_of_the_free_memory(gpu):
@@ -77,11 +77,11 @@ def test_the_device_is_where_the_policy_computes():
 
 def test_the_choice_is_said_on_the_first_rank(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    say_gathering(True, "asked for")
+    say_gathering(True, "requested")
     monkeypatch.setattr(local.ranks, "rank", lambda: 1)
-    say_gathering(False, "asked for")
+    say_gathering(False, "requested")
     assert [record.getMessage() for record in caplog.records] == [
-        "Sampling from sharded weights, gathered once per rollout (engine.gather_for_generation): asked for."
+        "Sampling from sharded weights, gathered once per rollout (engine.gather_for_generation): requested."
     ]
 
 
