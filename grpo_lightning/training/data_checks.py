@@ -232,8 +232,8 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
             reward, name = same_column[0], type(watcher).__name__
             raise ValueError(
                 f"The ground-truth boxes in {reward.answer_column!r} are {reward.gold_coordinates} to "
-                f"{type(reward).__name__} and {watcher.gold_coordinates} to {name}: set gold_coordinates of both alike, or "
-                "have the data's entry turn its boxes into pixels (boxes: norm1000)."
+                f"{type(reward).__name__} and {watcher.gold_coordinates} to {name}: set gold_coordinates of both "
+                "alike, or have the data's entry turn its boxes into pixels (boxes: norm1000)."
             )
     asking = sorted({type(reader).__name__ for reader in (*rewards, *watchers) if reader.coordinates == "auto"})
     if not asking or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
