@@ -18,24 +18,23 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.core.settings import optional_settings, settings_of
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
-from grpo_lightning.data.source import as_prompt_batch
+from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.objective import Objective, warn_of_length_weights
-from grpo_lightning.optimizers import AdamW, OptimizerFactory, restore_settings
-from grpo_lightning.policy import offload, sync_reference
-from grpo_lightning.policy.freezing import keep_frozen_out_of_checkpoints
+from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
 from grpo_lightning.policy.lora import seeded_dropout
-from grpo_lightning.policy.offload import Offloadable, offloaded
-from grpo_lightning.policy.reference import FrozenCopy, fingerprint, make_reference
+from grpo_lightning.policy.reference import FrozenCopy, RunReference, SyncReference, fingerprint, make_reference
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.sync_reference import RunReference, SyncReference
+from grpo_lightning.policy.trainable import keep_frozen_out_of_checkpoints
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.base import TrainerState
 from grpo_lightning.rewards.scoring import Scoring
@@ -54,9 +53,10 @@ from grpo_lightning.rollout.groups import (
 )
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
-from grpo_lightning.training import box_checks, checkpoints, checks, data_checks
-from grpo_lightning.training.actor import Actor
+from grpo_lightning.training import checkpoints, checks, data_checks
+from grpo_lightning.training.actor import Actor, Offloadable, offloaded
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
+from grpo_lightning.training.lightning_internals import set_position
 from grpo_lightning.training.metrics import (
     StepMetrics,
     add_padding,
@@ -70,9 +70,8 @@ from grpo_lightning.training.metrics import (
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
 from grpo_lightning.training.run_state import RunState
-from grpo_lightning.training.step_callbacks import notify, own_callbacks
-from grpo_lightning.training.strategies import run_uncompiled, sharding_of
-from grpo_lightning.training.whole_cycles import check_validation_interval, keep_overfit_batches, round_up_limits
+from grpo_lightning.training.step_callbacks import own_callbacks
+from grpo_lightning.training.strategies import sharding_of
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class GRPOLightningModule(L.LightningModule):
         num_generations: G, completions per prompt.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        old_logprobs: "recompute" scores the rollout with the weights it was drawn with; "rollout" takes the engine's.
+        old_logprobs: "recompute" scores the rollout with the weights that sampled it; "rollout" takes the engine's.
         dynamic_sampling: Replaces prompts whose groups have zero reward variance by further ones; null keeps them.
         overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or
             also exclude them from the "group" statistics.
@@ -137,14 +136,14 @@ class GRPOLightningModule(L.LightningModule):
         super().__init__()
         show_messages()
         self.loader = PolicyLoader.of(policy, tokenizer)
-        workers = checks.settings_of(RewardWorkers, reward_workers, "model.reward_workers")
+        workers = settings_of(RewardWorkers, reward_workers, "model.reward_workers")
         self.reward_set = RewardSet(rewards, reward_weights, workers)
         self.engine: RolloutEngine = engine or LocalEngine()
-        self.sampling = checks.settings_of(SamplingParams, sampling, "model.sampling")
-        self.objective = checks.settings_of(Objective, objective, "model.objective")
-        self.validation = checks.settings_of(Validation, validation, "model.validation")
-        self.sync_reference = checks.optional(SyncReference, sync_reference, "model.sync_reference")
-        self.dynamic_sampling = checks.optional(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
+        self.sampling = settings_of(SamplingParams, sampling, "model.sampling")
+        self.objective = settings_of(Objective, objective, "model.objective")
+        self.validation = settings_of(Validation, validation, "model.validation")
+        self.sync_reference = optional_settings(SyncReference, sync_reference, "model.sync_reference")
+        self.dynamic_sampling = optional_settings(DynamicSampling, dynamic_sampling, "model.dynamic_sampling")
         self.offload = offload or []
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
@@ -170,7 +169,7 @@ class GRPOLightningModule(L.LightningModule):
     # ------------------------------------------------------------------------------------------------------- the step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One micro-batch: a share of an optimizer step's loss. The first of a cycle draws the rollout."""
+        """One micro-batch: a share of an optimizer step's loss. The first of a cycle samples the rollout."""
         if self.is_rollout_due(batch, batch_idx):
             # Lightning zeroes gradients after the training step: the last ones would sit in memory while sampling.
             self.policy.zero_grad()
@@ -298,7 +297,7 @@ class GRPOLightningModule(L.LightningModule):
         per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compare")
         self.rollout = rollout
         self.run.rollout_index += 1
-        notify(self.trainer, "on_rollout", self, rollout)
+        self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
         self.run.cycle = self.plan_updates(rollout)
         micro_batches = self.run.cycle.micro_batches
@@ -312,7 +311,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def train_on(self, turn: Turn) -> Tensor:
         """`update`, and what is logged of the optimizer step if this is its last micro-batch."""
-        notify(self.trainer, "on_phase", "update")
+        self.notify("on_phase", "update")
         self.policy.train()
         loss = self.update(turn)
         if turn.closes_update:
@@ -348,7 +347,7 @@ class GRPOLightningModule(L.LightningModule):
         """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
         shape = self.cycle_shape
         position = batch_idx % shape.num_micro_steps
-        checks.check_cycle(shape, self.run.cycle, as_prompt_batch(batch), position)
+        shape.check_position(self.run.cycle, as_prompt_batch(batch), position)
         self.restore_images(as_prompt_batch(batch).prompts)
         return position == 0
 
@@ -366,17 +365,28 @@ class GRPOLightningModule(L.LightningModule):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is done inside, and tell the callbacks that show it."""
-        notify(self.trainer, "on_phase", name)
+        self.notify("on_phase", name)
         with self.metrics.timed(name):
             yield
+
+    def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
+        """Call one of the hooks beyond Lightning's on every callback that has a method of its name.
+
+        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" begins.
+        `on_rollout(trainer, module, rollout)`: a cycle begins with this `Rollout`, scored and compared.
+        `on_decode(trainer, done, total)`: a rollout has sampled `done` of at most `total` tokens per completion.
+        """
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, hook):
+                getattr(callback, hook)(self.trainer, *arguments)
 
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
     ) -> list[Group]:
-        """Encode, draw and group; every prompt has its own seed."""
-        progress = functools.partial(notify, self.trainer, "on_decode")
+        """Encode, sample and group; every prompt has its own seed."""
+        progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
-        return source.draw(prompts, num_generations, sampling, seeds, progress)
+        return source.sample(prompts, num_generations, sampling, seeds, progress)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Ask all rewards, by the length limit of training also where completions are only evaluated."""
@@ -431,11 +441,11 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
             checks.check_loader(self.trainer, self.cycle_shape, self.num_generations, needs_more=needs_more)
-            check_validation_interval(self.trainer)
+            checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
             self.run.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
-            round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
+            checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
         """Check settings that cannot train, and warn of others. Raises: ValueError naming the key and what to do."""
@@ -448,8 +458,8 @@ class GRPOLightningModule(L.LightningModule):
         )
         checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
         checks.check_sampling(self.sampling)
-        sync_reference.check(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
-        offload.check(self.offload, has_copy=self.objective.needs_reference and not has_lora)
+        checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
+        checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
         with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
             self.reward_set.check(self.sampling.max_completion_length)
@@ -460,12 +470,12 @@ class GRPOLightningModule(L.LightningModule):
         """Check rewards and data against each other and the policy. Raises: ValueError naming the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
-        box_checks.check_turned_once(rewards, metrics, trainer)
+        data_checks.check_turned_once(rewards, metrics, trainer)
         data_checks.check_columns(rewards, trainer)  # which costs nothing, before all images are read
-        data_checks.check_images(trainer)  # whose sizes the rewards' own checks are told
+        data_checks.check_images(trainer)  # the rewards' own checks get their sizes
         data_checks.check_rows(rewards, trainer)
         data_checks.check_prompts(self.loader, trainer, trained=self.sampling, validated=self.validation_sampling)
-        box_checks.check_readers(rewards, metrics, self.loader, trainer)
+        data_checks.check_readers(rewards, metrics, self.loader, trainer)
 
     @property
     def validation_sampling(self) -> SamplingParams:
@@ -516,7 +526,7 @@ class GRPOLightningModule(L.LightningModule):
         """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
         with checks.naming_key("model.optimizer"):
             optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
-        offload.check_optimizer(self.offload, optimizer)
+        checks.check_paging(self.offload, optimizer)
         self.optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         if self.scheduler_factory is None:
             return optimizer
@@ -525,9 +535,15 @@ class GRPOLightningModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """What every run needs."""
-        run_uncompiled(self)
+        """The callbacks of every run; checks the trainer, as nothing of ours is called before."""
+        if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
+            to_uncompiled(self)
+            log.warning(
+                "The trainer was given torch.compile(module): the module runs without the compilation, as a step "
+                "samples, scores and calls rewards."
+            )
         checks.check_trainer(self.trainer)
+        checkpoints.refuse_incomplete(self.trainer)
         return own_callbacks(self.trainer)
 
     def on_fit_start(self) -> None:
@@ -543,16 +559,18 @@ class GRPOLightningModule(L.LightningModule):
             self.engine.check(scorer)
 
     def on_train_start(self) -> None:
-        """What needs the length of an epoch: the schedule, and a resumed run's place in it."""
+        """Set what needs the length of an epoch: the schedule, and a resumed run's place in it."""
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module is moved
         self.run.record(self.trainer)
-        keep_overfit_batches(self.trainer)
+        loader = self.trainer.train_dataloader
+        if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
+            loader.shuffle = False  # the same prompts in every epoch: Lightning stops the shuffling of DataLoaders only
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
         # A subclass may configure its own optimizer.
-        restore_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
+        checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(self.trainer.estimated_stepping_batches)
 
@@ -572,7 +590,7 @@ class GRPOLightningModule(L.LightningModule):
             checkpoints.check_keys(names, self.state_dict().keys(), self.trained_names)
         is_training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         if is_training and "fit_loop" in checkpoint.get("loops", {}):
-            checkpoints.set_position(checkpoint["loops"]["fit_loop"])
+            set_position(checkpoint["loops"]["fit_loop"])
         path = Path((self._trainer.ckpt_path if self._trainer else None) or "")
         self.run.load_state_dict(state, path, is_training=is_training)
 

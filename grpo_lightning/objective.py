@@ -1,4 +1,4 @@
-"""What the policy is trained towards: a paper is one row of settings, each a pure function of `functional/`.
+"""The training objective: a paper is one row of settings, each a pure function of `functional/`.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import torch
 from torch import Tensor
 
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import (
     aggregate,
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """What one optimizer step trains on, over all its micro-batches and ranks: the loss is divided by these."""
+    """Trained tokens and completions of one optimizer step, over micro-batches and ranks: the divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
@@ -78,7 +79,7 @@ class ObjectiveTerms(NamedTuple):
     """[B, T]."""
 
     rollout_weight: Tensor | None = None
-    """[B, T] what makes up for tokens drawn by another distribution; None if nothing does."""
+    """[B, T] what makes up for tokens sampled by another distribution; None if nothing does."""
 
     is_corrected: Tensor | None = None
     """[B, T] bool, True where that weight was outside of its range, or the completion is left out as off-policy."""
@@ -119,14 +120,14 @@ class Objective:
     """Every token weighs the same, every completion weighs the same, or tokens over the longest length allowed."""
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """What a reward is compared with."""
+    """The value that a reward is compared with."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
     with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
-    """What the difference is divided by: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
+    """The divisor of the difference: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
     of all differences of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the mean reward of the group
     (MaxRL), which has to be a success rate: rewards below 0 are an error then."""
 
@@ -197,7 +198,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def comparable(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """What completions are compared by.
+        """The rewards that completions are compared by.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
@@ -343,27 +344,25 @@ def check_objective(objective: Objective) -> None:
 
 def _check_ranges(objective: Objective) -> None:
     """Check numbers, and those that bound each other. Raises: ValueError."""
-    if not 0 <= objective.epsilon < 1:
-        raise ValueError(f"objective.epsilon must be at least 0 and below 1, got {objective.epsilon}.")
-    if objective.epsilon_high is not None and objective.epsilon_high < 0:
-        raise ValueError(
-            f"objective.epsilon_high must be at least 0, or null for epsilon, got {objective.epsilon_high}."
-        )
-    if objective.beta < 0:
-        raise ValueError(f"objective.beta must be at least 0 (0 is no reference), got {objective.beta}.")
-    if objective.dual_clip is not None and objective.dual_clip <= 1 + objective.high:
-        raise ValueError(
-            f"objective.dual_clip must be above 1 + epsilon_high = {1 + objective.high:g}, got {objective.dual_clip}. "
-            "Raise it, or set it to null."
-        )
-    for name in ("sapo_temperature", "sapo_temperature_negative"):
-        if getattr(objective, name) <= 0:
-            raise ValueError(f"objective.{name} must be above 0, got {getattr(objective, name)}.")
-    if not 0 <= objective.rollout_correction_low < objective.rollout_correction_high:
-        raise ValueError(
-            "objective.rollout_correction_low must be at least 0 and below rollout_correction_high "
-            f"({objective.rollout_correction_high}), got {objective.rollout_correction_low}."
-        )
+    high, largest = objective.high, objective.rollout_correction_high
+    limits = [
+        ("epsilon", 0 <= objective.epsilon < 1, "at least 0 and below 1"),
+        ("epsilon_high", high >= 0, "at least 0, or null for epsilon"),
+        ("beta", objective.beta >= 0, "at least 0 (0 is no reference)"),
+        (
+            "dual_clip",
+            objective.dual_clip is None or objective.dual_clip > 1 + high,
+            f"above 1 + epsilon_high = {1 + high:g} (or null)",
+        ),
+        ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
+        ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
+        (
+            "rollout_correction_low",
+            0 <= objective.rollout_correction_low < largest,
+            f"at least 0 and below rollout_correction_high ({largest})",
+        ),
+    ]
+    check_ranges("objective", objective, limits)
 
 
 def _check_unused(objective: Objective) -> None:

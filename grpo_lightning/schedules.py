@@ -2,16 +2,15 @@
 
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-The schedules are transformers', as classes: jsonargparse cannot fill in the arguments of its functions, and the length
-of the run is known to the module only. Any torch scheduler class works as well.
+The schedules are those of `transformers.get_scheduler`, as classes: jsonargparse cannot fill in the arguments of its
+functions, and only the module knows the length of the run. Any torch scheduler class works as well.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import Parameter
@@ -23,7 +22,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
 class Schedule(LambdaLR):
-    """A transformers schedule: linear warm-up, then what the subclass says.
+    """A schedule of transformers: linear warm-up, then what the subclass names.
 
     Args:
         optimizer: Its learning rates are the highest of the run.
@@ -33,6 +32,9 @@ class Schedule(LambdaLR):
     Raises:
         ValueError: If both are given, or the ratio is not in [0, 1].
     """
+
+    kind: ClassVar[str]
+    """The schedule's name in `transformers.SchedulerType`."""
 
     def __init__(self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None) -> None:
         if not 0 <= warmup_ratio <= 1:
@@ -50,14 +52,17 @@ class Schedule(LambdaLR):
         Raises:
             ValueError: If the run has no end.
         """
+        from transformers import get_scheduler
+
         if math.isinf(num_training_steps) or num_training_steps < 0:
             raise ValueError(
                 "The schedule needs to know how long the run is: set trainer.max_steps or trainer.max_epochs."
             )
         warmup = math.ceil(num_training_steps * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
+        num_steps = int(num_training_steps)
         # transformers gives the factor only bound to an optimizer; this one is thrown away.
-        stand_in = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
-        factor = self.build(stand_in, warmup, int(num_training_steps)).lr_lambdas[0]
+        placeholder = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
+        factor = get_scheduler(self.kind, placeholder, warmup, num_steps, self.settings(num_steps)).lr_lambdas[0]
         self.lr_lambdas = [factor] * len(self.base_lrs)
         self._last_lr = [float(lr) * factor(self.last_epoch) for lr in self.base_lrs]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -67,35 +72,27 @@ class Schedule(LambdaLR):
         """Take the place in the schedule; its shape and rates are those of this run."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
-    @abstractmethod
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """The transformers schedule."""
+    def settings(self, num_training_steps: int) -> dict[str, Any]:
+        """The subclass's own arguments, as transformers names them."""
+        return {}
 
 
 class Constant(Schedule):
     """Linear warm-up, then the full learning rate."""
 
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """`get_constant_schedule_with_warmup`."""
-        from transformers import get_constant_schedule_with_warmup
-
-        schedule: LambdaLR = get_constant_schedule_with_warmup(optimizer, num_warmup_steps)
-        return schedule
+    kind = "constant_with_warmup"
 
 
 class Linear(Schedule):
     """Linear warm-up, then linearly to 0."""
 
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """`get_linear_schedule_with_warmup`."""
-        from transformers import get_linear_schedule_with_warmup
-
-        schedule: LambdaLR = get_linear_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps)
-        return schedule
+    kind = "linear"
 
 
 class Cosine(Schedule):
     """Linear warm-up, then half a cosine down to `min_lr_ratio` times the learning rate."""
+
+    kind = "cosine_with_min_lr"
 
     def __init__(
         self,
@@ -107,18 +104,15 @@ class Cosine(Schedule):
         self.min_lr_ratio = min_lr_ratio
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """`get_cosine_with_min_lr_schedule_with_warmup`."""
-        from transformers import get_cosine_with_min_lr_schedule_with_warmup
-
-        schedule: LambdaLR = get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer, num_warmup_steps, num_training_steps, min_lr_rate=self.min_lr_ratio
-        )
-        return schedule
+    def settings(self, num_training_steps: int) -> dict[str, Any]:
+        """The lowest rate."""
+        return {"min_lr_rate": self.min_lr_ratio}
 
 
 class CosineWithRestarts(Schedule):
     """Linear warm-up, then `num_cycles` cosines from the full rate to 0."""
+
+    kind = "cosine_with_restarts"
 
     def __init__(
         self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None, num_cycles: int = 1
@@ -126,27 +120,21 @@ class CosineWithRestarts(Schedule):
         self.num_cycles = num_cycles
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """`get_cosine_with_hard_restarts_schedule_with_warmup`."""
-        from transformers import get_cosine_with_hard_restarts_schedule_with_warmup as get_schedule
-
-        schedule: LambdaLR = get_schedule(optimizer, num_warmup_steps, num_training_steps, num_cycles=self.num_cycles)
-        return schedule
+    def settings(self, num_training_steps: int) -> dict[str, Any]:
+        """The number of cosines."""
+        return {"num_cycles": self.num_cycles}
 
 
 class InverseSqrt(Schedule):
     """Linear warm-up, then with the inverse square root of the step."""
 
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """`get_inverse_sqrt_schedule`."""
-        from transformers import get_inverse_sqrt_schedule
-
-        schedule: LambdaLR = get_inverse_sqrt_schedule(optimizer, num_warmup_steps)
-        return schedule
+    kind = "inverse_sqrt"
 
 
 class WarmupStableDecay(Schedule):
     """Linear warm-up, the full rate, then down to `min_lr_ratio` times it over the last `decay_ratio` of the run."""
+
+    kind = "warmup_stable_decay"
 
     def __init__(
         self,
@@ -161,16 +149,9 @@ class WarmupStableDecay(Schedule):
         self.decay_ratio, self.min_lr_ratio = decay_ratio, min_lr_ratio
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
-    def build(self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
-        """`get_wsd_schedule`."""
-        from transformers import get_wsd_schedule
-
-        num_decay_steps = math.ceil(num_training_steps * self.decay_ratio)
-        schedule: LambdaLR = get_wsd_schedule(
-            optimizer,
-            num_warmup_steps,
-            num_decay_steps,
-            num_training_steps=num_training_steps,
-            min_lr_ratio=self.min_lr_ratio,
-        )
-        return schedule
+    def settings(self, num_training_steps: int) -> dict[str, Any]:
+        """The decay's length and the lowest rate."""
+        return {
+            "num_decay_steps": math.ceil(num_training_steps * self.decay_ratio),
+            "min_lr_ratio": self.min_lr_ratio,
+        }

@@ -17,7 +17,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.sync_reference import SyncReference
+from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local import LocalEngine

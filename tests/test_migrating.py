@@ -29,7 +29,7 @@ from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.rollout.sampler import TokenDrawer
+from grpo_lightning.rollout.sampler import TokenSampler
 from tests.arguments.registry import CASES
 from tests.doc_keys import SETTINGS, class_named
 from tests.pages import TableRow, read, tables
@@ -661,7 +661,7 @@ def test_completions_come_from_the_distribution_of_generate(flags):
     """The processors that `generate` builds from the flags, as TRL, ms-swift and VLM-R1 call it."""
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(0)) * 2
     history = torch.tensor([[3, 5, 5]])
-    drawer = TokenDrawer(SamplingParams(**flags), 1, None, None)
+    drawer = TokenSampler(SamplingParams(**flags), 1, None, None)
     neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     config = transformers.GenerationConfig(**(neutral | {"repetition_penalty": 1.0} | flags))
     model = GenerationMixin()

@@ -75,7 +75,7 @@ def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.parametrize("kind", [*KINDS, "whole"])
 def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
-    """The average is in the checkpoint, beside the current weights; frozen ones and the reference are in neither."""
+    """The average is in the checkpoint, next to the current weights; frozen ones and the reference are in neither."""
 
     def run(name, *callbacks, **options):
         module = make_module(objective=Objective(beta=0.04)) if kind == "whole" else module_of(folder, kind)
@@ -153,4 +153,4 @@ def test_adapters_alone_are_given_to_the_optimizer(folder):
 def test_the_run_says_what_is_trained(folder, caplog):
     with caplog.at_level(logging.INFO):
         fit(module_of(folder), max_steps=1)
-    assert "LoRA: 6,144 weights are trained, beside down_proj, gate_proj, k_proj" in caplog.text
+    assert "LoRA: 6,144 weights are trained, next to down_proj, gate_proj, k_proj" in caplog.text

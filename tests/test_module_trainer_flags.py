@@ -65,7 +65,7 @@ def test_limit_train_batches_is_rounded_up_to_whole_cycles(caplog, limit, messag
         trainer = fit(
             module, batch_size=2, max_epochs=2, accumulate_grad_batches=2, limit_train_batches=limit, callbacks=[seen]
         )
-    logged = [record.message for record in caplog.records if record.name == "grpo_lightning.training.whole_cycles"]
+    logged = [record.message for record in caplog.records if record.name == "grpo_lightning.training.checks"]
     assert logged == ([message] if message else [])
     assert module.run.cycle.is_finished
     assert [epoch for epoch, _ in seen.rollouts] == [0] * rollouts + [1] * rollouts

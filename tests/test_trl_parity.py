@@ -25,10 +25,10 @@ from grpo_lightning.functional import (
     normalized_sum,
     rollout_weights,
     sapo_surrogate,
-    step_counts,
     token_entropy,
     token_logprobs,
 )
+from tests.step_counts import step_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are not ours to mend
 

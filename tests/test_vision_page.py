@@ -9,7 +9,7 @@ from grpo_lightning.cli.plan.model import meta_model, sizes_of
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.policy.families import FAMILIES
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.tokenizers import SETTINGS
+from grpo_lightning.policy.tokenizer import SETTINGS
 from tests.cli.plan.real_shapes import published
 from tests.pages import read, tables
 

@@ -10,7 +10,7 @@ from PIL import Image
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, MicroBatch, Prompt
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.tokenizers import load_tokenizer
+from grpo_lightning.policy.tokenizer import load_tokenizer
 from grpo_lightning.training.micro_batches import Row, collate, give_images
 from tests.tiny_vlms import TinyVLM, picture
 

@@ -14,8 +14,7 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli import run_folder
 from grpo_lightning.cli.errors import ConfigurationError
-from grpo_lightning.training import rank_files
-from grpo_lightning.training.completeness import is_broken_off, why_incomplete
+from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted, why_incomplete
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
@@ -32,7 +31,7 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """
     if why := why_incomplete(path):
         return why
-    if to_train and path.is_dir() and is_broken_off(path):
+    if to_train and path.is_dir() and was_interrupted(path):
         return "it was saved inside an optimizer step, which an error broke off"
     file = path if path.is_file() else path / "meta.pt"
     if not to_train or not file.is_file():
@@ -47,7 +46,7 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return f"it holds a {type(content).__name__}, not a checkpoint"
     if (content.get("grpo") or {}).get("is_broken_off"):
         return "it was saved inside an optimizer step, which an error broke off"
-    if why := rank_files.why_missing(path, content.get("grpo")):
+    if why := RankFiles(path).why_missing(content.get("grpo")):
         return why
     # In a folder the optimizer's state is among the shards: the schedulers are saved along with it, and only with it.
     if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:

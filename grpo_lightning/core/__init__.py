@@ -1,1 +1,1 @@
-"""What every other part uses: types, ranks, seeds, messages, files."""
+"""Shared by every other part: types, ranks, seeds, messages, files."""

@@ -1,4 +1,4 @@
-"""What is said and what is not: the package's own messages without any set-up, other packages' advice left out."""
+"""Logging set-up: the package's own messages are shown without any, other packages' advice is left out."""
 
 from __future__ import annotations
 

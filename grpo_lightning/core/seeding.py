@@ -1,6 +1,6 @@
 """Seeds: every random choice follows from the run's seed and the name of what is chosen, never from global state.
 
-So a resumed run draws what the unbroken one would have drawn, and no random state has to be saved.
+So a resumed run samples what the uninterrupted one would have sampled, and no random state has to be saved.
 """
 
 from __future__ import annotations

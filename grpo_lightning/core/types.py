@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.settings import check_ranges
 
 if TYPE_CHECKING:  # processes that run rewards do without
     import torch
@@ -48,7 +49,7 @@ class ImageView:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """What one unit of the policy's x and y is in pixels of the data. Raises: ValueError if nobody knows."""
+        """Pixels of the data per unit of the policy's x and y. Raises: ValueError if nobody knows."""
         if self.coordinates is None:
             raise ValueError(
                 "The package has no facts about this policy's family, so how it names places in an image is not known: "
@@ -62,11 +63,6 @@ class ImageView:
         """A box as the policy names it, in pixels of the data."""
         x, y = self.scale
         return box[0] * x, box[1] * y, box[2] * x, box[3] * y
-
-    def from_original(self, box: Box) -> Box:
-        """A box in pixels of the data, as the policy names it."""
-        x, y = self.scale
-        return box[0] / x, box[1] / y, box[2] / x, box[3] / y
 
 
 @dataclass
@@ -92,7 +88,7 @@ class Prompt:
     """Handed to the chat template (`enable_thinking=False`)."""
 
     token_ids: Sequence[int] | None = None
-    """[L] its tokens where they are not what the tokenizer gives (a truncated prompt); None: tokenized when drawn."""
+    """[L] its tokens where they are not what the tokenizer gives (a truncated prompt); None: tokenized when sampled."""
 
     images: Sequence[ImageRef] = ()
     """The images, in the order of the parts `{"type": "image"}` of the messages; read when they are needed."""
@@ -105,12 +101,12 @@ class Prompt:
 
     @property
     def label(self) -> str:
-        """What to call it in messages: by file and line, else by its source and index."""
+        """The prompt's name in messages: by file and line, else by its source and index."""
         return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
 
 
 class ImageFeatures(NamedTuple):
-    """What the vision tower made of images."""
+    """The vision tower's features of images."""
 
     levels: list[Tensor]
     """[image tokens, H] each: those that stand in for the tokens, then those added in deeper layers (deepstack)."""
@@ -122,7 +118,7 @@ class ImageFeatures(NamedTuple):
 
 @dataclass
 class PromptVision:
-    """What a prompt is beside token ids, for a policy that sees images."""
+    """A prompt's inputs next to its token ids, for a policy that takes images."""
 
     images: dict[str, Tensor] = field(default_factory=dict)
     """The tensors of its images as the processor makes them, concatenated over images; empty without one."""
@@ -134,7 +130,7 @@ class PromptVision:
     """Tokens that stand for the images."""
 
     features: ImageFeatures | None = None
-    """Of its images, once a frozen vision tower has encoded them."""
+    """The features of its images, once a frozen vision tower has encoded them."""
 
     positions: tuple[Tensor, int] | None = None
     """[3, L] positions of the tokens and that of the first one after them, once they were asked for; models with
@@ -143,7 +139,7 @@ class PromptVision:
 
 @dataclass
 class VisionInputs:
-    """What goes with some prompts of a policy that sees images."""
+    """The images of some prompts, for a policy that takes them."""
 
     prompts: list[PromptVision]
     """N."""
@@ -176,10 +172,10 @@ class Completion:
     """One sampled answer."""
 
     token_ids: list[int]
-    """[T] drawn tokens, the stop token included; never padding."""
+    """[T] sampled tokens, the stop token included; never padding."""
 
     logprobs: list[float]
-    """[T] nats: log-probability of each token under the distribution it was drawn from."""
+    """[T] nats: log-probability of each token under the distribution it was sampled from."""
 
     finish_reason: FinishReason
 
@@ -196,8 +192,8 @@ class Completion:
     """[T] nats: of each token under the reference; None until they are known, or without one."""
 
     entropies: list[float] | None = None
-    """[T] nats: of the policy's softmax at the sampling temperature when each token was drawn; None if the engine does
-    not tell."""
+    """[T] nats: of the policy's softmax at the sampling temperature when each token was sampled; None if the engine
+    gives none."""
 
     @property
     def is_truncated(self) -> bool:
@@ -216,7 +212,7 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """How many rollouts the weights had been synchronised for when this group was drawn."""
+    """How many rollouts the weights had been synchronised for when this group was sampled."""
 
     image_views: Sequence[ImageView] = ()
     """One per image of the prompt."""
@@ -227,9 +223,9 @@ class Group:
 
 @dataclass
 class SamplingParams:
-    """How completions are drawn.
+    """How completions are sampled.
 
-    Log-probabilities are those of the distribution really drawn from. With `top_p`, `top_k`, `min_p` or
+    Log-probabilities are those of the distribution really sampled from. With `top_p`, `top_k`, `min_p` or
     `repetition_penalty` set, that is no longer the distribution the policy is trained on (full softmax at
     `temperature`).
     """
@@ -256,7 +252,7 @@ class SamplingParams:
     """Divides the score of tokens already seen (Keskar et al. 2019); 1 is off."""
 
     suppress_tokens: list[int] = field(default_factory=list)
-    """Token ids that are never drawn."""
+    """Token ids that are never sampled."""
 
     stop_strings: list[str] = field(default_factory=list)
     """A completion ends with the token that completes one of these strings."""
@@ -272,9 +268,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty > 0, "positive (1 is off)"),
             ("stop_strings", all(self.stop_strings), "free of empty strings"),
         ]
-        for name, is_valid, allowed in limits:
-            if not is_valid:
-                raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)!r}.")
+        check_ranges("sampling", self, limits)
 
     @property
     def is_greedy(self) -> bool:
@@ -283,14 +277,14 @@ class SamplingParams:
 
     @property
     def reshaping(self) -> dict[str, Any]:
-        """The settings that make the drawn distribution differ from the trained one, by name."""
+        """The settings that make the sampled distribution differ from the trained one, by name."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
 
 @dataclass
 class MicroBatch:
-    """What one forward and backward trains on: some prompts and some of their completions, padded."""
+    """The unit of one forward and backward pass: some prompts and some of their completions, padded."""
 
     prompt_ids: Tensor
     """[N, L] left padded."""

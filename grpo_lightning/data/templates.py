@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grpo_lightning.core.types import Message
-from grpo_lightning.policy.tokens import check_template_settings
+from grpo_lightning.policy.encoder import check_template_settings
 
 PromptAs = Literal["auto", "text", "chat"]
 

@@ -48,14 +48,9 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
     return boxes.clamp(min=0).minimum(boxes.new_tensor([width, height, width, height]))
 
 
-def is_proper(boxes: Tensor) -> Tensor:
-    """Whether each box has finite corners and an inside. Args: boxes: [..., 4]. Returns: [...] bool."""
-    return boxes.isfinite().all(dim=-1) & (boxes[..., 2:] > boxes[..., :2]).all(dim=-1)
-
-
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
     """Whether a box in pixels ends within the first pixel of an image, wider and higher than two.
 
-    So small is nothing that is asked for: its numbers are shares of the width and the height, from 0 to 1.
+    So small is nothing that is requested: its numbers are shares of the width and the height, from 0 to 1.
     """
     return max(box) <= 1 and min(size) > 2

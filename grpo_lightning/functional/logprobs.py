@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens: the only file that knows which logit predicts which token.
 
-Everywhere here `logits[:, t]` are the scores from which `token_ids[:, t]` was drawn: the model's output one position
+Everywhere here `logits[:, t]` are the scores from which `token_ids[:, t]` was sampled: the model's output one position
 earlier, the one at the last prompt token for the first completion token.
 """
 
@@ -33,7 +33,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy of the distribution each token was drawn from, exact over the vocabulary.
+    """Entropy of the distribution each token was sampled from, exact over the vocabulary.
 
         H[b, t] = -sum_v p[v] log p[v],   p = softmax(logits[b, t] / temperature)
 

@@ -1,7 +1,8 @@
-"""The pieces of the policy loss: ratio, surrogate, what was clipped, and off-policy correction.
+"""The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
-A paper is one choice of each piece, made by the caller. Left out on purpose: the sum over tokens (`masking.aggregate`)
-and the KL term (`kl.kl_divergence`), which are pieces of their own.
+A paper is one choice of each piece, made by the caller. Left out on purpose: any mean over "this micro-batch". A
+micro-batch contributes its share of a mean over the whole optimizer step, so how a step is cut into micro-batches and
+ranks cannot change what is learned.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-
-from grpo_lightning.functional.masking import masked_mean
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 
@@ -23,7 +22,7 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Probability of the tokens now over their probability when they were drawn.
+    """Probability of the tokens now over their probability when they were sampled.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
@@ -278,3 +277,135 @@ def keeps_sequence(
     """
     moved = masked_mean(torch.where(mask, rollout_logprobs - logprobs, 0.0).detach(), mask, dim=1)
     return (advantages >= 0) | (moved.unsqueeze(1) <= threshold)
+
+
+MAX_K3 = 10.0
+"""Nats per token. k3 grows as exp(d): unbounded, one token that the policy has all but lost is the whole loss. The
+bound of verl, OpenRLHF and ms-swift; a token is beyond it where d is above 2.6 or below -11."""
+
+
+def kl_divergence(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+) -> Tensor:
+    """Estimate KL(policy || reference) from one sampled token each.
+
+        d = ref_logprobs - logprobs
+        k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
+
+    k1 and k3 are unbiased where the tokens were sampled from the policy, k2 is not; k2 and k3 are never negative
+    (Schulman 2020, http://joschu.net/blog/kl-approx.html). Unbiased in value is not unbiased in gradient: of the three
+    only k2's gradient is that of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). k3's exponent is clipped to 20 nats
+    and its value to 10, with a gradient of 0 beyond (`is_k3_clamped` says where): what holds of k3 holds below that.
+
+    Args:
+        logprobs: [B, T] nats, of the policy.
+        ref_logprobs: [B, T] nats, of the reference; a constant.
+        mask: [B, T] bool, True where a token is trained on; None is everywhere. Masked tokens count as unmoved (0),
+            whatever their log-probs: exp(d) of padding can overflow, and its gradient is nan even after masking.
+        estimator: Which of the three.
+
+    Returns:
+        [B, T] nats per token.
+
+    Raises:
+        ValueError: If the estimator is none of the three.
+    """
+    difference = ref_logprobs.detach() - logprobs
+    if mask is not None:
+        difference = torch.where(mask, difference, 0.0)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # exp(d) - 1 rounds to below d for small d
+        return (torch.expm1(difference) - difference).clamp(max=MAX_K3)
+    raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}.")
+
+
+def is_k3_clamped(kl: Tensor) -> Tensor:
+    """Say which tokens have a k3 that was clipped, by its value. Args: kl: [B, T] nats, of `kl_divergence`.
+
+    Returns:
+        [B, T] bool; False where masked.
+    """
+    return kl >= MAX_K3
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Average the values where the mask is True.
+
+        mean = sum(v * m) / max(sum(m), 1)
+
+    Args:
+        values: [...] of any float type; may be nan or infinite where the mask is False.
+        mask: bool, broadcastable to `values` and back; True counts.
+        dim: The dimension averaged over; None averages over all.
+
+    Returns:
+        The mean, without `dim`. 0 where nothing is True, with a gradient of 0.
+    """
+    kept = _keep(values, mask)
+    mask = mask.expand_as(kept)
+    if dim is None:
+        return kept.sum() / mask.sum().clamp(min=1)
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def aggregate(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    by: Literal["token", "sequence", "constant"],
+    num_tokens: int | Tensor,
+    num_sequences: int | Tensor,
+    max_completion_length: int,
+) -> Tensor:
+    """Sum this micro-batch's share of a mean over the whole optimizer step.
+
+        token:     sum_it(v m) / num_tokens
+        sequence:  sum_i( sum_t(v m) / sum_t(m) ) / num_sequences
+        constant:  sum_it(v m) / (num_sequences * max_completion_length)
+
+    The shares of all micro-batches of all ranks add up to the mean. Where ranks average their gradients (DDP, FSDP,
+    ZeRO), multiply the share by the number of ranks; where micro-batches are averaged, by their number.
+
+    Args:
+        values: [B, T] per-token loss, or [B, 1] when it is the same for every token of a row; may be nan or infinite
+            where the mask is False.
+        mask: [B, T] bool, True where a token is trained on.
+        by: "token" weighs every token alike (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" every completion alike
+            (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by what does not depend on the lengths (Dr. GRPO,
+            arXiv:2503.20783, sec. 3.2).
+        num_tokens: Trained tokens of the step, over all micro-batches and ranks.
+        num_sequences: Completions of the step with at least one trained token.
+        max_completion_length: The length limit of sampling, in tokens.
+
+    Returns:
+        A scalar. With nothing to train on it is 0 and still connected to `values`.
+
+    Raises:
+        ValueError: If `by` is none of the three.
+    """
+    kept = _keep(values, mask)
+    if by == "token":
+        return kept.sum() / _at_least_one(num_tokens)
+    if by == "sequence":
+        return masked_mean(kept, mask, dim=1).sum() / _at_least_one(num_sequences)
+    if by == "constant":
+        return kept.sum() / (_at_least_one(num_sequences) * max_completion_length)
+    raise ValueError(f"by must be 'token', 'sequence' or 'constant', got {by!r}.")
+
+
+def _keep(values: Tensor, mask: Tensor) -> Tensor:
+    # Multiplying by the mask would turn a nan or an infinity at a padded position into a nan of the whole sum.
+    return torch.where(mask, values, 0.0)
+
+
+def _at_least_one(count: int | Tensor) -> int | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def pass_at_k(solved: Tensor, drawn: Tensor, k: int) -> Tensor:
+def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
     """The chance that one of k completions solves the prompt, estimated from n >= k of them without bias.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
@@ -19,13 +19,13 @@ def pass_at_k(solved: Tensor, drawn: Tensor, k: int) -> Tensor:
 
     Args:
         solved: [N] c, completions that solve their prompt.
-        drawn: [N] n, completions of the prompt.
+        sampled: [N] n, completions of the prompt.
         k: Attempts.
 
     Returns:
-        [N] in [0, 1]; nan where fewer than k completions were drawn.
+        [N] in [0, 1]; nan where fewer than k completions were sampled.
     """
-    counts = zip(solved.tolist(), drawn.tolist(), strict=True)
+    counts = zip(solved.tolist(), sampled.tolist(), strict=True)
     # Whole numbers of any size are exact in Python, and the binomials of n = 64 are beyond float32.
     chances = [1 - math.comb(int(n - c), k) / math.comb(int(n), k) if n >= k else math.nan for c, n in counts]
     return torch.tensor(chances, dtype=torch.float64)

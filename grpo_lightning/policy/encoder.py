@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_lightning.core.images import ImageError
 from grpo_lightning.core.types import EncodedPrompt, ImageView, Message, Prompt, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of
-from grpo_lightning.policy.tokens import check_length, num_positions, tokenize, turn_settings, vocabulary_size
+from grpo_lightning.policy.hf import num_positions, vocabulary_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,10 +71,10 @@ class Encoder:
         return tuple(sorted(known | (declared & ids)))
 
     @functools.cached_property
-    def never_drawn(self) -> tuple[int, ...]:
+    def never_sampled(self) -> tuple[int, ...]:
         """Ids that no completion has: those that stand for images, and those behind the tokenizer's last token.
 
-        Embeddings are padded to a round number of rows: what is drawn there is no text, and cannot be given back.
+        Embeddings are padded to a round number of rows: what is sampled there is no text, and cannot be given back.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -154,7 +154,7 @@ class Encoder:
         return encoded
 
     def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
-        """What goes with encoded prompts; None if the policy sees no images.
+        """The vision inputs of encoded prompts; None if the policy takes no images.
 
         Args:
             prompts: N, of this policy.
@@ -233,7 +233,7 @@ class Encoder:
             ) from error
 
     def processed(self, text: str, images: list[Image], where: str) -> Any:
-        """What the processor makes of a text with its images."""
+        """The processor's output for a text with its images."""
         try:
             return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
         except (ValueError, IndexError) as error:  # an image that is too narrow, for example
@@ -267,49 +267,37 @@ class Encoder:
 
     def unspelled(self, prompt: Prompt) -> Prompt:
         """The prompt, its texts broken where they spell a token that stands for an image: text stays text."""
-        prompt = dataclasses.replace(prompt, content=with_texts_joined(prompt.content))
-        spelled = [token for token in self.media_tokens if token in str(prompt.content)]
-        if not spelled:
-            return prompt
+        content = map_contents(joined_parts, prompt.content)
+        spelled = [token for token in self.media_tokens if token in str(content)]
 
         def broken(text: str) -> str:
             return functools.reduce(
                 lambda t, token: t.replace(token, token[0] + WORD_JOINER + token[1:]), spelled, text
             )
 
-        return dataclasses.replace(prompt, content=in_texts(broken, prompt.content))
+        def broken_in(found: Any) -> Any:
+            if isinstance(found, str):
+                return broken(found)
+            return [{**part, "text": broken(part["text"])} if part.get("type") == "text" else part for part in found]
+
+        return dataclasses.replace(prompt, content=map_contents(broken_in, content) if spelled else content)
 
 
-def in_texts(change: Any, content: Any) -> Any:
-    """Every text of a prompt's content, changed."""
+def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
+    """A prompt's content with every text, or list of a message's parts, changed."""
     if isinstance(content, str):
         return change(content)
-    return [in_message(change, message) for message in content]
-
-
-def in_message(change: Any, message: Message) -> Message:
-    """A message, its texts changed."""
-    content = message.get("content")
-    if content is None:  # a call of a tool
-        return message
-    changed = change(content) if isinstance(content, str) else [in_part(change, part) for part in content]
-    return {**message, "content": changed}
-
-
-def with_texts_joined(content: Any) -> Any:
-    """Parts of text that stand side by side made one, as templates do: no token is spelled over two of them."""
-    if isinstance(content, str):
-        return content
+    # A call of a tool has no content.
     return [
-        message
-        if isinstance(message.get("content"), str | None)
-        else {**message, "content": joined_parts(message["content"])}
+        message if message.get("content") is None else {**message, "content": change(message["content"])}
         for message in content
     ]
 
 
-def joined_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts of a message, neighbouring texts made one."""
+def joined_parts(parts: Any) -> Any:
+    """The parts of a message, neighbouring texts made one, as templates do: no token is spelled over two of them."""
+    if isinstance(parts, str):
+        return parts
     joined: list[Mapping[str, Any]] = []
     for part in parts:
         if joined and part.get("type") == joined[-1].get("type") == "text":
@@ -319,13 +307,8 @@ def joined_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return joined
 
 
-def in_part(change: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a message, its text changed."""
-    return {**part, "text": change(part["text"])} if part.get("type") == "text" else part
-
-
 def kind_of(part: Any) -> str | None:
-    """What a part of a message says it is."""
+    """The type that a part of a message names."""
     return part.get("type") if isinstance(part, Mapping) else type(part).__name__
 
 
@@ -334,3 +317,98 @@ def blank_image(width: int, height: int) -> Image:
     import PIL.Image
 
     return PIL.Image.new("RGB", (width, height), (127, 127, 127))
+
+
+OWN_SETTINGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
+"""Arguments of `apply_chat_template` that every prompt decides itself."""
+
+
+def check_template_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if `chat_template_kwargs` sets what every prompt decides itself."""
+    for name in settings:
+        if name in OWN_SETTINGS:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, which follows from each prompt: an assistant message at the end "
+                "of a prompt is continued, after any other message an assistant turn is opened. Remove it, and end "
+                "the prompts to continue with an assistant message (column 'prompt')."
+            )
+
+
+def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `apply_chat_template`: continue a final assistant message (prefill), or else open an assistant turn.
+
+    Args:
+        messages: The chat.
+        settings: `chat_template_kwargs`.
+
+    Raises:
+        ValueError: If `settings` sets this as well.
+    """
+    check_template_settings(settings)
+    is_prefilled = messages[-1].get("role") == "assistant"
+    return {**settings, "add_generation_prompt": not is_prefilled, "continue_final_message": is_prefilled}
+
+
+def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
+    """The prompt's token ids: text as it is, messages through the chat template with the assistant's turn opened.
+
+    An assistant message at the end (prefill) is continued: completions are what comes after it.
+
+    Args:
+        prompt: Text or messages.
+        tokenizer: The policy's.
+        where: What to call the prompt in errors; by default by its `label`.
+
+    Raises:
+        ValueError: If the prompt has no tokens, or its messages meet a tokenizer without a chat template or one that
+            cannot render them.
+    """
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
+    if isinstance(prompt.content, str):
+        ids = tokenizer(prompt.content)["input_ids"]
+    else:
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"{where or prompt.label} is a list of messages, but the tokenizer has no chat template. Take "
+                "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "
+                "text: then a question is continued as it is (in Python: PromptTemplate(prompt_as='text'))."
+            )
+        settings = turn_settings(prompt.content, prompt.chat_template_kwargs)
+        try:
+            ids = tokenizer.apply_chat_template(
+                [dict(message) for message in prompt.content],
+                tokenize=True,
+                return_dict=False,
+                **settings,
+            )
+        # What templates raise for roles and contents that they do not know, and transformers for a prefill that they
+        # do not render.
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where or prompt.label}: the tokenizer's chat template cannot render the messages: {error}. "
+                "Change or remove the row, or set another `tokenizer.chat_template`."
+            ) from error
+    if not ids:
+        raise ValueError(f"{where or prompt.label} has no tokens: {prompt.content!r}. Remove the row.")
+    return list(ids)
+
+
+def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_completion_length: int) -> None:
+    """Check that a prompt and its longest completion fit the model's positions.
+
+    Args:
+        prompt: To be named.
+        num_tokens: L.
+        limit: Positions of the model, see `num_positions`; None is no limit.
+        max_completion_length: Tokens that may come after it.
+
+    Raises:
+        ValueError: If they do not, naming the prompt and the lengths.
+    """
+    if limit is not None and num_tokens + max_completion_length > limit:
+        raise ValueError(
+            f"{prompt.label} has {num_tokens} tokens; with sampling.max_completion_length "
+            f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, set "
+            "data.max_prompt_length (with overlong_prompts: drop or truncate), or leave the prompt out."
+        )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from grpo_lightning.core.types import Coordinates
-from grpo_lightning.policy.inputs import base_model
+from grpo_lightning.policy.hf import base_model
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ as every image is resized to the same size."""
 
 @dataclass(frozen=True)
 class Family:
-    """What has to be known of a family beyond its config."""
+    """The facts about a family that its config does not have."""
 
     vision: tuple[str, ...]
     """The parts that make features of images: the vision tower and what projects it, by their names in the model."""
@@ -81,7 +81,7 @@ FAMILIES: Mapping[str, Family] = {
 """By `config.model_type`."""
 
 REMOTE_CODE = {"internvl_chat": "internvl"}
-"""Model types that only come as code beside a checkpoint, and the native ones that replace them."""
+"""Model types that only come as code next to a checkpoint, and the native ones that replace them."""
 
 
 def sees_images(config: Any) -> bool:

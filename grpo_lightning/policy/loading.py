@@ -16,21 +16,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_lightning.core import ranks
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.policy import tokenizers
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.families import family_of, sees_images, unknown_reason
-from grpo_lightning.policy.inputs import text_config
-from grpo_lightning.policy.naming import naming
-from grpo_lightning.policy.precision import dtype_name
+from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
+from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
-from grpo_lightning.policy.quantization import keep_differentiable, quantization_options
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.policy.settings import Attention, PolicySettings
+from grpo_lightning.policy.settings import Attention, PolicySettings, Quantization
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.tokens import num_positions
-from grpo_lightning.policy.trainable import check_in_step, check_loading, limit_training
+from grpo_lightning.policy.tokenizer import check_image_family, load_processor, load_tokenizer
+from grpo_lightning.policy.trainable import check_num_layers, dtype_name, limit_training
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -121,7 +118,7 @@ class PolicyLoader(PolicySettings):
         say = log.info if unknown_reason(encoder.config) is None else log.warning
         say("Scoring path: %s (%s).", path, reason)
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
-        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_drawn), model)
+        scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_sampled), model)
         log.info("Vocabulary head: %s.", reason)
         check_scorer(scorer, model)
         return scorer
@@ -132,13 +129,13 @@ class PolicyLoader(PolicySettings):
 
     def load_processor(self) -> Any:
         """The processor of a policy that sees images; None for one that takes text only."""
-        return tokenizers.load_processor(self, self.load_config())
+        return load_processor(self, self.load_config())
 
     def load_encoder(self) -> Encoder:
-        """What turns prompts into what the policy takes."""
+        """The encoder, which turns prompts into the policy's inputs."""
         config = self.load_config()
-        processor = tokenizers.load_processor(self, config)
-        return Encoder(tokenizers.load_tokenizer(self, processor, config), processor, config)
+        processor = load_processor(self, config)
+        return Encoder(load_tokenizer(self, processor, config), processor, config)
 
     def choose_attention(self, compute_dtype: str, device_type: str, config: PretrainedConfig) -> str | None:
         """The kernel to ask transformers for; see the function of this name. A model in memory keeps its own."""
@@ -200,7 +197,7 @@ def default_device_type() -> str:
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """What builds models of this config."""
+    """The class that builds models of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
@@ -236,7 +233,7 @@ def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False
             )
     except (ImportError, ValueError) as error:
         return f"transformers refuses it ({error})"
-    found = text_config(model)._attn_implementation
+    found = attention_kernel(model)
     return None if found == "flash_attention_2" else f"transformers would take {found} for it"
 
 
@@ -255,8 +252,8 @@ def choose_attention(
         no_flash_reason: Says why the model cannot run with FlashAttention; asked only if everything else allows it.
 
     Raises:
-        ModuleNotFoundError: If FlashAttention is asked for and not installed.
-        ValueError: If it is asked for and cannot run: on another device than CUDA, in float32, or of this model.
+        ModuleNotFoundError: If FlashAttention is requested and not installed.
+        ValueError: If it is requested and cannot run: on another device than CUDA, in float32, or of this model.
     """
     if requested not in ("auto", "flash_attention_2"):
         return requested
@@ -331,3 +328,95 @@ def checkpoint_layers(model: nn.Module) -> None:
     for layer in layers:
         if not isinstance(layer.forward, functools.partial):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
+    """Say what stands against loading, before weights are.
+
+    Raises:
+        FileNotFoundError: If the adapter to start from is not there.
+        ModuleNotFoundError: If a package is missing.
+        RuntimeError: If there is no CUDA device where one is needed.
+        ValueError: If the strategy shards what is quantised, or more layers are to be frozen than there are.
+    """
+    if loader.quantization != "none":
+        if sharding.is_sharded:
+            raise ValueError(
+                f"policy.quantization is {loader.quantization!r}, and the strategy shards the weights, which "
+                "bitsandbytes cannot: take ddp or zero2, or leave quantization out."
+            )
+        check_quantization(loader.quantization)
+    if loader.lora is not None:
+        loader.lora.check()
+        if loader.lora.dropout:
+            log.warning(
+                "policy.lora.dropout is %g: log-probs of the update differ from those before it by the dropout alone, "
+                "and importance ratios are not 1 before the first update.",
+                loader.lora.dropout,
+            )
+    config = loader.load_config()
+    check_image_family(loader, config)
+    if loader.freeze_vision_modules:
+        known_family(config, "policy.freeze_vision_modules")
+    if loader.freeze_layers:
+        check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def check_in_step(model: Any, sharding: Sharding) -> None:
+    """Check that ranks can keep step where one has no image.
+
+    Raises:
+        ValueError: If the family is not known, and its vision tower would need every rank.
+    """
+    reason = unknown_reason(base_model(model).config)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not hasattr(model, "peft_config")
+    if reason is not None and ranks.world_size() > 1 and (sharding.is_sharded or is_trained):
+        raise ValueError(
+            f"On several ranks a rank without images could not keep step: {reason}. Train on one device, take "
+            "policy.lora with ddp or zero2, or add a record to policy/families.py."
+        )
+
+
+def check_quantization(kind: Quantization) -> None:
+    """Say what stands against it, before weights are loaded.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+    """
+    try:
+        import bitsandbytes  # noqa: F401 - is it there?
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"policy.quantization {kind!r} needs bitsandbytes, which is not installed: pip install "
+            "'grpo-lightning[quantization]'."
+        ) from error
+
+
+def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: NF4 with quantised scales (arXiv:2305.14314), or int8; computed in bfloat16."""
+    from transformers import BitsAndBytesConfig
+
+    config = (
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        if kind == "4bit"
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    # Quantised where it will run: bitsandbytes stores it on the device.
+    device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Have 4-bit layers keep, on a CPU, the layout that gradients pass through.
+
+    On a CPU with bf16 instructions, bitsandbytes repacks their weights in the first forward of eval mode. What
+    multiplies the packed weights has no backward: after the first rollout, most adapters would get no gradient.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -1,13 +1,11 @@
-"""LoRA: small matrices beside the policy's linear layers, which are all that is trained."""
+"""LoRA: small matrices next to the policy's linear layers, which are all that is trained."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.policy.decoder import language_modules
-from grpo_lightning.policy.experts import taken_names, why_without
+from grpo_lightning.core.settings import check_ranges
+from grpo_lightning.policy.lora_targets import language_layers, targets, why_without
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -36,9 +34,6 @@ numbers, or activations and gradients of data. peft rebuilds the base of the oth
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 """Initialisations whose base peft computes in loading, by decompositions that round as the machine does."""
-
-MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
 
 
 @dataclass
@@ -64,19 +59,18 @@ class LoRA:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"policy.lora.rank must be at least 1, got {self.rank}.")
-        if self.alpha <= 0:
-            raise ValueError(f"policy.lora.alpha must be above 0, got {self.alpha}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"policy.lora.dropout must be at least 0 and below 1, got {self.dropout}.")
-        if self.target_modules is not None and (
-            isinstance(self.target_modules, str) or not all(map(bool, self.target_modules)) or not self.target_modules
-        ):
-            raise ValueError(
-                "policy.lora.target_modules must be a list of ends of names, or null for all linear layers, got "
-                f"{self.target_modules!r}."
-            )
+        names = self.target_modules
+        limits = [
+            ("rank", self.rank >= 1, "at least 1"),
+            ("alpha", self.alpha > 0, "above 0"),
+            ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1"),
+            (
+                "target_modules",
+                names is None or (not isinstance(names, str) and bool(names) and all(names)),
+                "a list of ends of names, or null for all linear layers",
+            ),
+        ]
+        check_ranges("policy.lora", self, limits)
         if self.adapter is not None:
             for name in ("rank", "alpha", "target_modules"):
                 if getattr(self, name) != getattr(LoRA, name):
@@ -84,24 +78,6 @@ class LoRA:
                         f"policy.lora.{name} ({getattr(self, name)}) is set, and policy.lora.adapter ({self.adapter}) "
                         "has its own: leave it out."
                     )
-
-    @classmethod
-    def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
-        """The settings given; a mapping, as checkpoints and YAML have it, names the fields.
-
-        Raises:
-            ValueError: If it is something else, or names a field that does not exist.
-        """
-        if value is None or isinstance(value, LoRA):
-            return value
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, Mapping):
-            raise ValueError(f"policy.lora must be LoRA(...) or a mapping of {', '.join(names)}, got {value!r:.80}.")
-        if unknown := [name for name in value if name not in names]:
-            close = difflib.get_close_matches(str(unknown[0]), names, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"policy.lora has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
-        return cls(**value)
 
     def check(self) -> None:
         """Say what stands against it, before weights are loaded.
@@ -144,7 +120,7 @@ def adapter_config(adapter: str) -> LoraConfig:
     if whole or config.bias != "none":
         what = f"whole layers ({whole})" if whole else f"biases (bias: {config.bias})"
         raise ValueError(
-            f"policy.lora.adapter {adapter!r} trains {what} beside its matrices. Merge it into its base "
+            f"policy.lora.adapter {adapter!r} trains {what} next to its matrices. Merge it into its base "
             "(merge_and_unload), and train a new adapter on that."
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
@@ -158,7 +134,7 @@ def adapter_config(adapter: str) -> LoraConfig:
 
 
 def add_adapters(model: Any, lora: LoRA) -> PeftModel:
-    """Freeze a model and put adapters beside its layers, float32 and the same on every process.
+    """Freeze a model and put adapters next to its layers, float32 and the same on every process.
 
     Args:
         model: The complete base; it is wrapped, and its layers are replaced in place.
@@ -197,68 +173,18 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
     set_dropout(adapted, lora.dropout)
     trained = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
     names = sorted({name.rpartition(".")[2] for name, module in adapted.named_modules() if is_adapter_layer(module)})
-    log.info("LoRA: %s weights are trained, beside %s.", f"{sum(trained):,}", ", ".join(names))
+    log.info("LoRA: %s weights are trained, next to %s.", f"{sum(trained):,}", ", ".join(names))
     return adapted.eval()
 
 
 def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
-    """Put a frozen copy of the adapter that a run starts from beside the one that is trained."""
+    """Put a frozen copy of the adapter that a run starts from next to the one that is trained."""
     config = adapter_config(adapter)
     # PiSSA, OLoRA and LoftQ subtract what they start from from the base's weights, and the first adapter has done so.
     config.init_lora_weights, config.inference_mode = False, True
     policy.add_adapter(STARTING, config)
     policy.load_adapter(adapter, STARTING, is_trainable=False)
     set_dropout(policy, 0.0, STARTING)
-
-
-def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
-    """The layers that get adapters, by their names: the linear ones of the language model without its output head.
-
-    Args:
-        model: The base.
-        names: Ends of names to choose by; None takes all.
-
-    Raises:
-        ValueError: If one of the ends matches no layer, or one that cannot have an adapter, the output head among them.
-    """
-    layers = language_layers(model)
-    taken = taken_names(model, layers)
-    if names is None:
-        return {name: layer for name, layer in layers.items() if name not in taken}
-    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
-    head = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if module is head]
-    for end in names:
-        matched = [name for name in layers if f".{name}".endswith(f".{end}")]
-        if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
-            raise ValueError(
-                f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
-                "tied to the embeddings, which merging would change too, and scoring runs it in slices. Leave it out, "
-                f"or train all weights (without policy.lora). There are: {', '.join(known)}."
-            )
-        if not matched:
-            raise ValueError(
-                f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "
-                f"{', '.join(known)}."
-            )
-        if refused := [name for name in matched if name in taken]:
-            raise ValueError(
-                f"policy.lora.target_modules: {end!r} matches {refused[0]}, whose name peft takes for that of the "
-                f"experts, which are one tensor. Leave it out; there are: {', '.join(known)}."
-            )
-    return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
-
-
-def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer of the language model but the output head, by name."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {
-        name: module
-        for name, module in language_modules(model).items()
-        if isinstance(module, nn.Linear | Conv1D)
-        and not (model.config.model_type in MAMBA and name.endswith(".out_proj"))
-    }
 
 
 class UpdateDropout(nn.Dropout):
@@ -281,7 +207,7 @@ def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
 
 @contextlib.contextmanager
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Inside, the adapters' dropout is drawn from this seed: the same in a resumed run. Without dropout, nothing.
+    """Inside, the adapters' dropout is random by this seed: the same in a resumed run. Without dropout, nothing.
 
     The backward pass may stand outside: checkpoints recompute a forward one with the random state that it saw.
     """
@@ -296,8 +222,8 @@ def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Inside, the policy runs with another of its adapters, or with none.
+def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
+    """Inside, the policy, which is yielded, runs with another of its adapters, or with none.
 
     peft's own switches take `requires_grad` from the adapter that is trained, and sharded strategies that first run
     inside would never train it.
@@ -309,7 +235,7 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[None]:
         if adapter is not None:
             layer._active_adapter = [adapter]
     try:
-        yield
+        yield policy
     finally:
         for layer, (active, disabled) in zip(layers, before, strict=True):
             layer._active_adapter, layer._disable_adapters = active, disabled
@@ -332,7 +258,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[Any]:
-    """The layers with adapters beside them."""
+    """The layers with adapters next to them."""
     return (module for module in model.modules() if is_adapter_layer(module))
 
 

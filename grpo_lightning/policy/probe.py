@@ -1,4 +1,4 @@
-"""Which scoring path and which head a model takes: by what it declares, then by a small probe.
+"""Choosing a model's scoring path and head: by what it declares, then by a small probe.
 
 Chosen once per run, the same on every rank. Probes run in eval mode, and 32-bit weights in full float32 whatever the
 run does: TF32 and autocast move log-probs further than the mistakes that are looked for.
@@ -17,23 +17,28 @@ from torch import Tensor, nn
 from grpo_lightning.core.ranks import gather_objects, max_over_ranks
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.families import unknown_reason
-from grpo_lightning.policy.head import logit_scale
-from grpo_lightning.policy.inputs import accepts, base_model, compute_device, evaluating, text_config
+from grpo_lightning.policy.hf import accepts, attention_kernel, base_model, compute_device, evaluating, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache
-from grpo_lightning.policy.scorer import Scorer, ScoringPath, refuse_transformers_checkpointing
+from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
+from grpo_lightning.policy.sharding import gathered_dtypes
 
 
-def dense_reason(model: nn.Module) -> str | None:
-    """Why this model cannot take the extended path, by what it declares; None if it can."""
+def no_cache_reason(model: nn.Module) -> str | None:
+    """Why this model's cache cannot be shared by the completions of a prompt, by what it declares; None if it can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     if not accepts(model, "past_key_values"):
         return f"{type(base).__name__}.forward takes no past_key_values"
-    if reason := unknown_reason(base.config):
+    return unknown_reason(base.config)
+
+
+def dense_reason(model: nn.Module) -> str | None:
+    """Why this model cannot take the extended path, by what it declares; None if it can."""
+    if reason := no_cache_reason(model):
         return reason
     try:
-        PrefixCache(base.config)
+        PrefixCache(base_model(model).config)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -174,7 +179,7 @@ def judging(model: nn.Module) -> Iterator[None]:
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
     # Its own package is "flash_attention_2", a build of the hub "kernels-community/flash-attn2".
-    return "flash" in (getattr(text_config(model), "_attn_implementation", None) or "")
+    return "flash" in attention_kernel(model)
 
 
 @contextlib.contextmanager
@@ -211,26 +216,16 @@ def computes_in_float32(model: nn.Module) -> bool:
     return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
 
 
-def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """What FSDP2 gathers shards in (`mp_policy.param_dtype`), which the shards do not show; None: as they are."""
-    if not torch.distributed.is_available():
-        return set()
-    from torch.distributed.fsdp import FSDPModule
-
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {part._get_fsdp_state()._mp_policy.param_dtype for part in parts}
-
-
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
     """The scoring path of a run and the reason for it: by static rule, then by a small probe.
 
     Raises:
-        ValueError: If "extended" is asked for and the model cannot take it.
+        ValueError: If "extended" is requested and the model cannot take it.
         RuntimeError: If transformers' own checkpointing is on.
     """
     refuse_transformers_checkpointing(model)
     if requested == "dense":
-        return "dense", "asked for"
+        return "dense", "requested"
     reason = dense_reason(model)
     if reason is None:
         measured = measure(model, Scorer("extended", head_chunk_size=None), Scorer("dense", head_chunk_size=None))
@@ -267,7 +262,7 @@ def check_scorer(scorer: Scorer, model: nn.Module) -> None:
 
 
 def model_type(model: nn.Module) -> str:
-    """What the config calls the model's family."""
+    """The name of the model's family in its config."""
     return str(base_model(model).config.model_type)
 
 
@@ -275,7 +270,7 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
     """The scorer with a head that the model can take, whole logits if need be, and the reason for it."""
     whole = dataclasses.replace(scorer, head_chunk_size=None)
     if scorer.head_chunk_size is None:
-        return whole, "whole logits: asked for"
+        return whole, "whole logits: requested"
     reason = whole_reason(model)
     with judging(model):
         scale = logit_scale(model) if reason is None else None

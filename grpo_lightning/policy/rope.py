@@ -15,22 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.inputs import base_model, text_config
+from grpo_lightning.policy.hf import base_model, rope_entries, rope_type, text_config
 
 log = logging.getLogger(__name__)
-
-
-def rope_entries(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a text config: one, or one per layer type."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    is_per_layer_type = bool(rope) and all(isinstance(entry, dict) for entry in rope.values())
-    entries = list(rope.values()) if is_per_layer_type else [rope]
-    return [entry for entry in entries if isinstance(entry, dict)]
-
-
-def rope_type(entry: dict[str, Any]) -> str:
-    """The kind of frequencies of one entry; "default" if it names none."""
-    return str(entry.get("rope_type", entry.get("type", "default")))
 
 
 def is_length_dependent(kind: str) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import TRAINED
-from grpo_lightning.policy.naming import naming
 from grpo_lightning.policy.sharding import Sharding
 
 

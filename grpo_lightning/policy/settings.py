@@ -1,4 +1,4 @@
-"""What a policy is and how it is run, as a recipe says it; nothing is loaded here but the config."""
+"""Settings of the policy, as a recipe has them: where it comes from and how it is run. Loads only the config."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from grpo_lightning.core.settings import check_ranges, optional_settings
 from grpo_lightning.policy.families import refuse_remote_code
+from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.naming import naming
-from grpo_lightning.policy.quantization import Quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
 ActivationCheckpointing = Literal["none", "chunks", "layers"]
+Quantization = Literal["none", "4bit", "8bit"]
 
 
 class PolicySettings:
@@ -102,12 +103,6 @@ class PolicySettings:
                 f"policy.revision ({revision}), policy.trust_remote_code ({trust_remote_code}) and policy.from_scratch "
                 f"({from_scratch}) say how a name is loaded; what is given is in memory already. Leave them out."
             )
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"policy.chunk_size must be at least 1, or null for one chunk, got {chunk_size}.")
-        if head_chunk_size is not None and head_chunk_size < 1:
-            raise ValueError(
-                f"policy.head_chunk_size must be at least 1, or null for all tokens at once, got {head_chunk_size}."
-            )
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
@@ -118,7 +113,7 @@ class PolicySettings:
         self.chunk_size = chunk_size
         self.head_chunk_size = head_chunk_size
         self.activation_checkpointing = activation_checkpointing
-        self.lora = LoRA.of(lora)
+        self.lora = optional_settings(LoRA, lora, "policy.lora")
         self.freeze_layers = freeze_layers
         self.freeze_vision_modules = freeze_vision_modules
         self.max_pixels = max_pixels
@@ -127,8 +122,23 @@ class PolicySettings:
         self.quantization = quantization
         self.revision = revision
         self.trust_remote_code = trust_remote_code
+        check_ranges("policy", self, self._limits())
         check_trained_settings(self)
-        check_image_settings(self)
+
+    def _limits(self) -> list[tuple[str, bool, str]]:
+        """The ranges of numbers."""
+        nulls = {"chunk_size": "one chunk", "head_chunk_size": "all tokens at once"}
+        nulls |= dict.fromkeys(("max_pixels", "min_pixels", "max_anyres_num"), "the processor's own")
+        limits = [
+            (name, (value := getattr(self, name)) is None or value >= 1, f"at least 1, or null for {null}")
+            for name, null in nulls.items()
+        ]
+        is_ordered = self.min_pixels is None or self.max_pixels is None or self.min_pixels <= self.max_pixels
+        return [
+            *limits,
+            ("min_pixels", is_ordered, f"at most policy.max_pixels ({self.max_pixels})"),
+            ("freeze_layers", self.freeze_layers >= 0, "at least 0"),
+        ]
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -188,8 +198,6 @@ def model_or_config(given: Any) -> Any:
 def check_trained_settings(settings: PolicySettings) -> None:
     """Raise ValueError for settings of adapters and frozen weights that exclude each other."""
     kind = settings.quantization
-    if settings.freeze_layers < 0:
-        raise ValueError(f"policy.freeze_layers must be at least 0, got {settings.freeze_layers}.")
     if settings.freeze_layers and settings.lora is not None:
         raise ValueError(
             f"policy.freeze_layers ({settings.freeze_layers}) and policy.lora: under adapters all layers are frozen "
@@ -211,20 +219,4 @@ def check_trained_settings(settings: PolicySettings) -> None:
         raise ValueError(
             f"policy.dtype is float16, and weights quantised to {kind} are computed with in bfloat16: set it to "
             "bfloat16 or float32."
-        )
-
-
-def check_image_settings(settings: PolicySettings) -> None:
-    """Raise ValueError for limits of images that are none."""
-    for name in ("max_pixels", "min_pixels", "max_anyres_num"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ValueError(f"policy.{name} must be at least 1, or null for the processor's own, got {value}.")
-    if (
-        settings.min_pixels is not None
-        and settings.max_pixels is not None
-        and settings.min_pixels > settings.max_pixels
-    ):
-        raise ValueError(
-            f"policy.min_pixels ({settings.min_pixels}) is above policy.max_pixels ({settings.max_pixels}): lower it."
         )

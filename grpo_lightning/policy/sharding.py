@@ -1,7 +1,8 @@
-"""How the policy's weights lie over the processes of a run: whole on each, or a shard on each.
+"""How the policy's weights lie over the processes of a run: full on each, or a shard on each.
 
-Loading, sampling and comparing models need to know; nothing else does. `Sharding` is the case of whole weights (one
-device, DDP, ZeRO-1 and 2); the others say what they do differently.
+Loading, sampling and comparing models need to know; nothing else does. `Sharding` is the case of full weights (one
+device, DDP, ZeRO-1 and 2); the others say what they do differently. No other file knows how FSDP2 and DeepSpeed mark
+modules and parameters.
 """
 
 from __future__ import annotations
@@ -97,9 +98,7 @@ class FullyShard(Sharding):
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Gather everything once, instead of every layer at every token."""
-        from torch.distributed.fsdp import FSDPModule
-
-        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        parts = fsdp_modules(model)
         for part in parts:
             part.unshard()
             part.set_reshard_after_forward(False, recurse=False)
@@ -112,11 +111,8 @@ class FullyShard(Sharding):
 
     def settle(self, model: nn.Module) -> None:
         """Embeddings and head stay gathered, in the precision they are used in."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for part in fsdp_modules(model):
+            part.reshard()
 
     def whole(self, parameter: Tensor) -> Tensor:
         """All shards together. Embeddings and head stay gathered after a forward pass, and are whole already then."""
@@ -215,7 +211,7 @@ class Partitioned(PartitionedGradients):
                 hooks._register_deepspeed_module(hooks.module)
 
     def hooks(self) -> Any:
-        """What DeepSpeed gathers and releases weights with."""
+        """The object with which DeepSpeed gathers and releases weights."""
         optimizer = self.strategy.model.optimizer
         return getattr(optimizer, "parameter_offload", optimizer)  # without training it is the optimizer's place
 
@@ -238,7 +234,7 @@ class Partitioned(PartitionedGradients):
 
 @contextlib.contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Inside, transformers partitions nothing, also where a ZeRO-3 run of this process has told it to."""
+    """Inside, transformers partitions nothing, also after a ZeRO-3 run in this process."""
     from transformers.integrations import deepspeed
 
     reference = deepspeed._hf_deepspeed_config_weak_ref
@@ -279,7 +275,7 @@ def knowing_whole_shapes() -> Iterator[None]:
 
 
 class WholeShapes:
-    """What a conversion of weights asks of a model: a parameter with its whole shape, and no values."""
+    """A model as a conversion of weights reads it: parameters with their full shape, and no values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -287,4 +283,33 @@ class WholeShapes:
     def get_parameter(self, name: str) -> Tensor:
         """On the meta device."""
         parameter = self.model.get_parameter(name)
-        return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+        return torch.empty(full_shape(parameter), device="meta")
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that FSDP2 has sharded, the model itself among them; none of a model without."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
+    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None: as they are."""
+    return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """True for a parameter that ZeRO-3 partitions: it is an empty vector where it is not gathered."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter, also where ZeRO-3 has left an empty vector in its place."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """The tensor that holds this rank's partition of a parameter under ZeRO-3, else the parameter."""
+    return getattr(parameter, "ds_tensor", parameter)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.families import family_of, inner_model, is_tower_trained
-from grpo_lightning.policy.inputs import base_model, compute_device, known_arguments, text_positions
+from grpo_lightning.policy.hf import base_model, compute_device, known_arguments, text_positions
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def joined(features: Sequence[ImageFeatures]) -> ImageFeatures:
 
 
 class Outputs(SimpleNamespace):
-    """What `get_image_features` gives: the fields that forwards read."""
+    """The output of `get_image_features`: the fields that forwards read."""
 
     pooler_output: Tensor | tuple[Tensor, ...]
     deepstack_features: list[Tensor | tuple[Tensor, ...]]
@@ -151,10 +151,10 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 
 
 class PlacedPrompts(NamedTuple):
-    """Where the tokens of some prompts are, and where what follows goes on."""
+    """Where the tokens of some prompts are, and where the next ones continue."""
 
     arguments: dict[str, Tensor]
-    """Of the model's forward over the prompts: `position_ids`, and what kind of token stands where."""
+    """Arguments of the model's forward over the prompts: `position_ids`, and the kind of each token."""
 
     first: Tensor
     """[N, 1] position of the first token after each prompt."""

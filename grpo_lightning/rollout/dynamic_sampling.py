@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import equal_groups
@@ -36,11 +37,9 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
-        if type(self.max_resample_times) is not int or self.max_resample_times < 1:
-            raise ValueError(
-                f"dynamic_sampling.max_resample_times must be at least 1, got {self.max_resample_times!r}; leave "
-                "dynamic_sampling out to draw no further prompts."
-            )
+        is_count = type(self.max_resample_times) is int and self.max_resample_times >= 1
+        allowed = "at least 1 (leave dynamic_sampling out to sample no further prompts)"
+        check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout) -> Tensor:
         """[N] bool, True for groups of a scored rollout without a gradient."""
@@ -59,20 +58,8 @@ class DynamicSampling:
         return is_idle | (applies & equal_groups(named.masked_fill(rollout.rewards.isnan(), torch.nan)))
 
 
-class MorePrompts(Protocol):
-    """Where further prompts come from: a `PromptSource`."""
-
-    def more(self, count: int, own: list[int]) -> tuple[int, list[Prompt]]:
-        """Take up to `count` further prompts for all ranks; returns how many there are, and those of this rank."""
-        ...
-
-    def settle(self, numbers: list[list[int]], prompts: list[Prompt]) -> None:
-        """Told which prompts the cycle ends up with: the numbers of all ranks, the prompts of this one."""
-        ...
-
-
 class Resampling(NamedTuple):
-    """What dynamic sampling did to a rollout, on this rank."""
+    """The counts of dynamic sampling in a rollout, on this rank."""
 
     rounds: int
     """Rounds of further prompts."""
@@ -91,7 +78,7 @@ def resample(
     rollout: Rollout,
     settings: DynamicSampling,
     sample_and_score: Callable[[Sequence[Prompt], Sequence[int]], Rollout],
-    source: MorePrompts,
+    source: PromptSource,
 ) -> tuple[Rollout, Resampling]:
     """Replace groups without a gradient by others, as long as there are rounds and prompts.
 
@@ -146,7 +133,7 @@ def source_of(loader: Any) -> PromptSource:
 
 
 def wrong_loader(*, is_on: bool) -> str:
-    """What is wrong with a loader that was made for a module with dynamic sampling on or off, and this is the other."""
+    """The error for a loader made for dynamic sampling in a module without it, or the other way round."""
     if is_on:
         return (
             "model.dynamic_sampling draws further prompts in a cycle, and the training loader has none to give: wrap "

@@ -16,7 +16,7 @@ Progress = Callable[[int, int], None]
 
 
 class RolloutEngine(Protocol):
-    """Draws completions from the policy.
+    """Samples completions from the policy.
 
     Engines take token ids, not text: what is scored is exactly what was sampled. Every rank makes the same calls, a
     rank without prompts too.
@@ -37,14 +37,14 @@ class RolloutEngine(Protocol):
         progress: Progress | None = None,
         vision: VisionInputs | None = None,
     ) -> list[list[Completion]]:
-        """Draw completions.
+        """Sample completions.
 
         Args:
             prompts: N unpadded token-id lists; N may be 0 and differ between ranks.
             num_generations: G completions for each.
-            sampling: The distribution to draw from and where to stop.
+            sampling: The distribution to sample from and where to stop.
             seeds: N, one for each prompt. The same seed, weights and prompt give the same completions, whatever else is
-                drawn beside them and on whichever rank; no global random state is touched.
+                sampled next to them and on whichever rank; no global random state is touched.
             progress: Told how far the decoding is.
             vision: The images of the prompts, for a policy that sees them. What a frozen vision tower makes of them may
                 be kept there, for the passes to come.

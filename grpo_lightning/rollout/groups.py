@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GroupSource(NamedTuple):
-    """What groups are drawn with."""
+    """Samples groups with an engine, from encoded prompts."""
 
     engine: RolloutEngine
     encoder: Encoder
@@ -30,7 +30,7 @@ class GroupSource(NamedTuple):
     weight_version: int
     """How many rollouts the weights were synchronised for."""
 
-    def draw(
+    def sample(
         self,
         prompts: Sequence[Prompt],
         num_generations: int,
@@ -38,12 +38,12 @@ class GroupSource(NamedTuple):
         seeds: list[int],
         progress: Progress | None = None,
     ) -> list[Group]:
-        """Draw G completions of N prompts; their images are read here, each once.
+        """Sample G completions of N prompts; their images are read here, each once.
 
         Args:
             prompts: N.
             num_generations: G.
-            sampling: How they are drawn. Tokens that stand for images, or that the tokenizer does not have, never are.
+            sampling: The distribution. Tokens that stand for images, or that the tokenizer does not have, are left out.
             seeds: N.
             progress: Told how far the decoding is.
 
@@ -53,8 +53,8 @@ class GroupSource(NamedTuple):
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
         # Ranks that sample in step run the tower in step, whoever has an image.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
-        never = {*sampling.suppress_tokens, *self.encoder.never_drawn}
-        drawn = self.engine.generate(
+        never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
+        sampled = self.engine.generate(
             [prompt.token_ids for prompt in encoded],
             num_generations,
             replace(sampling, suppress_tokens=sorted(never)),
@@ -64,7 +64,7 @@ class GroupSource(NamedTuple):
         )
         return [
             Group(prompt, found.token_ids, completions, self.weight_version, found.image_views, found.vision)
-            for prompt, found, completions in zip(prompts, encoded, drawn, strict=True)
+            for prompt, found, completions in zip(prompts, encoded, sampled, strict=True)
         ]
 
 
@@ -77,7 +77,7 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """Of one completion."""
+    """The KL of one completion."""
     assert completion.ref_logprobs is not None
     mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(completion.logprobs)
     sampled = zip(completion.logprobs, completion.ref_logprobs, mask, strict=True)
@@ -93,7 +93,7 @@ def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, shar
 
 
 OverlongFilter = Literal["none", "loss", "group"]
-"""What happens to truncated completions (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
+"""How truncated completions are treated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
 
 Their rewards say little: a right chain of thought that was truncated looks like a wrong one. `none` trains on them like
 on all others. `loss` masks them, and still counts their rewards in their groups' mean and spread. `group` masks them

@@ -23,11 +23,10 @@ from transformers import (
 )
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs
-from grpo_lightning.policy.families import is_tower_trained, unknown_reason
-from grpo_lightning.policy.inputs import (
-    accepts,
-    base_model,
+from grpo_lightning.policy.families import is_tower_trained
+from grpo_lightning.policy.hf import (
     compute_device,
     evaluating,
     known_arguments,
@@ -35,13 +34,12 @@ from grpo_lightning.policy.inputs import (
     text_config,
 )
 from grpo_lightning.policy.kv_cache import LostCacheError
-from grpo_lightning.policy.probe import compare, model_type, probe_batch, scored_alone
+from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, full_shape
 from grpo_lightning.policy.vision import place, seeing
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
-from grpo_lightning.rollout.lockstep import Lockstep, is_gathered, say_gathering
-from grpo_lightning.rollout.sampler import Draw, TokenDrawer, Uniforms
+from grpo_lightning.rollout.sampler import Draw, TokenSampler, Uniforms
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +57,18 @@ class LocalEngine(RolloutEngine):
     """
 
     def __init__(self, max_rows: int | None = None, *, gather_for_generation: Literal["auto"] | bool = "auto") -> None:
-        if max_rows is not None and max_rows < 1:
-            raise ValueError(f"engine.max_rows must be at least 1, or null for no limit, got {max_rows}.")
-        if gather_for_generation != "auto" and not isinstance(gather_for_generation, bool):
-            raise ValueError(
-                f"engine.gather_for_generation must be 'auto', true or false, got {gather_for_generation!r}."
-            )
         self.max_rows = max_rows
         self.gather_for_generation = gather_for_generation
-        self.said: bool | None = None
+        limits = [
+            ("max_rows", max_rows is None or max_rows >= 1, "at least 1, or null for no limit"),
+            (
+                "gather_for_generation",
+                gather_for_generation == "auto" or isinstance(gather_for_generation, bool),
+                "'auto', true or false",
+            ),
+        ]
+        check_ranges("engine", self, limits)
+        self.logged_gathering: bool | None = None
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
         """Remember the policy, its stop tokens, and whether its cache can be fanned out."""
@@ -172,9 +173,9 @@ class LocalEngine(RolloutEngine):
             return
         # Asked anew for every rollout: the free memory changes when the optimizer's states come to exist.
         gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
-        if gathers != self.said:
+        if gathers != self.logged_gathering:
             say_gathering(gathers, reason)
-            self.said = gathers
+            self.logged_gathering = gathers
         with self.sharding.gathered(self.policy) if gathers else contextlib.nullcontext():
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
 
@@ -210,10 +211,10 @@ class LocalEngine(RolloutEngine):
         number = torch.arange(len(fan), device=fan.device)
         state = OpenRows(number, logits[fan], prompt_mask[fan], placed.first[fan], prompt_ids[fan])
 
-        drawn = [Drawn() for _ in range(len(wave.prompts) * num_generations)]
+        sampled = [SampledRow() for _ in range(len(wave.prompts) * num_generations)]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
-        rows = list(range(len(drawn)))
+        rows = list(range(len(sampled)))
         ids = fan  # any ids: without a row of its own, this rank only keeps step
         for step in range(sampling.max_completion_length):
             keep = number[:1]
@@ -223,11 +224,11 @@ class LocalEngine(RolloutEngine):
                 ended = is_stop[ids] | draw.ends_with_stop_string(state.history)
                 values = (column.tolist() for column in (ids, logprobs, entropies, ended))
                 for row, token, logprob, entropy, end in zip(rows, *values, strict=True):
-                    drawn[row].token_ids.append(token)
-                    drawn[row].logprobs.append(logprob)
-                    drawn[row].entropies.append(entropy)
-                    drawn[row].is_stopped = end
-                rows = [row for row in rows if not drawn[row].is_stopped]
+                    sampled[row].token_ids.append(token)
+                    sampled[row].logprobs.append(logprob)
+                    sampled[row].entropies.append(entropy)
+                    sampled[row].is_stopped = end
+                rows = [row for row in rows if not sampled[row].is_stopped]
                 if rows and len(rows) < len(ids):
                     keep = (~ended).nonzero()[:, 0]
             if progress:
@@ -240,11 +241,11 @@ class LocalEngine(RolloutEngine):
             state.mask = torch.cat([state.mask, state.mask.new_ones(len(ids), 1)], 1)
             state.logits = self.forward(ids[:, None], state.mask, cache, position_ids=placed.along(state.position))
             state.position = state.position + 1
-        return self.completions(drawn)
+        return self.completions(sampled)
 
     def prepare(
         self, wave: Wave, num_generations: int, sampling: SamplingParams
-    ) -> tuple[Tensor, Tensor, Tensor, TokenDrawer]:
+    ) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
         """[N, L] ids, [N, L] mask, [B] the prompt of every row, and what draws; one row if there is no prompt."""
         device = compute_device(self.policy)
         given = wave.prompts, wave.seeds, num_generations
@@ -253,7 +254,7 @@ class LocalEngine(RolloutEngine):
         # Padding becomes a token of the prompt: a repetition penalty must not see pad ids the prompt never had.
         ids = torch.where(mask, ids, ids[:, -1:])
         fan = torch.arange(len(prompts), device=device).repeat_interleave(copies)
-        return ids, mask, fan, TokenDrawer(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
+        return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
 
     def forward(self, ids: Tensor, mask: Tensor, cache: SamplingCache, **arguments: Tensor) -> Tensor:
         """[rows, V] logits of the next token."""
@@ -274,13 +275,13 @@ class LocalEngine(RolloutEngine):
         config = GenerationConfig(
             # Without a prompt this rank is done after one token, and keeps step with the others from then on.
             max_new_tokens=sampling.max_completion_length if wave.prompts else 1,
-            do_sample=False,  # the most likely token is the drawn one: no other is left
+            do_sample=False,  # the most likely token is the sampled one: no other is left
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.pad_id,
         )
         steps: list[Draw] = []
 
-        def leave_the_drawn(ids: Tensor, logits: Tensor) -> Tensor:
+        def leave_the_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(draw(ids, logits))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
@@ -291,7 +292,7 @@ class LocalEngine(RolloutEngine):
                 input_ids=prompt_ids[fan],
                 attention_mask=prompt_mask[fan].long(),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([leave_the_drawn]),
+                logits_processor=LogitsProcessorList([leave_the_sampled]),
                 stopping_criteria=StoppingCriteriaList([lambda ids, scores, **kwargs: draw.ends_with_stop_string(ids)]),
                 synced_gpus=lockstep.is_needed,
                 **known_arguments(self.policy, **types),
@@ -302,7 +303,7 @@ class LocalEngine(RolloutEngine):
         tokens = sequences[:, prompt_ids.shape[1] :]
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
-        drawn = []
+        sampled = []
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
@@ -310,15 +311,15 @@ class LocalEngine(RolloutEngine):
                 if token in self.stop_ids or bool(draw.stop_strings(row_ids[None, : i + 1])[0])
             ]
             length = ends[0] if ends else len(row_ids)
-            row = Drawn(row_ids.tolist()[:length], row_logprobs[:length], row_entropies[:length], bool(ends))
-            drawn.append(row)
-        return self.completions(drawn)
+            row = SampledRow(row_ids.tolist()[:length], row_logprobs[:length], row_entropies[:length], bool(ends))
+            sampled.append(row)
+        return self.completions(sampled)
 
-    def completions(self, drawn: list[Drawn]) -> list[Completion]:
+    def completions(self, sampled: list[SampledRow]) -> list[Completion]:
         """Decode the text and name why each row ended."""
-        if not drawn:
+        if not sampled:
             return []  # `batch_decode` gives a text even so
-        texts = self.tokenizer.batch_decode([row.token_ids for row in drawn], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([row.token_ids for row in sampled], skip_special_tokens=True)
         return [
             Completion(
                 row.token_ids,
@@ -327,7 +328,7 @@ class LocalEngine(RolloutEngine):
                 text,
                 entropies=row.entropies,
             )
-            for row, text in zip(drawn, texts, strict=True)
+            for row, text in zip(sampled, texts, strict=True)
         ]
 
     @property
@@ -345,7 +346,7 @@ class Wave(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class SampledRow:
     """A row while it is being decoded."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -417,14 +418,72 @@ class SamplingCache(DynamicCache):
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:
     """Why this model's cache cannot be fanned out; None if it can."""
-    base = base_model(policy)
-    if getattr(base.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model"
-    if not accepts(policy, "past_key_values"):
-        return f"{type(base).__name__}.forward takes no past_key_values"
-    if reason := unknown_reason(base.config):
+    if reason := no_cache_reason(policy):
         return reason
     layers = DynamicCache(config=text_config(policy)).layers
     if missing := sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "reorder_cache")}):
         return f"the cache layer {', '.join(missing)} cannot be reordered"
     return None
+
+
+Gather = Literal["auto"] | bool
+
+LARGEST_SHARE = 0.5
+"""Share of free memory that gathered weights may take: the rest is for the cache and the scores of sampled tokens, and
+for the optimizer's states, which do not exist yet when a run samples first."""
+
+
+class Lockstep:
+    """Keeps the ranks' forward calls in step where the weights stay sharded.
+
+    A forward call needs every rank, and completions end at different steps on each. So the ranks make the same calls
+    until the last of them is done: those without open rows run one that nobody looks at.
+
+    Args:
+        is_needed: True if a forward call needs every rank. Otherwise no rank waits for another.
+    """
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self.is_needed = is_needed
+
+    def num_waves(self, own: int) -> int:
+        """How many waves this rank runs: the most that any has, those beyond its own without a prompt."""
+        return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
+
+    def goes_on(self, has_open_rows: bool) -> bool:  # noqa: FBT001 - a question about one truth value
+        """True if another token is decoded: some rank needs it."""
+        return ranks.is_any(has_open_rows) if self.is_needed else has_open_rows
+
+
+def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
+    """Whether the ranks gather a sharded policy to sample from it, the same on all of them, and why."""
+    if gather != "auto":
+        return gather, "requested"
+    device = compute_device(policy)
+    if device.type != "cuda":
+        return True, "there is no GPU memory to run out of"
+    whole, free = whole_bytes(policy, dtype), free_bytes(device)
+    is_too_large = ranks.is_any(whole > LARGEST_SHARE * free)
+    sizes = f"of {whole / 2**30:.1f} GiB, with {free / 2**30:.1f} GiB free on this device"
+    if is_too_large:
+        return False, f"whole weights {sizes}, would take more than half of some device's free memory"
+    return True, f"whole weights {sizes}, leave more than half of every device's free memory"
+
+
+def say_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what was chosen
+    """Name the choice, on the first rank."""
+    how = "gathered once per rollout" if gathers else "gathered layer by layer at every token, all ranks in step"
+    if ranks.rank() == 0:
+        log.info("Sampling from sharded weights, %s (engine.gather_for_generation): %s.", how, reason)
+
+
+def whole_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Bytes of all weights, whole, in the precision they are gathered in (None: as they are)."""
+    size = None if dtype is None else dtype.itemsize
+    return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that nothing uses; what torch holds in reserve counts as free."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

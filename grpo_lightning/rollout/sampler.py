@@ -1,6 +1,6 @@
-"""Drawing the next token: the filtered distribution, the random numbers, and the token they choose.
+"""Sampling the next token: the filtered distribution, the random numbers, and the token they choose.
 
-Every prompt has its own stream of random numbers, and the token drawn is where the cumulated probabilities pass the
+Every prompt has its own stream of random numbers, and the token sampled is where the cumulated probabilities pass the
 number. So a completion depends on its prompt, seed and place in the group alone, not on batches, waves or ranks.
 """
 
@@ -48,7 +48,7 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """[N x G] the numbers of this step; steps are asked for in order, one as often as needed."""
+        """[N x G] the numbers of this step; steps are requested in order, one as often as needed."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
@@ -65,14 +65,14 @@ class Draw(NamedTuple):
     """[rows]"""
 
     logprobs: Tensor
-    """[rows] nats, of the distribution it was drawn from."""
+    """[rows] nats, of the distribution it was sampled from."""
 
     entropies: Tensor
     """[rows] nats, of the softmax at the temperature (1 for greedy), before any filter."""
 
 
-class TokenDrawer:
-    """Draws the next token of every row, with its log-probability under the distribution it was drawn from."""
+class TokenSampler:
+    """Draws the next token of every row, with its log-probability under the distribution it was sampled from."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """[rows] the token at which the cumulated probabilities first exceed the uniform number.
 
     In two steps, over blocks of tokens and inside one, so that no [rows, V] of 64-bit numbers is made. A token of
-    probability 0 is never drawn.
+    probability 0 is never sampled.
 
     Args:
         probabilities: [rows, V], need not sum to exactly 1.
@@ -192,17 +192,17 @@ class StopStrings:
 
 
 @functools.lru_cache(maxsize=64)
-def drawable(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
-    """Which of a model's scores can be drawn.
+def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
+    """The scores of a model that can be sampled.
 
     The ids behind the tokenizer's last token are at the end, where leaving them out costs nothing.
 
     Args:
-        never: Token ids that are never drawn.
+        never: Token ids that are never sampled.
         size: Scores that the model has.
 
     Returns:
-        How many there are before the last ones that cannot be drawn, and those among them that cannot.
+        How many there are before the last ones that cannot be sampled, and those among them that cannot.
     """
     refused = set(never)
     while size - 1 in refused:
@@ -211,8 +211,8 @@ def drawable(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
 
 
 def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
-    """[rows, V] the logits without the last tokens that are never drawn, and -inf at others."""
-    size, among = drawable(never, logits.shape[-1])
+    """[rows, V] the logits without the last tokens that are never sampled, and -inf at others."""
+    size, among = sampled_ids(never, logits.shape[-1])
     logits = logits[:, :size]
     return logits.index_fill(-1, torch.tensor(among, device=logits.device), -torch.inf) if among else logits
 

@@ -1,1 +1,1 @@
-"""What a run needs around the algorithm: checks, checkpoints, metrics, evaluation, strategies."""
+"""A run around the algorithm: checks, checkpoints, metrics, evaluation, strategies."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.reference import FrozenCopy
 from grpo_lightning.policy.scorer import Scorer, TokenScores
-from grpo_lightning.policy.sharding import Sharding
+from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import CycleShape, give_images, plan_over_ranks
 
@@ -36,7 +38,7 @@ class Actor:
     encoder: Encoder
     sharding: Sharding
     temperature: float
-    """Of sampling: log-probs are those of the distribution that completions are sampled from."""
+    """The temperature of sampling: log-probs are those of the distribution that completions are sampled from."""
 
     pad_id: int
     device: torch.device
@@ -113,3 +115,70 @@ class Actor:
                     if number >= 0:  # not a placeholder
                         completion = groups[batch.groups[prompt]].completions[number]
                         completion.ref_logprobs = logprobs[row][: len(completion.token_ids)]
+
+
+Offloadable = Literal["reference", "optimizer"]
+ROOM = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def offloaded(
+    names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """Offload to the CPU what sampling does not need: inside, the named things are there.
+
+    Only on request (`model.offload`): it costs a transfer there and back in every cycle. What the strategy keeps on the
+    CPU anyway stays there.
+
+    Args:
+        names: "reference", "optimizer".
+        policy: Stays where it is, with the weights that the reference shares with it.
+        reference: A `FrozenCopy`, if it is named.
+        optimizers: The first one's states are moved; there may be none yet.
+    """
+    with contextlib.ExitStack() as stack:
+        if "reference" in names:
+            stack.enter_context(reference_offloaded(reference, policy))
+        if "optimizer" in names and optimizers:
+            stack.enter_context(moved(states(optimizers[0])))
+        if names and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # or the room stays with the allocator, in pieces of the wrong sizes
+        yield
+
+
+@contextlib.contextmanager
+def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[None]:
+    """Inside, the reference's weights are on the CPU, but for those that are the policy's own as well."""
+    if fsdp_modules(reference.model):  # FSDP2 keeps track of its shards' storage
+        device = next(reference.model.parameters()).device
+        reference.model.to(ROOM)
+        try:
+            yield
+        finally:
+            reference.model.to(device)
+        return
+    own = {id(parameter) for parameter in policy.parameters()}
+    weights = [parameter for parameter in reference.model.parameters() if id(parameter) not in own]
+    with moved(map(own_part, weights)):
+        yield
+
+
+@contextlib.contextmanager
+def moved(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, these tensors are on the CPU; the same objects, their data elsewhere."""
+    devices = []
+    for tensor in tensors:
+        devices.append((tensor, tensor.device))
+        tensor.data = tensor.data.to(ROOM)
+    try:
+        yield
+    finally:
+        for tensor, device in devices:
+            tensor.data = tensor.data.to(device)
+
+
+def states(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors among an optimizer's states. DeepSpeed's wraps the one that has them; its float32 masters stay."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for state in inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

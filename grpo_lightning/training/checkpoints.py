@@ -1,4 +1,8 @@
-"""What a checkpoint needs beyond Lightning's: exact moments, and nothing missing."""
+"""Saving and resuming beyond Lightning's: exact moments, and nothing missing.
+
+The methods of trainer and strategy are replaced, as every way of saving and loading goes through them: callbacks of
+the user, `trainer.save_checkpoint` in a script, and strategies that use no `CheckpointIO` (DeepSpeed, FSDP2).
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,20 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from grpo_lightning.core import ranks
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.training import completeness, rank_files
+from grpo_lightning.schedules import Schedule
+from grpo_lightning.training.checkpoint_files import RankFiles, mark_complete, unmark_complete, why_incomplete
+from grpo_lightning.training.lightning_internals import remember_saved_step, restore_position
 from grpo_lightning.training.run_state import RunState
-from grpo_lightning.training.whole_cycles import recount_batches
+from grpo_lightning.training.strategies import reads
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ class StepEnds(L.Callback):
         def remove_all(filepath: Any) -> None:
             remove(filepath)
             if trainer.is_global_zero and (path := local_path(filepath)):
-                rank_files.remove(path)
+                RankFiles(path).remove()
 
         trainer.save_checkpoint = save_step_end  # type: ignore[method-assign]
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
@@ -72,7 +76,7 @@ class StepEnds(L.Callback):
         """Tell the checkpoint callbacks that the resumed step is saved: Lightning forgets that it has it."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
-                callback._last_global_step_saved = trainer.global_step
+                remember_saved_step(callback, trainer.global_step)
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Keep the trainer from stopping before the step is done."""
@@ -96,7 +100,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn of a checkpoint to resume from that is saved when the average of the weights stands in their place."""
+    """Warn of a checkpoint to resume from that is saved when the average of the weights has replaced them."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -122,7 +126,7 @@ def save_whole(
     if path is None:
         if moment is not None:
             raise ValueError(
-                f"{filepath} is no local folder, and {ranks.world_size()} ranks have something to keep beside the "
+                f"{filepath} is no local folder, and {ranks.world_size()} ranks have something to keep next to the "
                 "checkpoint: pending rollouts, or a reference that has moved. Save at the ends of cycles, or into a "
                 "folder that all ranks share."
             )
@@ -130,14 +134,14 @@ def save_whole(
         return
     run.write_rank_files(path, end, is_global_zero=trainer.is_global_zero)
     if trainer.is_global_zero and path.is_dir():
-        completeness.unmark(path)
+        unmark_complete(path)
     trainer.strategy.barrier("ranks' files")
     save(filepath, *args, **kwargs)  # ends with a barrier
     if trainer.is_global_zero:
         if path.is_dir():
             is_interrupted = run.is_interrupted(trainer)
-            completeness.mark(path, beside=rank_files.of_moment(path, moment), is_broken_off=is_interrupted)
-        rank_files.tidy(path, moment)
+            mark_complete(path, beside=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
+        RankFiles(path).tidy(moment)
 
 
 def local_path(filepath: Any) -> Path | None:
@@ -200,53 +204,67 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
         )
 
 
-def set_position(loops: dict[str, Any]) -> None:
-    """Write the position of a checkpoint into Lightning's counters in one of two forms, which it resumes exactly.
+def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
+    """Let the settings of this run's optimizer beat those that came with the optimizer's state from a checkpoint.
 
-    They are: after a micro-step inside an epoch, and before the first one of an epoch. What Lightning saves depends on
-    the hook that saves. At the end of an epoch, and where an epoch was left early (`max_steps`, `should_stop`), it
-    counts the epoch as done or not done by rules that change with `max_steps` and from release to release.
+    A schedule other than ours has its rate in the checkpoint alone: there the rate stays.
 
     Args:
-        loops: The state of the fit loop in a checkpoint, changed in place.
+        trainer: Of a run that may be resumed.
+        settings: This run's, of every parameter group.
+        schedule: This run's, or None.
     """
-    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
-    num_steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    is_epoch_over = batches["is_last_batch"] or not batches["current"]["processed"]
-    if is_epoch_over:
-        states = loops["state_dict"].get("combined_loader", [])
-        loops["state_dict"]["combined_loader"] = [PromptSource.after_epoch(state) for state in states]
-    for progress in (epochs["current"], epochs["total"]):
-        progress["ready"] = progress["started"]
-        progress["processed"] = progress["completed"] = progress["started"] - (not is_epoch_over)
-    for progress in (batches["current"], batches["total"]):
-        progress["ready"] = progress["started"] = progress["processed"]
-        # Inside an epoch, Lightning itself counts the micro-step of `on_train_batch_end` as completed.
-        progress["completed"] = progress["processed"] - (not is_epoch_over)
-    if is_epoch_over:
-        batches["current"] = dict.fromkeys(batches["current"], 0)
-        batches["is_last_batch"] = False
-    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = num_steps - (not is_epoch_over)
+    if trainer.ckpt_path is None:
+        return
+    kept = {"lr"} if schedule and not isinstance(schedule, Schedule) else set()
+    for group, own in zip(trainer.optimizers[0].param_groups, settings, strict=False):
+        group.update({name: value for name, value in own.items() if name not in kept})
 
 
 def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
-    """Put a resumed loader where the checkpoint left it, and begin an epoch where the checkpoint ended one.
+    """Continue a resumed run where its checkpoint ended.
 
-    Lightning sets the loader up before it loads the checkpoint's loops if `configure_optimizers` asks for the number of
-    steps, and does not tell it its position where an epoch begins: it would start over, and nothing would say so.
+    Raises:
+        RuntimeError: If the checkpoint was saved while the optimizer changed the weights.
     """
     if run.was_interrupted_in_step and trainer.ckpt_path is not None:
         raise RuntimeError(
             "The checkpoint was saved inside an optimizer step, when the run was interrupted: its weights are those of "
             "neither step. Resume from an earlier one, or start a new run from its weights."
         )
-    loop: Any = trainer.fit_loop
-    if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:
-        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
-        loop._combined_loader_states_to_load = []
-    loop._load_combined_loader_states()  # of other loaders
-    if loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
-        # With `max_steps`, Lightning takes the first micro-step of an epoch for one that is done again.
-        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
-    else:
-        recount_batches(trainer)
+    restore_position(trainer)
+
+
+def refuse_incomplete(trainer: L.Trainer) -> None:
+    """Have the strategy refuse a checkpoint that is not complete. Lightning tells its path to nobody else.
+
+    Args:
+        trainer: Its strategy's `load_checkpoint` raises ValueError, naming what the checkpoint lacks.
+    """
+    load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
+
+    @functools.wraps(load)
+    def load_whole(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        path = Path(checkpoint_path)  # an address elsewhere (`s3://...`) is nothing here
+        is_deepspeed, is_sharded = (path / "latest").is_file(), (path / ".metadata").is_file()
+        kind: Literal["DeepSpeed", "FSDP2"] | None = "DeepSpeed" if is_deepspeed else "FSDP2" if is_sharded else None
+        if kind is not None and not reads(trainer.strategy, kind):
+            raise ValueError(
+                f"The checkpoint {path} is a folder of {kind}, which {type(trainer.strategy).__name__} cannot read: "
+                f"set trainer.strategy to {'zero1, zero2 or zero3, as it was' if is_deepspeed else 'fsdp2'}; or export "
+                "it (grpo-lightning export) and start from that."
+            )
+        if path.exists() and (why := why_incomplete(path)):
+            raise ValueError(
+                f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "
+                "takes the newest that is complete."
+            )
+        content = load(checkpoint_path, *args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
+            raise ValueError(
+                f"No run can resume from the checkpoint {path}: {why}. Or give ckpt_path a checkpoint that was saved "
+                "at the end of a cycle."
+            )
+        return content
+
+    trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]

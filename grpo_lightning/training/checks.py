@@ -1,28 +1,31 @@
-"""What is wrong with a run: its settings, and whether loader, trainer and rollout agree."""
+"""Checks of a run's settings, and of whether loader and trainer agree with its cycles."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
-from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptBatch, PromptSource
-from grpo_lightning.policy.precision import check_masters, compute_dtype
+from grpo_lightning.data.source import PromptSource
+from grpo_lightning.policy.reference import SyncReference
+from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter
-from grpo_lightning.training import data_checks, rank_files
-from grpo_lightning.training.completeness import why_incomplete
-from grpo_lightning.training.micro_batches import Cycle, CycleShape
-from grpo_lightning.training.strategies import check_strategy, has_masters, reads, sharding_of
+from grpo_lightning.training import data_checks
+from grpo_lightning.training.lightning_internals import (
+    given_loader,
+    has_validation_data,
+    make_loader,
+    validation_seconds,
+)
+from grpo_lightning.training.micro_batches import CycleShape
+from grpo_lightning.training.strategies import check_strategy, has_masters, sharding_of
 
 if TYPE_CHECKING:
     import lightning as L
@@ -32,32 +35,6 @@ if TYPE_CHECKING:
     from grpo_lightning.training.evaluation import Validation
 
 log = logging.getLogger(__name__)
-
-
-Settings = TypeVar("Settings")
-
-
-def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
-    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
-
-    Raises:
-        ValueError: If it is something else, or names a field that does not exist.
-    """
-    if isinstance(value, kind):
-        return value
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if not isinstance(value, Mapping | None):
-        raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")
-    if unknown := [name for name in value or {} if name not in names]:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
-    return kind(**(value or {}))
-
-
-def optional(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
-    return None if value is None else settings_of(kind, value, key)
 
 
 @contextlib.contextmanager
@@ -135,6 +112,49 @@ def check_validation(validation: Validation, reward_names: Sequence[str]) -> Non
         )
 
 
+def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
+    """Refuse what cannot be moved. Raises: ValueError.
+
+    Args:
+        offload: What was requested.
+        has_copy: True if there is a reference that is a second model.
+    """
+    if unknown := [name for name in offload if name not in ("reference", "optimizer")]:
+        raise ValueError(f"model.offload must name 'reference' or 'optimizer', got {unknown[0]!r}.")
+    if "reference" in offload and not has_copy:
+        raise ValueError(
+            "model.offload names the reference, and there is no second model: objective.beta is 0, or it is the policy "
+            "without its LoRA adapters. Leave 'reference' out."
+        )
+
+
+def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
+    """Refuse to move the states of an optimizer that moves them itself. Raises: ValueError."""
+    if "optimizer" in offload and getattr(optimizer, "is_paged", False):
+        raise ValueError(
+            f"model.offload names the optimizer, and {type(optimizer).__name__} pages its states to the CPU itself: "
+            "leave 'optimizer' out of model.offload, or take AdamW8bit."
+        )
+
+
+def check_sync_reference(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
+    """Refuse a reference to be moved where there is none. Raises: ValueError."""
+    if sync is None:
+        return
+    if beta == 0:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and there is no reference: "
+            "model.objective.beta is 0. Set beta above 0, or leave sync_reference out."
+        )
+    if has_lora:
+        raise ValueError(
+            f"model.sync_reference is set (every {sync.every_n_steps} steps), and the policy trains LoRA adapters: its "
+            "reference is the base without them, or the adapter it started from, and what lies between two adapters is "
+            "no adapter of that rank. Leave sync_reference out; or export the run merged and start the next from it, "
+            "which moves the reference all the way."
+        )
+
+
 REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": "it copies the module before its weights are loaded: take WeightAveraging",
     "BatchSizeFinder": "data.batch_size says how much is trained on; for memory there are accumulate_grad_batches and "
@@ -168,42 +188,89 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"The strategy's DeepSpeed config clips gradients at {clipping} (gradient_clipping), and "
             f"trainer.gradient_clip_val is {trainer.gradient_clip_val}: remove one of them."
         )
-    check_before_loading(trainer)
 
 
-def check_before_loading(trainer: L.Trainer) -> None:
-    """Have the strategy refuse a checkpoint that is not complete. Lightning tells its path to nobody else.
+def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
+    """Round `max_steps` and the number of batches per epoch up to whole cycles, and say so.
+
+    A limit that ends inside a cycle would throw away part of a rollout, and end an accumulation window early with the
+    gradient divided by the wrong number. `fast_dev_run` therefore runs one whole cycle.
 
     Args:
-        trainer: Its strategy's `load_checkpoint` raises ValueError, naming what the checkpoint lacks.
+        trainer: Its limits are changed in place.
+        cycle: Micro-steps per rollout.
     """
-    load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
+    steps = cycle // trainer.accumulate_grad_batches
+    if trainer.max_steps > 0 and trainer.max_steps % steps:
+        rounded = math.ceil(trainer.max_steps / steps) * steps
+        log.warning(
+            "max_steps %d ends inside a cycle of %d optimizer steps: running %d.", trainer.max_steps, steps, rounded
+        )
+        trainer.fit_loop.epoch_loop.max_steps = rounded
+    asked = limit = trainer.limit_train_batches
+    if isinstance(asked, float) and asked < 1:
+        # A share becomes a number now: once the loader is set up, neither it nor the validation interval can be moved.
+        limit = int(num_batches(trainer) * asked)
+    if isinstance(limit, int) and limit % cycle:
+        rounded = math.ceil(limit / cycle) * cycle
+        log.warning("limit_train_batches %s ends inside a cycle of %d micro-steps: running %d.", asked, cycle, rounded)
+        trainer.limit_train_batches = rounded
 
-    @functools.wraps(load)
-    def load_whole(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        path = Path(checkpoint_path)  # an address elsewhere (`s3://...`) is nothing here
-        is_deepspeed, is_sharded = (path / "latest").is_file(), (path / ".metadata").is_file()
-        kind: Literal["DeepSpeed", "FSDP2"] | None = "DeepSpeed" if is_deepspeed else "FSDP2" if is_sharded else None
-        if kind is not None and not reads(trainer.strategy, kind):
-            raise ValueError(
-                f"The checkpoint {path} is a folder of {kind}, which {type(trainer.strategy).__name__} cannot read: "
-                f"set trainer.strategy to {'zero1, zero2 or zero3, as it was' if is_deepspeed else 'fsdp2'}; or export "
-                "it (grpo-lightning export) and start from that."
-            )
-        if path.exists() and (why := why_incomplete(path)):
-            raise ValueError(
-                f"The checkpoint {path} cannot be used: {why}. Give ckpt_path an earlier one; the command line's auto "
-                "takes the newest that is complete."
-            )
-        content = load(checkpoint_path, *args, **kwargs)
-        if trainer.state.fn == TrainerFn.FITTING and (why := rank_files.why_missing(path, content.get("grpo"))):
-            raise ValueError(
-                f"No run can resume from the checkpoint {path}: {why}. Or give ckpt_path a checkpoint that was saved "
-                "at the end of a cycle."
-            )
-        return content
 
-    trainer.strategy.load_checkpoint = load_whole  # type: ignore[method-assign]
+def num_batches(trainer: L.Trainer) -> int:
+    """Batches of the training loader. Raises: ValueError if it does not know how many."""
+    loader = make_loader(trainer.fit_loop)
+    try:
+        return len(loader)
+    except TypeError as error:  # a stream, or dynamic sampling
+        raise ValueError(
+            f"limit_train_batches {trainer.limit_train_batches} is a share of a loader without length. Give a number "
+            "of micro-steps, or set max_steps."
+        ) from error
+
+
+def check_validation_interval(trainer: L.Trainer) -> None:
+    """Check that validation comes within an epoch, as Lightning asks for once the weights are loaded.
+
+    An interval without validation data is only logged: a recipe keeps its interval when its data are left out. A time
+    may be longer than an epoch.
+
+    Raises:
+        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a share of one without length.
+    """
+    seconds = validation_seconds(trainer)
+    every = 1.0 if seconds is not None else trainer.val_check_interval
+    is_share = isinstance(every, float) and every != 1.0
+    is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
+    if not trainer.limit_val_batches:
+        return
+    is_given = seconds is not None or every != 1.0 or type(every) is int  # 1 is every micro-step
+    if is_given and not has_validation_data(trainer):
+        log.warning(
+            "trainer.val_check_interval is %s, and there are no validation data: nothing is validated. Give some "
+            "(data.val_datasets or data.val_split, or val_dataloaders of trainer.fit), or leave the interval out.",
+            every if seconds is None else f"a time of {seconds:g} seconds",
+        )
+        return
+    if not (is_share or is_count):
+        return
+    loader, limit = make_loader(trainer.fit_loop), trainer.limit_train_batches
+    has_length = not isinstance(loader, PromptSource) or loader.has_length
+    if is_share and not has_length:
+        raise ValueError(
+            f"trainer.val_check_interval is {every}, a share of an epoch, and an epoch of this loader has no length "
+            "(a stream, or dynamic sampling): give a number of micro-steps, and set trainer.check_val_every_n_epoch to "
+            "null to count on over epochs."
+        )
+    if is_share or not has_length:
+        return
+    batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
+    if every > batches:
+        raise ValueError(
+            f"trainer.val_check_interval is {every} micro-steps, and an epoch has {batches}: set "
+            "trainer.check_val_every_n_epoch to null to count on over epochs, or val_check_interval to 1.0, which is "
+            "once an epoch."
+        )
 
 
 def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
@@ -230,7 +297,7 @@ def check_precision(loader: PolicyLoader, trainer: L.Trainer) -> None:
 
 
 def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: int) -> dict[str, Any]:
-    """What a run says of how its policy is used, by the arguments of `PolicyLoader.load`."""
+    """How a run uses its policy, as arguments of `PolicyLoader.load`."""
     config = getattr(trainer.strategy, "config", None)
     return {
         "longest_row": data_checks.longest_row(loader, trainer, longest_completion),
@@ -251,13 +318,13 @@ def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *,
     Raises:
         ValueError: If it does not.
     """
-    loader, cycle = trainer.fit_loop._data_source.instance, shape.num_micro_steps
+    loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
-        raise ValueError(wrong_cycle(shape, loader.cycle, is_from_source=True))
+        raise ValueError(shape.wrong_loader(loader.cycle, is_from_source=True))
     if isinstance(loader, PromptSource | DataLoader | list) and needs_more != getattr(loader, "draws_more", False):
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
-        raise ValueError(wrong_cycle(shape, 1, is_from_source=False))
+        raise ValueError(shape.wrong_loader(1, is_from_source=False))
     owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
     batch_size = getattr(owner, "batch_size", None)
     micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout
@@ -267,50 +334,4 @@ def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *,
             f"(model.num_generations) cannot be cut into {micro_batches} micro-batches "
             f"(trainer.accumulate_grad_batches {shape.accumulate_grad_batches} x model.updates_per_rollout "
             f"{shape.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
-        )
-
-
-def wrong_cycle(shape: CycleShape, given: int, *, is_from_source: bool) -> str:
-    """What is wrong with a loader that gives every batch `given` times, and what to do."""
-    accumulate = shape.accumulate_grad_batches
-    cycle = f"cycle=module.cycle_length({accumulate})"
-    return (
-        f"A rollout is trained for {shape.num_micro_steps} micro-steps (accumulate_grad_batches {accumulate} "
-        f"x updates_per_rollout {shape.updates_per_rollout} x num_iterations {shape.num_iterations}), but the "
-        f"training loader gives every batch {given} time(s). "
-        + (
-            f"Give the PromptSource {cycle}."
-            if is_from_source
-            else f"Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., {cycle})."
-        )
-    )
-
-
-def check_cycle(shape: CycleShape, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
-    """Check that a micro-step can be trained.
-
-    Args:
-        shape: Of a cycle.
-        pending: The cycle that is trained on, if there is one.
-        batch: What the loader gave.
-        position: Of the micro-step in its cycle, as the trainer counts.
-
-    Raises:
-        RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's rollout
-            is lost.
-    """
-    cycle = shape.num_micro_steps
-    if batch.cycle != cycle:
-        raise RuntimeError(wrong_cycle(shape, batch.cycle, is_from_source=batch.is_from_source))
-    if batch.position != position:
-        raise RuntimeError(
-            f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint was "
-            "saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or start a new "
-            "run from its weights."
-        )
-    if position and (pending is None or pending.position != position):
-        raise RuntimeError(
-            f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
-            "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a "
-            "new run from its weights."
         )

@@ -1,23 +1,31 @@
-"""What is wrong with the data of a run, as far as they can be seen before weights are loaded."""
+"""Checks of a run's data, as far as they can be seen before weights are loaded.
+
+That includes the coordinates of boxes: rewards, metrics and callbacks have to agree on them.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.core.messages import listed
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images.preflight import check_given
+from grpo_lightning.data.mixture import as_entries
 from grpo_lightning.data.orders import known_prompts, source_names
 from grpo_lightning.data.source import PromptSource
+from grpo_lightning.policy.encoder import check_length
+from grpo_lightning.policy.hf import num_positions
 from grpo_lightning.policy.rope import original_length
-from grpo_lightning.policy.tokens import check_length, num_positions
+from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.training.lightning_internals import given_loader, reading_loops
 
 if TYPE_CHECKING:
     import lightning as L
 
     from grpo_lightning.core.types import SamplingParams
+    from grpo_lightning.data.entry import DatasetEntry
     from grpo_lightning.policy.encoder import Encoder
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rewards import RewardSet
@@ -54,7 +62,7 @@ def check_images(trainer: L.Trainer) -> None:
     Raises:
         ValueError: If some cannot be read, naming all of them.
     """
-    sources = prompt_sources(_loops(trainer))
+    sources = prompt_sources(reading_loops(trainer))
     prompts = [prompt for source in sources for prompt in known_prompts(source.prompts)]
     check_given(prompts, max((source.images.num_workers for source in sources), default=0))
 
@@ -74,7 +82,7 @@ def training_sets(trainer: L.Trainer) -> list[Any]:
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
     """The data sets that are validated, tested or predicted on, as far as they can be seen."""
-    return _data_sets(trainer, ["val_prompts", "test_prompts"], _loops(trainer)[1:])
+    return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
@@ -86,14 +94,8 @@ def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
     """The prompt sources that some loops of the trainer were given, each once: `fit` validates in two loops."""
-    loaders = {id(loop._data_source.instance): loop._data_source.instance for loop in loops}
+    loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
-
-
-def _loops(trainer: L.Trainer) -> list[Any]:
-    """What reads data: the loop that trains, then those that evaluate."""
-    validation = trainer.fit_loop.epoch_loop.val_loop
-    return [trainer.fit_loop, validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
@@ -157,7 +159,7 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
     longest: int | None = getattr(datamodule, "max_prompt_length", None)
     if longest is None:
         data = training_sets(trainer) + evaluation_sets(trainer)
-        loaders = [loop._data_source.instance for loop in _loops(trainer)]
+        loaders = map(given_loader, reading_loops(trainer))
         is_known = [
             isinstance(given, PromptSource) or given in (None, trainer.lightning_module, datamodule)
             for given in loaders
@@ -185,7 +187,7 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""More than chat templates add to a prompt. A longer one is found when the prompt is drawn."""
+"""More than chat templates add to a prompt. A longer one is found when the prompt is sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -193,3 +195,81 @@ def num_bytes(prompt: Prompt) -> int:
     if isinstance(prompt.content, str):
         return len(prompt.content.encode())
     return sum(len(str(message.get("content")).encode()) for message in prompt.content)
+
+
+def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.Trainer) -> None:
+    """Check that boxes of the data are turned into pixels once.
+
+    Raises:
+        ValueError: If a data set and a reward, a metric or a callback both say that ground-truth boxes are from 0 to
+            1000: after the data are read they are in pixels, and would be turned again.
+    """
+    turned = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
+    rewards = [reward.reward for reward in reward_set.rewards]
+    methods = [
+        method.reward for reward in rewards if isinstance(reward, ByMethod) for method in reward.methods.values()
+    ]
+    readers = box_readers([*rewards, *methods, *_watchers(metrics, trainer)])
+    turning = [type(reader).__name__ for reader in readers if reader.gold_coordinates == "norm1000"]
+    if turned and turning:
+        raise ValueError(
+            f"The boxes of {turned[0]!r} are turned from 0..1000 into pixels when they are read (boxes: norm1000), and "
+            f"{turning[0]} would turn them again (gold_coordinates: norm1000): remove one of the two."
+        )
+
+
+def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
+    """Check what reads boxes against the other readers and the policy, where the data can be seen yet.
+
+    Raises:
+        ValueError: If no reward reads a column of ground-truth boxes as a metric or a callback does: one is wrong. If
+            one asks the policy's family what answers are in (`coordinates: auto`), and that has no record.
+    """
+    rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
+    for watcher in watchers:
+        same_column = [reward for reward in rewards if reward.answer_column == watcher.answer_column]
+        if same_column and all(reward.gold_coordinates != watcher.gold_coordinates for reward in same_column):
+            reward, name = same_column[0], type(watcher).__name__
+            raise ValueError(
+                f"The ground-truth boxes in {reward.answer_column!r} are {reward.gold_coordinates} to "
+                f"{type(reward).__name__} and {watcher.gold_coordinates} to {name}: set gold_coordinates of both "
+                "alike, or have the data's entry turn its boxes into pixels (boxes: norm1000)."
+            )
+    asking = sorted({type(reader).__name__ for reader in (*rewards, *watchers) if reader.coordinates == "auto"})
+    if not asking or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
+        return
+    encoder = loader.load_encoder()
+    if encoder.sees_images and encoder.family is None:
+        raise ValueError(
+            "The package has no facts about the policy's family, so how it names places in an image is not known "
+            f"(model_type {encoder.config.model_type}): set `coordinates` of {', '.join(asking)} to original, resized "
+            "or norm1000."
+        )
+
+
+def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
+    """The rewards that compare boxes; of those behind `ByMethod`, the ones that rows ask for."""
+    used = []
+    for reward in (each.reward for each in reward_set.rewards):
+        if isinstance(reward, ByMethod):
+            rows = (prompt.columns for prompts in known_data(trainer) for prompt in prompts)
+            used += [reward.methods[name].reward for name in sorted({reward.method_of(row) for row in rows})]
+        else:
+            used.append(reward)
+    return box_readers(used)
+
+
+def box_readers(candidates: Iterable[Any]) -> list[Any]:
+    """Those that read ground-truth boxes."""
+    return [candidate for candidate in candidates if hasattr(candidate, "gold_coordinates")]
+
+
+def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
+    """Metrics and callbacks, which look at answers next to the rewards."""
+    return [*metrics, *trainer.callbacks]  # type: ignore[attr-defined]
+
+
+def _entries(trainer: L.Trainer) -> list[DatasetEntry]:
+    datamodule = getattr(trainer, "datamodule", None)
+    given = [getattr(datamodule, name, None) for name in ("datasets", "val_datasets", "test_datasets")]
+    return [entry for mixture in given if mixture is not None for entry in as_entries(mixture)]

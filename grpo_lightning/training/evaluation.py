@@ -1,4 +1,4 @@
-"""Evaluating a policy on prompts: how completions are drawn, what counts as solved, and the numbers that come of it."""
+"""Evaluating a policy on prompts: how completions are sampled, what counts as solved, and the numbers that result."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.core.images import ImageRef
+from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Group, SamplingParams
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import RewardSet, Scores
@@ -26,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Validation:
-    """How validation, test and prediction draw completions, and when one counts as solved."""
+    """How validation, test and prediction sample completions, and when one counts as solved."""
 
     num_generations: int = 1
     """Sampled completions per prompt."""
 
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What differs from the sampling of training: `{temperature: 0.6}`."""
+    """The settings that differ from the sampling of training: `{temperature: 0.6}`."""
 
     greedy: bool = True
     """Also take the greedy completion of every prompt (`val/greedy/...`)."""
@@ -48,11 +49,12 @@ class Validation:
     """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone, where that is above 1."""
 
     confidence: float = 0.95
-    """Of the intervals `.../low` and `.../high`."""
+    """The level of the intervals `.../low` and `.../high`."""
 
     metrics: list[Metric] = dataclasses.field(default_factory=list)
-    """Numbers beside the rewards: torchmetrics whose `update` takes an `Evaluation`, `grpo_lightning.grounding.MeanIoU`
-    for example. A number is logged by the name of the metric (`name`, else its class), a mapping by its keys."""
+    """Numbers next to the rewards: torchmetrics whose `update` takes an `Evaluation`, for example
+    `grpo_lightning.grounding.MeanIoU`. A number is logged by the name of the metric (`name`, else its class), a mapping
+    by its keys."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
@@ -79,9 +81,7 @@ class Validation:
                 "a list of torchmetrics.Metric objects",
             ),
         ]
-        for name, is_valid, allowed in limits:
-            if not is_valid:
-                raise ValueError(f"validation.{name} must be {allowed}, got {getattr(self, name)!r}.")
+        check_ranges("validation", self, limits)
 
     def check_names(self, rewards: Sequence[str]) -> None:
         """Check the metrics that say their name (`name`). Raises: ValueError if a reward or another one has it."""
@@ -92,7 +92,7 @@ class Validation:
                 taken.append(name)
 
     def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
-        """(completions per prompt, how they are drawn).
+        """(completions per prompt, how they are sampled).
 
         Args:
             training: The sampling of rollouts.
@@ -208,7 +208,7 @@ class EvaluationTable(Metric):
 
     @property
     def of_sources(self) -> list[FurtherMetrics]:
-        """Of every source, its metrics."""
+        """The metrics of every source."""
         return cast(list[FurtherMetrics], list(self.metrics_of_sources))
 
     def reset(self) -> None:
@@ -292,9 +292,9 @@ def warn_never_solved(reward: str, success_value: float) -> None:
 def evaluation_tables(
     rewards: RewardSet, validation: Validation, sources: Sequence[str], device: torch.device
 ) -> dict[str, EvaluationTable]:
-    """An empty table of every kind of completions that validation draws: "sampled", and "greedy" if it is asked for.
+    """An empty table of every kind of completions that validation samples: "sampled", and "greedy" if it is requested.
 
-    Where sampling is greedy itself, its completions are not drawn twice.
+    Where sampling is greedy itself, its completions are not sampled twice.
     """
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
     draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})

@@ -2,7 +2,7 @@
 
 A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer, or the processor
 of a policy that sees images, are the policy's, as it was before training. So the policy is loaded first and the
-checkpoint laid over it. Adapters are merged into that copy, or written beside it as peft loads them. The copy is never
+checkpoint laid over it. Adapters are merged into that copy, or written next to it as peft loads them. The copy is never
 quantised: adapters trained on 4 or 8 bits are merged into the full-precision weights, which differ from those of the
 run by the quantisation.
 """
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.families import sees_images
-from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.hf import naming
+from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
 from grpo_lightning.policy.lora import TRAINED
-from grpo_lightning.policy.quantization import Quantization
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
+from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import limit_training
-from grpo_lightning.training import rank_files
-from grpo_lightning.training.checkpoint_files import num_trained, opened, policy_weights, run_config
+from grpo_lightning.training.checkpoint_files import RankFiles, num_trained, open_checkpoint, policy_weights, run_config
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ KEPT = (
 
 @dataclass
 class Export:
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     policy: str
@@ -54,7 +54,7 @@ class Export:
 
     num_weights: int
     num_from_policy: int
-    """Of them, those the checkpoint does not hold."""
+    """Those of them that the checkpoint does not hold."""
 
     dtype: torch.dtype
     files: list[Path]
@@ -62,7 +62,7 @@ class Export:
     """Adapters alone: the folder of the policy is needed to load them."""
 
     quantization: Quantization = "none"
-    """Of the weights that the adapters were trained on; what is written never is."""
+    """The quantization of the weights that the adapters were trained on; the written weights have none."""
 
     sees_images: bool = False
     """True of a vision-language model, with its processor."""
@@ -99,9 +99,9 @@ def export(
     """
     folder = Path(folder)
     check_target(folder, force=force)
-    with opened(Path(checkpoint)) as content:
+    with open_checkpoint(Path(checkpoint)) as content:
         weights = policy_weights(content, checkpoint)
-        if why := rank_files.why_missing(Path(checkpoint), content.get("grpo")):
+        if why := RankFiles(Path(checkpoint)).why_missing(content.get("grpo")):
             log.warning("No run can resume from %s: %s. Its weights are complete, and are exported.", checkpoint, why)
         loader = policy_loader(content, Path(checkpoint), policy)
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
@@ -151,7 +151,7 @@ def check_target(folder: Path, *, force: bool) -> None:
 
 
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
-    """Where the policy came from: as asked for, else as the checkpoint says, else as its run's `config.yaml` does.
+    """Where the policy came from: as requested, else as the checkpoint says, else as its run's `config.yaml` does.
 
     Which part of it was trained, its precision and whether its code is trusted are as the run says it in any case; the
     revision is if the name is the run's.
@@ -193,19 +193,17 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 
     A base under adapters is rounded as it was in the run, and computed with in the adapters' width.
     """
-    if loader.lora is not None:
-        return limit_training(load_base(loader, getattr(torch, loader.dtype)).to(dtype), loader, Sharding())
-    return limit_training(load_base(loader, dtype), loader, Sharding())
+    if loader.lora is None:
+        base = load_base(loader, dtype)
+    else:
+        base = load_base(loader, getattr(torch, loader.dtype)).to(dtype)
+    return limit_training(base, loader, Sharding())
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """What the policy was loaded from; never quantised."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from grpo_lightning.policy.naming import naming
-
+    """The model that the policy was loaded from; never quantised."""
     config = loader.load_config()
-    auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    auto_class = auto_class_of(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
     if loader.from_scratch:
         return auto_class.from_config(config, **options).eval()

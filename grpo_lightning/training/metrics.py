@@ -28,7 +28,7 @@ from grpo_lightning.rollout.groups import OverlongFilter, Rollout
 log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
-"""What a metric is over the ranks: a mean over all their items, the sum or an extreme of their values, the seconds of
+"""How a metric is reduced over the ranks: a mean over all items, the sum or an extreme of their values, the seconds of
 the slowest one (a sum on each), or the total of all over such seconds."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
@@ -43,7 +43,7 @@ OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
 
 @dataclass
 class Tally:
-    """What was added to one metric."""
+    """The sum that was added to one metric."""
 
     kind: Kind
     total: float | Tensor
@@ -51,7 +51,7 @@ class Tally:
     """Items of a mean."""
 
     per: str = ""
-    """Of a rate: the metric that holds its seconds."""
+    """The metric that holds the seconds of a rate."""
 
 
 class StepMetrics:
@@ -158,7 +158,7 @@ def entropy_of(completion: Completion) -> float:
 
 
 def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) -> None:
-    """What was sampled for nothing, and a warning when all rounds left a rollout with groups without a gradient."""
+    """Groups sampled in vain, and a warning when all rounds left a rollout with groups without a gradient."""
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
     metrics.add_sum("rollout/filled_groups", done.num_filled)

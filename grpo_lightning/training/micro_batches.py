@@ -18,8 +18,9 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
+from grpo_lightning.data.batch import PromptBatch
 from grpo_lightning.objective import StepCounts
-from grpo_lightning.policy.inputs import left_pad
+from grpo_lightning.policy.hf import left_pad
 
 Item = TypeVar("Item")
 
@@ -36,7 +37,7 @@ class Row:
     advantage: float
 
     number: int = -1
-    """Of the completion in its group."""
+    """The completion's place in its group."""
 
     @property
     def length(self) -> int:
@@ -55,7 +56,7 @@ class Turn:
 
     batch: MicroBatch
     counts: StepCounts
-    """Of the update this micro-batch belongs to."""
+    """The counts of the update this micro-batch belongs to."""
 
     closes_update: bool
     """True for the last micro-batch before the optimizer steps."""
@@ -78,6 +79,48 @@ class CycleShape:
     def num_micro_steps(self) -> int:
         """Micro-steps of a cycle."""
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
+
+    def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
+        """Say what is wrong with a loader that gives every batch `given` times, and what to do."""
+        cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
+        return (
+            f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
+            f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout} x num_iterations "
+            f"{self.num_iterations}), but the training loader gives every batch {given} time(s). "
+            + (
+                f"Give the PromptSource {cycle}."
+                if is_from_source
+                else f"Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., {cycle})."
+            )
+        )
+
+    def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
+        """Check that a micro-step can be trained.
+
+        Args:
+            pending: The cycle that is trained on, if there is one.
+            batch: What the loader gave.
+            position: Of the micro-step in its cycle, as the trainer counts.
+
+        Raises:
+            RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's
+                rollout is lost.
+        """
+        cycle = self.num_micro_steps
+        if batch.cycle != cycle:
+            raise RuntimeError(self.wrong_loader(batch.cycle, is_from_source=batch.is_from_source))
+        if batch.position != position:
+            raise RuntimeError(
+                f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint "
+                "was saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or "
+                "start a new run from its weights."
+            )
+        if position and (pending is None or pending.position != position):
+            raise RuntimeError(
+                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
+                "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or "
+                "start a new run from its weights."
+            )
 
 
 class Cycle:
@@ -126,7 +169,7 @@ class Cycle:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on in the middle of the cycle: ids, masks, log-probs, advantages; no images.
+        """The state with which a resumed run continues inside the cycle: ids, masks, log-probs, advantages; no images.
 
         Those are read again (`give_images`).
         """
@@ -347,7 +390,7 @@ def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
     """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step.
 
     Args:
-        groups: Of this rank; one of their tokens stands in, or a padding token if it has none.
+        groups: Of this rank; one of their tokens is the placeholder, or a padding token if it has none.
         pad_id: Any token id.
     """
     row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.sync_reference import NO_REFERENCE, RunReference
-from grpo_lightning.training import rank_files
+from grpo_lightning.policy.reference import NO_REFERENCE, RunReference
+from grpo_lightning.training.checkpoint_files import REFERENCE, RankFiles
 from grpo_lightning.training.micro_batches import Cycle
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class StepEnd:
     """
 
     num_micro_steps: int
-    """Of the whole run, when the step ended."""
+    """Micro-steps of the whole run when the step ended."""
 
     num_steps: int
     """Optimizer steps of the whole run."""
@@ -39,7 +39,7 @@ class StepEnd:
     """The pending cycle; None between cycles."""
 
     position: int
-    """Micro-steps of the cycle that were done; the cycle itself goes on counting."""
+    """Micro-steps of the cycle that were done; the cycle itself keeps counting."""
 
     rollout_index: int
 
@@ -161,7 +161,7 @@ class RunState:
                     f"{ranks.world_size()}: their rollouts cannot be shared out anew. Resume with as many, or from a "
                     "checkpoint saved at the end of a cycle."
                 )
-            own = state["rollout"] or rank_files.read(checkpoint, state["moment"], ranks.rank())
+            own = state["rollout"] or RankFiles(checkpoint).read(state["moment"], ranks.rank())
             self.cycle = Cycle.from_state_dict(own)
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
@@ -174,7 +174,7 @@ class RunState:
             raise ValueError(NO_REFERENCE)
         is_reader = not self.reference.sharding.is_sharded or ranks.rank() == 0 or not state["moment"]
         moment = state["moment"]
-        saved = rank_files.read(checkpoint, moment, rank_files.REFERENCE) if moment else state["reference"]
+        saved = RankFiles(checkpoint).read(moment, REFERENCE) if moment else state["reference"]
         self.reference.restore(saved if is_reader else None)
 
     def write_rank_files(self, checkpoint: Path, end: StepEnd, *, is_global_zero: bool) -> None:
@@ -183,11 +183,11 @@ class RunState:
         if moment is None:
             return
         if end.cycle is not None:
-            rank_files.write(checkpoint, moment, ranks.rank(), end.cycle_state())
+            RankFiles(checkpoint).write(moment, ranks.rank(), end.cycle_state())
         if self.reference is not None and self.has_moved:
             weights = self.reference.moved_weights()
             if is_global_zero:
-                rank_files.write(checkpoint, moment, rank_files.REFERENCE, weights)
+                RankFiles(checkpoint).write(moment, REFERENCE, weights)
 
 
 def is_between_steps(trainer: L.Trainer) -> bool:

@@ -1,24 +1,29 @@
-"""The callbacks that every training run has, and the hooks beyond Lightning's.
-
-A callback with one of these methods is called by name:
-
-`on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" begins.
-`on_rollout(trainer, module, rollout)`: a cycle begins with this `Rollout`, scored and compared.
-`on_decode(trainer, done, total)`: a rollout has sampled `done` of at most `total` tokens per completion.
-"""
+"""The callbacks that every training run has: what is logged of a step, checkpoints at its end, SLURM auto-requeue."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from typing import Any, Literal
+from types import FrameType
+from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.ranks import is_any
 from grpo_lightning.training.checkpoints import StepEnds
-from grpo_lightning.training.requeue import RequeueAtStepEnd
+from grpo_lightning.training.lightning_internals import (
+    cluster_environment,
+    is_lightning_handler,
+    last_value,
+    logged_items,
+    stop_as_on_sigterm,
+)
+from grpo_lightning.training.run_state import is_between_steps
 
 
 def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -65,7 +70,7 @@ class StepLog(L.Callback):
         trainer.log_every_n_steps = (  # type: ignore[attr-defined]
             1 if begins_cycle and self.log_every_n_steps else self.log_every_n_steps
         )
-        for item in _results(trainer):
+        for item in logged_items(trainer):
             # What other callbacks logged in this hook just now belongs to the step that begins.
             is_new = item.meta.fx == "on_train_batch_start"
             if item.meta.on_step and not item.meta.on_epoch and not is_new:
@@ -84,15 +89,10 @@ class StepLog(L.Callback):
 def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
     """The metrics that this optimizer step has logged so far, by name."""
     return {
-        item.meta.name: item._forward_cache
-        for item in _results(trainer)
-        if item.meta.on_step and not item.has_reset and isinstance(item._forward_cache, Tensor)
+        item.meta.name: last_value(item)
+        for item in logged_items(trainer)
+        if item.meta.on_step and not item.has_reset and isinstance(last_value(item), Tensor)
     }
-
-
-def _results(trainer: L.Trainer) -> list[Any]:
-    """Lightning's record of every `self.log` of the training loop; it has no public view of it."""
-    return trainer.fit_loop.epoch_loop._results.result_metrics
 
 
 class UpdateLog(L.Callback):
@@ -176,8 +176,39 @@ class PeakMemory(L.Callback):
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def notify(trainer: L.Trainer, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
-    """Call the hook of every callback that has it."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if hasattr(callback, hook):
-            getattr(callback, hook)(trainer, *arguments)
+class RequeueAtStepEnd(L.Callback):
+    """Lets Lightning's answer to SLURM's signal (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`) wait for the end of the step.
+
+    Lightning answers inside the signal handler. The ranks get the signal at different moments, and saving is a matter
+    of all of them: each would wait for the others in another place. And a checkpoint holds no gradients, so that the
+    micro-batches of the step would be lost. After the answer the run ends, as on SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+        self.received: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the place of Lightning's handler, if there is one: a job of SLURM with auto-requeue."""
+        self.received = None
+        environment = cluster_environment(trainer)
+        if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
+            return
+        handler = signal.getsignal(environment.requeue_signal)
+        if is_lightning_handler(handler) and threading.current_thread() is threading.main_thread():
+            self.answer = handler
+            signal.signal(environment.requeue_signal, self.receive)
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        """Remember the signal."""
+        self.received = signum
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """At the end of a step: if a rank got the signal, all answer it, and the run ends."""
+        if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
+            return
+        is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        if trainer.global_step != trainer.max_steps and not is_last_epoch:  # there is something left to do
+            self.answer(cluster_environment(trainer).requeue_signal, None)
+            stop_as_on_sigterm(trainer)
+        self.received = None

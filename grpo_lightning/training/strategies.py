@@ -29,11 +29,10 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.compile import to_uncompiled
 
 from grpo_lightning.core import ranks
 from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
-from grpo_lightning.training.checkpoint_files import opened
+from grpo_lightning.training.checkpoint_files import open_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -202,8 +201,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         error: OSError | ValueError | None = None
         if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
             try:
-                with opened(path) as joined:
-                    weights = joined.get("state_dict", {})  # what is missing is said below, on every rank
+                with open_checkpoint(path) as joined:
+                    weights = joined.get("state_dict", {})  # missing ones are reported below, on every rank
                     content = {name: value for name, value in joined.items() if name != "state_dict"}
             except (OSError, ValueError) as failure:  # the other ranks wait to hear of it
                 error = failure
@@ -238,7 +237,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
 
 AUTO = "auto"
-"""What transformers' Trainer fills in, in a DeepSpeed file."""
+"""The value that transformers' Trainer fills in, in a DeepSpeed file."""
 
 OF_THE_TRAINER = (
     "train_batch_size",
@@ -321,7 +320,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def shard_options(self) -> dict[str, Any]:
-        """What `fully_shard` is told: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
+        """Arguments of `fully_shard`: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         options: dict[str, Any] = {}
@@ -337,16 +336,6 @@ def leave_inference_mode(trainer: L.Trainer) -> None:
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
         loop.inference_mode = False
-
-
-def run_uncompiled(module: L.LightningModule) -> None:
-    """Undo `trainer.fit(torch.compile(module))`: sampling, rewards and caches inside a step cannot be compiled."""
-    if module._compiler_ctx is not None:
-        to_uncompiled(module)
-        log.warning(
-            "The trainer was given torch.compile(module): the module runs without the compilation, as a step samples, "
-            "scores and calls rewards."
-        )
 
 
 def sharding_of(strategy: Strategy) -> Sharding:
@@ -374,7 +363,7 @@ INSTEAD = {
     "FSDPStrategy": "it flattens the weights that sampling and scoring need. Set trainer.strategy to fsdp2 "
     "(grpo_lightning.FSDP2Strategy)",
 }
-"""What to say of strategies by name."""
+"""Why strategies are refused, and what to take instead, by name."""
 
 
 def is_supported(kind: type[Strategy]) -> bool:

@@ -13,11 +13,11 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
-from grpo_lightning.policy import offload
-from grpo_lightning.policy.sync_reference import SyncReference
+from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
+from grpo_lightning.training import actor
 from grpo_lightning.training.evaluation import Validation
 from tests.arguments.registry import case
 from tests.module_runs import (
@@ -280,8 +280,8 @@ def test_which_prompts_give_way_and_how_often():
 
 @case(GRPOLightningModule, "offload")
 def test_what_waits_elsewhere(monkeypatch):
-    monkeypatch.setattr(offload, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))
-    monkeypatch.setattr(offload, "moved", lambda states: contextlib.nullcontext(names.append("o")))
+    monkeypatch.setattr(actor, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))
+    monkeypatch.setattr(actor, "moved", lambda states: contextlib.nullcontext(names.append("o")))
     for asked, seen in ((None, []), (["reference"], ["r", "r"]), (["reference", "optimizer"], ["r", "o", "r", "o"])):
         names: list[str] = []
         fit(make_module(objective=Objective(beta=0.04), offload=asked), max_steps=2, max_epochs=-1)

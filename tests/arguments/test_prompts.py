@@ -16,9 +16,8 @@ from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, stream_mixture
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.encoder import Encoder, tokenize
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.tokens import tokenize
 from grpo_lightning.rewards import ByMethod, ExactMatch, RewardSet
 from grpo_lightning.training.evaluation import Evaluation, records
 from tests.arguments.registry import case

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from grpo_lightning.callbacks import NewestCheckpoints
-from grpo_lightning.training import rank_files
+from grpo_lightning.training.checkpoint_files import RankFiles
 from tests.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 
@@ -20,7 +20,7 @@ class Beside(L.Callback):
 
     def on_train_batch_start(self, *args) -> None:
         for path in self.folder.glob("*.ckpt"):
-            rank_files.write(path, "step", 0, {})
+            RankFiles(path).write("step", 0, {})
 
 
 def kept(folder: Path) -> dict[str, int]:

@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo_lightning.cli.errors import TRACEBACK, ConfigurationError, expected, lines, rank, short_errors
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.functional.masking import masked_mean
+from grpo_lightning.functional.losses import masked_mean
 from grpo_lightning.objective import Objective
 
 

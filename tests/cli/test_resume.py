@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
-from grpo_lightning.training import completeness, rank_files
+from grpo_lightning.training.checkpoint_files import RankFiles, mark_complete
 
 HEADER = "# lightning.pytorch==2.6.0\n"
 DEFAULTS = {"model.objective": {"beta": 0.04, "kl": "k3"}}
@@ -82,7 +82,7 @@ def test_a_checkpoint_without_what_its_ranks_saved_next_to_it_is_skipped_by_name
         resuming.check_there(str(copied), to_train=True)
     assert resuming.newest([tmp_path]) == (copied, {}), "its weights can be evaluated"
     for rank in (0, 1):
-        rank_files.write(copied, "step3-1-2", rank, {})
+        RankFiles(copied).write("step3-1-2", rank, {})
     assert resuming.newest([tmp_path], to_train=True) == (copied, {})
 
 
@@ -96,10 +96,10 @@ def test_a_folder_of_shards_says_in_its_meta_file_whether_it_can_be_resumed(tmp_
     folder.mkdir()
     (folder / ".metadata").write_bytes(b"x")
     saved(folder / "meta.pt", 10)
-    completeness.mark(folder)
+    mark_complete(folder)
     assert "save_weights_only" in resuming.why_unusable(folder, to_train=True)
     saved(folder / "meta.pt", 10, lr_schedulers=[])
-    completeness.mark(folder)
+    mark_complete(folder)
     assert resuming.why_unusable(folder, to_train=True) is None
 
 
@@ -141,7 +141,7 @@ def test_a_folder_counts_once_it_is_marked_as_complete(tmp_path):
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "checkpoint" / "rank_0.pt").write_bytes(b"12345")
     assert "complete.json" in resuming.why_unusable(folder)
-    completeness.mark(folder)
+    mark_complete(folder)
     assert resuming.newest([tmp_path / "checkpoints"], to_train=True) == (folder, {})
     (folder / "checkpoint" / "rank_0.pt").write_bytes(b"123")
     path, skipped = resuming.newest([tmp_path / "checkpoints"], to_train=True)

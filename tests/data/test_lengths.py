@@ -7,8 +7,7 @@ import pytest
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthCount, LengthLimit, Measured, check_limit_settings
-from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.tokens import tokenize
+from grpo_lightning.policy.encoder import Encoder, tokenize
 from tests import tiny_vlms
 from tests.tiny_models import tiny_tokenizer
 from tests.vision_prompts import encoder_of, prompt_of

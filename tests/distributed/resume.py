@@ -29,10 +29,10 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.sync_reference import SyncReference
+from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
-from grpo_lightning.training.completeness import why_incomplete
+from grpo_lightning.training.checkpoint_files import why_incomplete
 from tests.distributed import harness, vision
 from tests.distributed.steps import STRATEGIES, save_policy, whole_weights
 from tests.light_rewards import capitals, vowel_share

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_lightning.cli import resume as resuming
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.training import completeness
+from grpo_lightning.training.checkpoint_files import MARK, mark_complete
 from tests import tiny_vlms
 from tests.cli.test_resume import WHOLE, cut, saved
 from tests.module_runs import are_equal, make_trainer, weights_of
@@ -77,8 +77,8 @@ def test_11_a_run_goes_on_from_the_newest_checkpoint_that_was_written_to_its_end
         for shard in ("meta.pt", "shard_0.pt", "shard_1.pt")[: 3 if is_whole else 2]:
             saved(folder / shard, seconds, lr_schedulers=[])
         if is_whole:
-            completeness.mark(folder)
-            os.utime(folder / completeness.MARK, (seconds, seconds))
+            mark_complete(folder)
+            os.utime(folder / MARK, (seconds, seconds))
         os.utime(folder, (seconds, seconds))
         return folder
 

@@ -141,7 +141,7 @@ def test_17_no_id_is_drawn_that_the_tokenizer_does_not_have():
         policy = PolicyLoader(model=model, tokenizer=tokenizer).load()
         engine = LocalEngine()
         engine.connect(policy.model, tokenizer, Sharding())
-        groups = GroupSource(engine, policy.encoder, Sharding(), 0).draw(prompts, 4, sampling, seeds=[0, 1])
+        groups = GroupSource(engine, policy.encoder, Sharding(), 0).sample(prompts, 4, sampling, seeds=[0, 1])
         return [completion.token_ids for group in groups for completion in group.completions]
 
     def check(draw: Callable[[Any, list[Prompt]], list[list[int]]]) -> None:

@@ -21,8 +21,8 @@ from grpo_lightning.functional import (
     is_ratio_clamped,
     kl_divergence,
     sapo_surrogate,
-    step_counts,
 )
+from tests.step_counts import step_counts
 
 quick = settings(deadline=None, max_examples=15, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")

@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import nn
 
-from grpo_lightning.policy.experts import expert_tensors
 from grpo_lightning.policy.families import (
     FAMILIES,
     family_of,
@@ -22,9 +21,10 @@ from grpo_lightning.policy.families import (
     unknown_reason,
     vision_parts,
 )
-from grpo_lightning.policy.lora import language_layers
+from grpo_lightning.policy.lora_targets import expert_tensors, language_layers
 from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_models, tiny_vlms
+from tests.families import families
 from tests.policy.scored import loss_and_gradients, row_weights
 from tests.vision_prompts import SCENARIOS, encoder_of, vision_batch
 
@@ -74,7 +74,7 @@ def test_adapters_get_every_language_layer_and_no_other(family):
     assert sum(isinstance(module, nn.Linear) for module in vision) > 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_frozen_vision_leaves_the_language_model_trained(family):
     model = tiny_vlms.build(family).model
     assert is_tower_trained(model)
@@ -85,7 +85,7 @@ def test_frozen_vision_leaves_the_language_model_trained(family):
     assert frozen == {name for name, _ in model.named_parameters()} - language
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_every_weight_that_stays_trained_gets_a_gradient(family, caplog):
     """As DDP asks for; what nothing reads is frozen, and said to be."""
     vlm = tiny_vlms.build(family)
@@ -120,7 +120,7 @@ def test_of_a_text_model_nothing_is_unused():
     assert all(weight.requires_grad for weight in model.parameters())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_media_tokens_are_those_of_the_config(family):
     vlm = tiny_vlms.build(family)
     ids = vlm.processor.tokenizer.convert_tokens_to_ids(list(FAMILIES[family].media_tokens))

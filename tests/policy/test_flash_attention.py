@@ -10,6 +10,7 @@ from grpo_lightning.policy.probe import choose_path, probe_batch
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rollout.local import LocalEngine
 from tests import tiny_vlms
+from tests.families import families
 from tests.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
 from tests.policy.flash_stand_in import Kernels, install
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -41,7 +42,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_scores_and_gradients_are_those_of_sdpa(kernels, family, dtype):
     model = tiny_model(family, dtype=dtype)
     batch = probe_batch(model)
@@ -65,7 +66,7 @@ def test_images_are_scored_as_with_sdpa(kernels, family):
     assert kernels.calls["ragged"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_what_is_sampled_has_the_log_probs_of_the_scorer(kernels, family):
     model = tiny_model(family)
     model.set_attn_implementation("flash_attention_2")
@@ -106,7 +107,7 @@ def test_a_run_in_bf16_mixed_asks_for_it_and_trains_through_it(kernels, monkeypa
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_models_that_can_have_it(family):
     config = tiny_model(family).config
     assert no_flash_reason(config) is None

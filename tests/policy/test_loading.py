@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.policy.loading import PolicyLoader, choose_attention
-from grpo_lightning.policy.precision import compute_dtype
 from grpo_lightning.policy.probe import probe_difference
 from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.trainable import compute_dtype
 from tests.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 
 

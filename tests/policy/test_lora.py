@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, targets, using_adapter
+from grpo_lightning.core.settings import optional_settings
+from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, using_adapter
+from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.policy.scorer import Scorer
+from tests.families import families
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import BASE, FAMILIES, tiny_model
@@ -32,7 +35,7 @@ def folder(tmp_path_factory):
     return saved_adapter(tmp_path_factory.mktemp("adapter"))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+@pytest.mark.parametrize("family", families([*FAMILIES, "mamba2"]))
 def test_every_linear_layer_but_the_head(family):
     model = tiny_model(family)
     found = targets(model)
@@ -217,14 +220,14 @@ def test_switching_adapters_leaves_what_is_trained_alone(folder):
 )
 def test_settings_that_cannot_be(settings, said):
     with pytest.raises(ValueError, match=said):
-        LoRA.of(settings)
+        optional_settings(LoRA, settings, "policy.lora")
 
 
 def test_what_is_no_setting():
-    with pytest.raises(ValueError, match=r"policy.lora must be LoRA\(...\) or a mapping of rank, alpha"):
-        LoRA.of(16)  # type: ignore[arg-type]
-    assert LoRA.of(None) is None
-    assert LoRA.of({}) == LoRA()
+    with pytest.raises(ValueError, match=r"policy.lora must be of LoRA, got 16"):
+        optional_settings(LoRA, 16, "policy.lora")
+    assert optional_settings(LoRA, None, "policy.lora") is None
+    assert optional_settings(LoRA, {}, "policy.lora") == LoRA()
 
 
 def test_peft_must_be_installed(monkeypatch):

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.head import SlicedHead
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.probe import choose_head, choose_path, measure, probe_difference
-from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.policy.scorer import Scorer, SlicedHead
+from tests.families import families
 from tests.module_runs import fit, make_module
 from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, tiny_tokenizer
 
@@ -19,7 +19,7 @@ from tests.tiny_models import BASE, FAMILIES, READS_LINEAR_STATES, tiny_model, t
 DENSE = [] if READS_LINEAR_STATES else ["qwen3.5"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_every_family_takes_the_extended_path_and_a_sliced_head(family):
     model = tiny_model(family)
     path, reason = choose_path(model)
@@ -299,7 +299,7 @@ def whole_because(model, scorer=None):
 
 def test_whole_logits_on_request():
     scorer = Scorer(chunk_size=3, checkpoint_chunks=True, head_chunk_size=None)
-    assert whole_because(tiny_model(), scorer) == "whole logits: asked for"
+    assert whole_because(tiny_model(), scorer) == "whole logits: requested"
 
 
 def test_whole_logits_without_a_named_head(monkeypatch):

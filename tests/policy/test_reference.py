@@ -7,9 +7,8 @@ from torch import nn
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.reference import (
-    DisabledAdapter,
     FrozenCopy,
-    StartingAdapter,
+    OtherAdapter,
     fingerprint,
     frozen_copy,
     make_reference,
@@ -42,8 +41,8 @@ def loader_with(kind, folder):
     return {
         "whole": lambda: (PolicyLoader(**whole), FrozenCopy),
         "frozen layers": lambda: (PolicyLoader(**whole, freeze_layers=2), FrozenCopy),
-        "adapter": lambda: (loader_of(), DisabledAdapter),
-        "starting adapter": lambda: (loader_of(lora=LoRA(adapter=folder)), StartingAdapter),
+        "adapter": lambda: (loader_of(), OtherAdapter),
+        "starting adapter": lambda: (loader_of(lora=LoRA(adapter=folder)), OtherAdapter),
     }[kind]()
 
 

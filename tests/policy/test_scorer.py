@@ -10,6 +10,7 @@ from grpo_lightning.policy.kv_cache import LostCacheError, PrefixCache
 from grpo_lightning.policy.loading import checkpoint_layers, disable_dropout
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
+from tests.families import families
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
 from tests.tiny_models import FAMILIES, READS_LINEAR_STATES, tiny_model
 
@@ -28,7 +29,7 @@ def dense_noise(model, batch, weights):
     )
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 @pytest.mark.parametrize("generations", [3, 1])
 def test_extended_equals_dense(family, generations):
     model = tiny_model(family)

@@ -9,14 +9,14 @@ import torch
 
 from grpo_lightning.core.types import ImageFeatures, PromptVision, VisionInputs
 from grpo_lightning.policy.families import FAMILIES, freeze_vision, inner_model
-from grpo_lightning.policy.loading import checkpoint_layers
+from grpo_lightning.policy.loading import check_in_step, checkpoint_layers
 from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.trainable import check_in_step
 from grpo_lightning.policy.vision import keep, merged, needs_blank, place, seeing
 from tests import tiny_vlms
+from tests.families import families
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
 from tests.tiny_vlms import EXTENDED
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of, vision_batch
@@ -47,7 +47,7 @@ def single_logprobs(vlm, encoder, prompts, batch, temperature=0.7):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+@pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
 @torch.no_grad()
 def test_both_paths_equal_one_row_at_a_time(family, scenario):
     vlm = tiny_vlms.build(family)
@@ -61,7 +61,7 @@ def test_both_paths_equal_one_row_at_a_time(family, scenario):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 def test_extended_equals_dense(family, scenario):
     vlm = tiny_vlms.build(family)
     encoder = encoder_of(vlm)
@@ -78,7 +78,7 @@ def test_extended_equals_dense(family, scenario):
             assert worst_difference(got, want) < FLOOR.get(family, 1e-5)
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 def test_extended_equals_dense_with_checkpointed_layers(family):
     """The blocks of the vision tower are recomputed, too."""
     vlm = tiny_vlms.build(family)
@@ -90,7 +90,7 @@ def test_extended_equals_dense_with_checkpointed_layers(family):
     assert whole_difference(got, want) < FLOOR.get(family, 1e-5)
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 def test_known_features_change_nothing(family):
     """Of a frozen tower: kept in one pass, used in the others, for other prompts side by side too."""
     vlm = tiny_vlms.build(family)
@@ -137,7 +137,7 @@ def test_images_are_encoded_once_per_pass(family):
     assert calls == [2, 16]  # what it saves
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 def test_a_blank_image_runs_the_tower_for_nobody(family):
     vlm = tiny_vlms.build(family)
     encoder = encoder_of(vlm)
@@ -207,7 +207,7 @@ def test_features_of_several_prompts_are_cut_where_they_belong():
     ]
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 def test_the_path_is_chosen_by_a_probe(family):
     path, reason = choose_path(tiny_vlms.build(family).model)
     assert path == "extended", reason
@@ -243,7 +243,7 @@ def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
     check_in_step(add_adapters(vlm.model, LoRA(rank=2)), Sharding())
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 def test_adapters_leave_the_tower_alone_and_are_scored_the_same(family):
     vlm = tiny_vlms.build(family)
     encoder = encoder_of(vlm)
@@ -258,7 +258,7 @@ def test_adapters_leave_the_tower_alone_and_are_scored_the_same(family):
     assert whole_difference(got, want) < FLOOR.get(family, 1e-5)
 
 
-@pytest.mark.parametrize("family", EXTENDED)
+@pytest.mark.parametrize("family", families(EXTENDED))
 @torch.no_grad()
 def test_sixteen_bits_see_the_same(family):
     vlm = tiny_vlms.build(family)

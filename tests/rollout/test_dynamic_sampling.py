@@ -300,7 +300,7 @@ class StopAt(L.Callback):
             raise StopError
 
 
-@pytest.mark.parametrize("micro_step", [1, 2, 5, 6, 7, 12])
+@pytest.mark.parametrize("micro_step", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 6, 7, 12))])
 def test_a_run_that_was_stopped_ends_with_the_same_weights(tmp_path, micro_step):
     """Also inside a cycle, and after cycles that have used prompts of several rounds."""
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lightning.core.types import Group, Prompt, SamplingParams
-from grpo_lightning.policy.inputs import left_pad
+from grpo_lightning.policy.hf import left_pad
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.training.micro_batches import plan_micro_batches
+from tests.families import families
 from tests.module_runs import make_module
 from tests.tiny_models import BASE, EOS, FAMILIES, PAD, VOCAB, tiny_model, tiny_tokenizer
 
@@ -107,7 +108,7 @@ def either(request):
 # ------------------------------------------------------------------------------------------------- against `generate`
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_greedy_equals_generate_on_unpadded_rows(family):
     model, prompts = tiny_model(family), make_prompts()
     # Left padding in front of shorter prompts, and sliding windows that the longest fills.
@@ -179,7 +180,7 @@ def test_entropies_equal_the_scorers(way, filters, monkeypatch):
         torch.testing.assert_close(torch.tensor(completion.entropies), entropies[:length], atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_logprobs_equal_the_scorers(family):
     model, prompts = tiny_model(family), make_prompts()
     model.generation_config.eos_token_id = list(range(2, 14))
@@ -657,7 +658,7 @@ def moved(monkeypatch, name, nats):
     monkeypatch.setattr(LocalEngine, name, decode_wrongly)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
+@pytest.mark.parametrize("family", families([*FAMILIES, "mamba2"]))
 def test_sampling_of_every_family_agrees_with_its_scoring(family):
     model = tiny_model(family)
     model.generation_config.eos_token_id = list(range(2, 14))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.rollout.sampler import BLOCK_STEPS, BLOCK_TOKENS, TokenDrawer, Uniforms, first_above, pick
+from grpo_lightning.rollout.sampler import BLOCK_STEPS, BLOCK_TOKENS, TokenSampler, Uniforms, first_above, pick
 from tests.tiny_models import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_no_global_state_is_read_or_changed():
 def test_rows_that_left_do_not_shift_the_others():
     """Every row is given its own number of the step, wherever it stands now."""
     history, logits = torch.zeros(6, 5, dtype=torch.long), torch.randn(1, 50).expand(6, -1)
-    draw = TokenDrawer(SamplingParams(), 5, tiny_tokenizer(), Uniforms([1, 2], 3, CPU))
+    draw = TokenSampler(SamplingParams(), 5, tiny_tokenizer(), Uniforms([1, 2], 3, CPU))
     ids, logprobs, entropies = draw(history, logits)
     rows = torch.tensor([1, 2, 5])
     some_ids, some_logprobs, some_entropies = draw(history[rows], logits[rows], rows)
@@ -131,7 +131,7 @@ def test_rows_that_left_do_not_shift_the_others():
 
 def test_the_step_is_counted_from_the_prompts_end():
     uniforms = Uniforms([1], 4, CPU)
-    draw = TokenDrawer(SamplingParams(), 3, tiny_tokenizer(), uniforms)
+    draw = TokenSampler(SamplingParams(), 3, tiny_tokenizer(), uniforms)
     logits = torch.zeros(4, 128)
     for step in range(3):
         ids, *_ = draw(torch.zeros(4, 3 + step, dtype=torch.long), logits)
@@ -139,7 +139,7 @@ def test_the_step_is_counted_from_the_prompts_end():
 
 
 def test_greedy_needs_no_numbers():
-    draw = TokenDrawer(SamplingParams(temperature=0.0), 3, tiny_tokenizer(), Uniforms([1], 2, CPU))
+    draw = TokenSampler(SamplingParams(temperature=0.0), 3, tiny_tokenizer(), Uniforms([1], 2, CPU))
     logits = torch.randn(2, 20)
     ids, *_ = draw(torch.zeros(2, 3, dtype=torch.long), logits)
     assert torch.equal(ids, logits.argmax(-1))
@@ -151,7 +151,7 @@ def test_suppressed_tokens_that_the_head_does_not_know_suppress_no_other():
     logits, history = torch.randn(64, 5), torch.zeros(64, 3, dtype=torch.long)
 
     def drawn(suppressed):
-        return TokenDrawer(SamplingParams(suppress_tokens=suppressed), 3, tiny_tokenizer(), Uniforms([1], 64, CPU))(
+        return TokenSampler(SamplingParams(suppress_tokens=suppressed), 3, tiny_tokenizer(), Uniforms([1], 64, CPU))(
             history, logits
         )
 

@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.training.checkpoint_files import opened
+from grpo_lightning.training.checkpoint_files import open_checkpoint
 from grpo_lightning.training.export import export
 from tests.exports import logprobs, save_policy
 from tests.module_runs import fit, make_module
@@ -120,7 +120,7 @@ def test_shards_in_a_folder_that_cannot_be_written_are_joined_elsewhere(untied, 
         return str(made[-1])
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with opened(tmp_path / "sharded.ckpt") as joined:
+    with open_checkpoint(tmp_path / "sharded.ckpt") as joined:
         assert joined["state_dict"].keys() == content["state_dict"].keys()
     assert [folder.exists() for folder in made] == [False]
     assert f"{tmp_path} cannot be written" in caplog.text

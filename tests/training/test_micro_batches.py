@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.functional import step_counts
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.micro_batches import (
@@ -24,6 +23,7 @@ from grpo_lightning.training.micro_batches import (
     split_update,
     split_updates,
 )
+from tests.step_counts import step_counts
 from tests.tiny_models import PAD, VOCAB, tiny_model
 
 

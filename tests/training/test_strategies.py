@@ -201,7 +201,9 @@ def test_a_policy_that_was_loaded_before_the_run_is_not_trained_by_a_strategy_th
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize(("strategy", "lora"), [("ddp_fork", None), ("ddp_notebook", LoRA(rank=2))])
+@pytest.mark.parametrize(
+    ("strategy", "lora"), [("ddp_fork", None), pytest.param("ddp_notebook", LoRA(rank=2), marks=pytest.mark.slow)]
+)
 def test_the_process_that_forked_a_run_gets_its_trained_policy(strategy, lora):
     """Lightning hands over what the first child has trained, and the next forks of `validate` are of this process."""
 

@@ -386,7 +386,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 def positions(loader: PolicyLoader) -> int | None:
     """Positions of the policy; None without a limit, or without a policy, which is reported when memory is planned."""
-    from grpo_lightning.policy.tokens import num_positions
+    from grpo_lightning.policy.hf import num_positions
 
     try:
         return num_positions(loader.load_config())
@@ -396,7 +396,7 @@ def positions(loader: PolicyLoader) -> int | None:
 
 def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_length: int) -> None:
     """Check as `fit` does that prompts and their completions fit the policy's positions. Raises: ValueError."""
-    from grpo_lightning.policy.tokens import check_length
+    from grpo_lightning.policy.encoder import check_length
     from grpo_lightning.training.data_checks import TEMPLATE_TOKENS, num_bytes
 
     limit = positions(loader)
@@ -464,7 +464,7 @@ def with_gathering(
     import dataclasses
 
     from grpo_lightning.cli.plan.memory import GIB, peak, state_parts
-    from grpo_lightning.rollout.lockstep import LARGEST_SHARE
+    from grpo_lightning.rollout.local import LARGEST_SHARE
 
     if not settings.division.gathers_layers or not settings.sampling_rows:
         return settings, []

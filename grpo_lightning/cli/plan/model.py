@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
-from grpo_lightning.policy.freezing import freeze_first_layers
-from grpo_lightning.policy.lora import LoRA, adapter_config, targets
+from grpo_lightning.policy.lora import LoRA, adapter_config
+from grpo_lightning.policy.lora_targets import targets
+from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

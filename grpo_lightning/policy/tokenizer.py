@@ -1,26 +1,28 @@
-"""The policy's tokenizer, and the processor of one that sees images."""
+"""The policy's tokenizer, and the processor of one that sees images: how they are loaded and limited."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.policy.families import FAMILIES, known_family, sees_images
-from grpo_lightning.policy.naming import naming
-from grpo_lightning.policy.tokens import vocabulary_size
+from grpo_lightning.policy.hf import naming, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from grpo_lightning.policy.settings import PolicySettings
 
+
 log = logging.getLogger(__name__)
 
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
-"""What limits the tokens of an image, and the families that it limits them for."""
+"""The settings that limit the tokens of an image, and the kind of families that each is for."""
 
 
 def load_tokenizer(
@@ -77,7 +79,7 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
         return None
     processor: Any = loader.tokenizer or loader.name
     if isinstance(processor, (str, Path)):
-        with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(processor)), with_extra():
+        with naming("model.policy.tokenizer" if loader.tokenizer else "model.policy", str(processor)), naming_extra():
             processor = AutoProcessor.from_pretrained(str(processor), **origin(loader))
     if not hasattr(processor, "image_processor"):
         raise ValueError(
@@ -90,23 +92,20 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
     return processor
 
 
-class with_extra:  # noqa: N801 - used as a function
-    """Names the extra to install where a processor misses a package."""
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Raise: ImportError naming the extra."""
-        if isinstance(error, ImportError):
-            raise ImportError(
-                f"The policy takes images, and its processor needs a package: pip install 'grpo-lightning[vision]'. "
-                f"It says: {str(error).strip().partition(chr(10))[0]}"
-            ) from error
+@contextlib.contextmanager
+def naming_extra() -> Iterator[None]:
+    """Name the extra to install where a processor misses a package. Raises: ImportError."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"The policy takes images, and its processor needs a package: pip install 'grpo-lightning[vision]'. "
+            f"It says: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
 
 
 def origin(loader: PolicySettings) -> dict[str, Any]:
-    """What `from_pretrained` is told beside the name; the revision is that of the policy."""
+    """The arguments of `from_pretrained` next to the name; the revision is that of the policy."""
     return {
         "revision": "main" if loader.tokenizer else loader.revision,
         "trust_remote_code": loader.trust_remote_code,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_lightning.rollout.sampler import drawable
+from grpo_lightning.rollout.sampler import sampled_ids
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from grpo_lightning.rollout.sampler import drawable
     ],
 )
 def test_what_can_be_drawn(never, size, expected):
-    assert drawable(never, size) == expected
+    assert sampled_ids(never, size) == expected

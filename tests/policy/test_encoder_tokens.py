@@ -6,7 +6,8 @@ import pytest
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.templates import PromptTemplate
-from grpo_lightning.policy.tokens import check_length, num_positions, tokenize
+from grpo_lightning.policy.encoder import check_length, tokenize
+from grpo_lightning.policy.hf import num_positions
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

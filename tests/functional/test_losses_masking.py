@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import aggregate, masked_mean, step_counts
+from grpo_lightning.functional import aggregate, masked_mean
+from tests.step_counts import step_counts
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")
@@ -63,11 +64,6 @@ def test_masked_mean_by_hand() -> None:
 
 def test_aggregate_by_hand() -> None:
     check_aggregate(aggregate)
-
-
-def test_step_counts_by_hand() -> None:
-    assert step_counts(torch.tensor(MASK)) == (3, 2)
-    assert step_counts(torch.zeros(2, 0, dtype=torch.bool)) == (0, 0)
 
 
 @pytest.mark.parametrize("by", BY)

@@ -13,7 +13,7 @@ from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
-from grpo_lightning.training.whole_cycles import round_up_limits
+from grpo_lightning.training.checks import round_up_limits
 from tests.lightning_rows import Count
 from tests.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 

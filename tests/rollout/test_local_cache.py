@@ -5,10 +5,11 @@ import torch
 from transformers import DynamicCache
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.policy.inputs import text_config
+from grpo_lightning.policy.hf import text_config
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout import local
 from grpo_lightning.rollout.local import LocalEngine, SamplingCache, no_fan_out_reason
+from tests.families import families
 from tests.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 
@@ -31,7 +32,7 @@ def drawn(monkeypatch, model, cache_class):
     return groups, sum(x.nbytes for x in states), {x.dtype for x in states}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_under_autocast_the_same_numbers_take_half_the_memory(monkeypatch, family):
     model = tiny_model(family)
     groups, size, dtypes = drawn(monkeypatch, model, SamplingCache)

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from grpo_lightning.objective import Objective
-from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.quantization import check_quantization
+from grpo_lightning.policy.loading import PolicyLoader, check_quantization
 from grpo_lightning.policy.reference import fingerprint, make_reference
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer

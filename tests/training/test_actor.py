@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from grpo_lightning.objective import Objective
-from grpo_lightning.policy import offload
-from grpo_lightning.policy.freezing import freeze_first_layers
 from grpo_lightning.policy.reference import FrozenCopy, frozen_copy
+from grpo_lightning.policy.trainable import freeze_first_layers
+from grpo_lightning.training import actor
 from tests.module_runs import SMALL, are_equal, fit, make_module, weights_of
 from tests.tiny_models import tiny_model
 
@@ -28,7 +28,7 @@ def places(monkeypatch):
         return real(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    monkeypatch.setattr(offload, "ROOM", room)
+    monkeypatch.setattr(actor, "ROOM", room)
     return lambda tensor: where.get(tensor.data_ptr(), "home")
 
 
@@ -36,7 +36,7 @@ def test_the_reference_is_away_inside_and_back_with_its_values(places):
     policy = tiny_model("qwen2", **SMALL)
     reference = FrozenCopy(frozen_copy(policy))
     before = {name: weight.clone() for name, weight in reference.named_parameters()}
-    with offload.reference_offloaded(reference, policy):
+    with actor.reference_offloaded(reference, policy):
         assert {places(weight) for weight in reference.parameters()} == {"room"}
         assert {places(weight) for weight in policy.parameters()} == {"home"}
     assert {places(weight) for weight in reference.parameters()} == {"home"}
@@ -47,7 +47,7 @@ def test_weights_that_are_the_policys_own_stay(places):
     policy = tiny_model("qwen2", **SMALL)
     freeze_first_layers(policy, 1)
     reference = FrozenCopy(frozen_copy(policy))
-    with offload.reference_offloaded(reference, policy):
+    with actor.reference_offloaded(reference, policy):
         assert {places(weight) for weight in policy.parameters()} == {"home"}
         assert {places(weight) for weight in reference.parameters()} == {"home", "room"}
 
@@ -59,7 +59,7 @@ def test_the_optimizers_states_are_away_inside_and_back(places):
     optimizer.step()
     state = optimizer.state[weight]
     before = {name: value.clone() for name, value in state.items()}
-    with offload.moved(offload.states(optimizer)):
+    with actor.moved(actor.states(optimizer)):
         assert {places(value) for value in state.values()} == {"room"}
         assert places(weight) == "home"
     assert {places(value) for value in state.values()} == {"home"}
@@ -102,6 +102,6 @@ def test_memory_is_free_while_sampling():
     module.policy.cuda()
     module.reference.cuda()
     before = torch.cuda.memory_allocated()
-    with offload.reference_offloaded(module.reference, module.policy):
+    with actor.reference_offloaded(module.reference, module.policy):
         assert torch.cuda.memory_allocated() < before
     assert torch.cuda.memory_allocated() == before

@@ -1,4 +1,6 @@
-"""Mixtures of experts under LoRA: what has an adapter is known, and what has none is said."""
+"""The layers that get adapters: those of the language model, without what peft or a mixture of experts cannot adapt."""
+
+from __future__ import annotations
 
 import logging
 
@@ -7,9 +9,17 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.experts import expert_tensors, taken_names, why_without
-from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters, language_layers, targets
+from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters
+from grpo_lightning.policy.lora_targets import (
+    expert_tensors,
+    language_layers,
+    language_modules,
+    taken_names,
+    targets,
+    why_without,
+)
 from tests import tiny_vlms
+from tests.families import families
 from tests.tiny_models import BASE, MOE, tiny_model
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -80,7 +90,7 @@ def test_convolutions_are_no_experts():
     )
 
 
-@pytest.mark.parametrize("family", [name for name in tiny_vlms.FAMILIES if not name.endswith("_moe")])
+@pytest.mark.parametrize("family", families([name for name in tiny_vlms.FAMILIES if not name.endswith("_moe")]))
 def test_dense_families_have_no_experts(family):
     """Vision towers have tensors of three dimensions too, for the places of an image."""
     model = tiny_vlms.build(family).model
@@ -98,3 +108,19 @@ def test_tensors_that_zero3_holds_elsewhere_count():
     for weight in model.parameters():
         weight.ds_shape, weight.data = weight.shape, torch.empty(0)
     assert expert_tensors(model) == ["down_proj", "gate_up_proj"]
+
+
+def test_of_a_text_model_all_but_the_head():
+    model = tiny_model("qwen2")
+    names = set(language_modules(model))
+    assert names == {name for name, _ in model.named_modules() if name == "model" or name.startswith("model.")}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_no_vision_tower_and_no_projector(monkeypatch, is_told):
+    model = tiny_vlms.build("internvl").model
+    if not is_told:
+        monkeypatch.setattr(type(model), "get_decoder", lambda self: self)
+    names = set(language_modules(model))
+    assert "model.language_model.layers.0.self_attn.q_proj" in names
+    assert not [name for name in names if "vision" in name or "projector" in name or "lm_head" in name]

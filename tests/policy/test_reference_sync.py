@@ -8,7 +8,7 @@ import torch
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.sync_reference import SyncReference
+from grpo_lightning.policy.reference import SyncReference
 from tests.module_runs import SMALL, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -5,15 +5,8 @@ import logging
 import pytest
 import torch
 
-from grpo_lightning.rollout import lockstep
-from grpo_lightning.rollout.lockstep import (
-    Lockstep,
-    compute_device,
-    free_bytes,
-    is_gathered,
-    say_gathering,
-    whole_bytes,
-)
+from grpo_lightning.rollout import local
+from grpo_lightning.rollout.local import Lockstep, compute_device, free_bytes, is_gathered, say_gathering, whole_bytes
 from tests.tiny_models import tiny_model
 
 GB = 2**30
@@ -24,18 +17,18 @@ def gpu(monkeypatch):
     """A GPU as far as the choice can see: set what the weights take and what is free."""
 
     def pretend(whole, free):
-        monkeypatch.setattr(lockstep, "compute_device", lambda policy: torch.device("cuda"))
-        monkeypatch.setattr(lockstep, "whole_bytes", lambda policy, dtype: whole)
-        monkeypatch.setattr(lockstep, "free_bytes", lambda device: free)
+        monkeypatch.setattr(local, "compute_device", lambda policy: torch.device("cuda"))
+        monkeypatch.setattr(local, "whole_bytes", lambda policy, dtype: whole)
+        monkeypatch.setattr(local, "free_bytes", lambda device: free)
 
     return pretend
 
 
 def test_what_is_asked_for_is_done(gpu):
     gpu(50 * GB, 10 * GB)
-    assert is_gathered(torch.nn.Linear(2, 2), True) == (True, "asked for")
+    assert is_gathered(torch.nn.Linear(2, 2), True) == (True, "requested")
     gpu(1 * GB, 10 * GB)
-    assert is_gathered(torch.nn.Linear(2, 2), False) == (False, "asked for")
+    assert is_gathered(torch.nn.Linear(2, 2), False) == (False, "requested")
 
 
 def test_auto_gathers_what_leaves_half_of_the_free_memory(gpu):
@@ -55,7 +48,7 @@ def test_auto_gathers_on_a_cpu():
 
 def test_one_rank_short_of_memory_decides_for_all(gpu, monkeypatch):
     gpu(1 * GB, 10 * GB)
-    monkeypatch.setattr(lockstep.ranks, "is_any", lambda flag: True)
+    monkeypatch.setattr(local.ranks, "is_any", lambda flag: True)
     assert not is_gathered(torch.nn.Linear(2, 2), "auto")[0]
 
 
@@ -69,7 +62,7 @@ def test_the_free_memory_counts_what_torch_keeps_unused(monkeypatch):
 def test_the_size_is_that_of_the_whole_weights():
     model = torch.nn.Linear(8, 4).to(torch.bfloat16)
     assert whole_bytes(model) == 2 * (8 * 4 + 4)
-    model.weight.ds_numel = 1000  # as of a partitioned parameter, whose own tensor is empty
+    model.weight.ds_shape = torch.Size([1000])  # as of a partitioned parameter, whose own tensor is empty
     assert whole_bytes(model) == 2 * (1000 + 4)
     assert whole_bytes(model, torch.float32) == 4 * (1000 + 4), "in the precision they are gathered in"
 
@@ -84,18 +77,18 @@ def test_the_device_is_where_the_policy_computes():
 
 def test_the_choice_is_said_on_the_first_rank(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    say_gathering(True, "asked for")
-    monkeypatch.setattr(lockstep.ranks, "rank", lambda: 1)
-    say_gathering(False, "asked for")
+    say_gathering(True, "requested")
+    monkeypatch.setattr(local.ranks, "rank", lambda: 1)
+    say_gathering(False, "requested")
     assert [record.getMessage() for record in caplog.records] == [
-        "Sampling from sharded weights, gathered once per rollout (engine.gather_for_generation): asked for."
+        "Sampling from sharded weights, gathered once per rollout (engine.gather_for_generation): requested."
     ]
 
 
 def test_ranks_wait_for_each_other_only_if_they_must(monkeypatch):
     """Here the others have three waves, and an open row."""
-    monkeypatch.setattr(lockstep.ranks, "max_over_ranks", lambda values: values.clamp(min=3))
-    monkeypatch.setattr(lockstep.ranks, "is_any", lambda flag: True)
+    monkeypatch.setattr(local.ranks, "max_over_ranks", lambda values: values.clamp(min=3))
+    monkeypatch.setattr(local.ranks, "is_any", lambda flag: True)
     together, alone = Lockstep(is_needed=True), Lockstep(is_needed=False)
     assert (together.num_waves(1), together.num_waves(4), alone.num_waves(1)) == (3, 4, 1)
     assert (together.goes_on(False), alone.goes_on(False), alone.goes_on(True)) == (True, False, True)

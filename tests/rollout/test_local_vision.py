@@ -11,6 +11,7 @@ from grpo_lightning.rollout.groups import GroupSource
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.training.micro_batches import give_images, plan_micro_batches
 from tests import tiny_vlms
+from tests.families import families
 from tests.vision_prompts import SCENARIOS, encoder_of, prompt_of
 
 CLOSE = {"qwen3_5": 1e-3}
@@ -43,19 +44,19 @@ def generated(vlm, encoder, prompt, length):
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+@pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
 def test_greedy_equals_generate(family):
     vlm = tiny_vlms.build(family)
     source = source_of(vlm)
     prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
-    groups = source.draw(prompts, 2, SamplingParams(max_completion_length=10, temperature=0.0), [0] * 3)
+    groups = source.sample(prompts, 2, SamplingParams(max_completion_length=10, temperature=0.0), [0] * 3)
     for prompt, group in zip(prompts, groups, strict=True):
         want = generated(vlm, source.encoder, prompt, 10)
         assert [completion.token_ids for completion in group.completions] == [want, want]
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
+@pytest.mark.parametrize("family", families(tiny_vlms.FAMILIES))
 def test_what_is_drawn_is_what_is_scored(family, is_frozen):
     if family not in tiny_vlms.EXTENDED:
         pytest.skip("this release of transformers scores it densely")
@@ -65,7 +66,7 @@ def test_what_is_drawn_is_what_is_scored(family, is_frozen):
     source = source_of(vlm, max_rows=6)  # two waves
     prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
     sampling = SamplingParams(max_completion_length=8, temperature=0.7)
-    groups = source.draw(prompts, 3, sampling, [5, 6, 7])
+    groups = source.sample(prompts, 3, sampling, [5, 6, 7])
     kept = [group.vision.features is not None for group in groups]
     assert kept == [False, is_frozen, is_frozen]
     (batch,), _ = plan_micro_batches(
@@ -87,9 +88,9 @@ def test_each_wave_encodes_its_images_once():
     prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
     seeds = [5, 6, 7]
     sampling = SamplingParams(max_completion_length=4)
-    at_once = source_of(vlm).draw(prompts, 4, sampling, seeds)
+    at_once = source_of(vlm).sample(prompts, 4, sampling, seeds)
     assert calls == [3]
-    in_waves = source_of(vlm, max_rows=4).draw(prompts, 4, sampling, seeds)
+    in_waves = source_of(vlm, max_rows=4).sample(prompts, 4, sampling, seeds)
     assert calls == [3, 1, 2]  # the first wave has no image
     for one, other in zip(at_once, in_waves, strict=True):
         assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
@@ -99,9 +100,9 @@ def test_a_family_without_a_record_is_sampled_by_generate(monkeypatch, caplog):
     vlm = tiny_vlms.build("qwen2_5_vl")
     prompts = [prompt_of(*parts) for parts in SCENARIOS["mixed"]]
     greedy = SamplingParams(max_completion_length=6, temperature=0.0)
-    want = source_of(vlm).draw(prompts, 2, greedy, [0] * 3)
+    want = source_of(vlm).sample(prompts, 2, greedy, [0] * 3)
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     source = source_of(vlm)
     assert "no facts about vision-language models of type qwen2_5_vl" in caplog.text
-    found = source.draw(prompts, 2, greedy, [0] * 3)
+    found = source.sample(prompts, 2, greedy, [0] * 3)
     assert [g.completions[0].token_ids for g in found] == [g.completions[0].token_ids for g in want]
