@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from grpo_lightning.callbacks import CompletionLog
-from grpo_lightning.callbacks.completion_tables import CompletionTables, cells, choose, markdown
+from grpo_lightning.callbacks.completion_log import CompletionTables, cells, choose, markdown
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from tests.grounding_runs import Answers, grounding_module
