@@ -42,13 +42,32 @@ from grpo_lightning.rewards.trainer_state import TrainerState
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling, resample, source_of
 from grpo_lightning.rollout.engine import RolloutEngine
-from grpo_lightning.rollout.groups import GroupSource, OverlongFilter, Rollout, kl_to_reference, mask_truncated, per_completion, vision_of, without_truncated
+from grpo_lightning.rollout.groups import (
+    GroupSource,
+    OverlongFilter,
+    Rollout,
+    kl_to_reference,
+    mask_truncated,
+    per_completion,
+    vision_of,
+    without_truncated,
+)
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import box_checks, checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
-from grpo_lightning.training.metrics import StepMetrics, add_padding, add_resampling, add_rollout, add_scores, add_sources, add_update, empty_reason, num_empty_updates
+from grpo_lightning.training.metrics import (
+    StepMetrics,
+    add_padding,
+    add_resampling,
+    add_rollout,
+    add_scores,
+    add_sources,
+    add_update,
+    empty_reason,
+    num_empty_updates,
+)
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.step_callbacks import notify, own_callbacks

@@ -29,7 +29,22 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core.types import MicroBatch
-from grpo_lightning.functional import aggregate, cispo_surrogate, clipped_surrogate, group_relative_advantages, importance_ratio, is_clipped_high, is_clipped_low, is_k3_clamped, is_ratio_clamped, keeps_sequence, kl_divergence, normalized_sum, rollout_weights, sapo_surrogate
+from grpo_lightning.functional import (
+    aggregate,
+    cispo_surrogate,
+    clipped_surrogate,
+    group_relative_advantages,
+    importance_ratio,
+    is_clipped_high,
+    is_clipped_low,
+    is_k3_clamped,
+    is_ratio_clamped,
+    keeps_sequence,
+    kl_divergence,
+    normalized_sum,
+    rollout_weights,
+    sapo_surrogate,
+)
 
 log = logging.getLogger(__name__)
 

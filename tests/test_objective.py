@@ -10,7 +10,18 @@ import yaml
 
 from grpo_lightning import objective as objective_file
 from grpo_lightning.core.types import MicroBatch
-from grpo_lightning.functional import aggregate, cispo_surrogate, clipped_surrogate, group_relative_advantages, importance_ratio, keeps_sequence, kl_divergence, normalized_sum, rollout_weights, sapo_surrogate
+from grpo_lightning.functional import (
+    aggregate,
+    cispo_surrogate,
+    clipped_surrogate,
+    group_relative_advantages,
+    importance_ratio,
+    keeps_sequence,
+    kl_divergence,
+    normalized_sum,
+    rollout_weights,
+    sapo_surrogate,
+)
 from grpo_lightning.objective import Objective, StepCounts
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)

@@ -11,7 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from grpo_lightning.functional import aggregate, cispo_surrogate, clipped_surrogate, group_relative_advantages, importance_ratio, is_clipped_high, is_clipped_low, keeps_sequence, kl_divergence, masked_mean, normalized_sum, rollout_weights, sapo_surrogate, step_counts, token_entropy, token_logprobs
+from grpo_lightning.functional import (
+    aggregate,
+    cispo_surrogate,
+    clipped_surrogate,
+    group_relative_advantages,
+    importance_ratio,
+    is_clipped_high,
+    is_clipped_low,
+    keeps_sequence,
+    kl_divergence,
+    masked_mean,
+    normalized_sum,
+    rollout_weights,
+    sapo_surrogate,
+    step_counts,
+    token_entropy,
+    token_logprobs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are not ours to mend
 

@@ -1,27 +1,31 @@
 """Every completion of every rollout: one JSON line each, and tables in the loggers that have them."""
 
 from __future__ import annotations
+
 import itertools
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
-import lightning as L
-from grpo_lightning.callbacks.run_files import append_lines, in_order_of_prompts, json_line, keep_rollouts_before, run_file
-from grpo_lightning.core.ranks import gather_objects
-from grpo_lightning.core.types import Prompt
-from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.groups import Rollout
-from grpo_lightning.training.evaluation import Evaluation, records
-from __future__ import annotations
 import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from grpo_lightning.callbacks.run_files import (
+    append_lines,
+    in_order_of_prompts,
+    json_line,
+    keep_rollouts_before,
+    run_file,
+)
+from grpo_lightning.core.ranks import gather_objects
 from grpo_lightning.core.types import Prompt
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rollout.groups import Rollout
+from grpo_lightning.training.evaluation import Evaluation, records
+
 
 class CompletionLog(L.Callback):
     """Writes `completions.jsonl`, with the completions of all ranks, into the run's folder.

@@ -1,35 +1,33 @@
 """What a policy points at: the first validation images with the right and the answered boxes, as pictures."""
 
 from __future__ import annotations
+
 import dataclasses
+import io
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+import math
+import os
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 import lightning as L
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
+
 from grpo_lightning.callbacks.before_after import validation_loader
 from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
+from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.ranks import gather_objects
-from grpo_lightning.core.types import Prompt
+from grpo_lightning.core.types import Box, Message, Prompt
 from grpo_lightning.data.readable import known_prompts
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.grounding import right_of, target_of
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates
-from __future__ import annotations
-import io
-import math
-import os
-import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import Box, Message
 
 log = logging.getLogger(__name__)
 

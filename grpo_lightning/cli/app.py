@@ -16,11 +16,10 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import diagnosis, launched, run_folder, short_names, sources
+from grpo_lightning.cli import diagnosis, run_folder, short_names, sources
 from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_saving, kind_of_default
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
-from grpo_lightning.cli.interrupt import GracefulStop
 from grpo_lightning.cli.loggers import without_anonymous
 from grpo_lightning.cli.parser import Parser
 from grpo_lightning.cli.results import print_results
@@ -28,6 +27,7 @@ from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.core.messages import quiet_libraries, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.training.signals import GracefulStop, end_launched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -297,12 +297,12 @@ class GRPOCLI(LightningCLI):
                 raise
             if rank() == 0:
                 log.info(self.stop.last_words())
-            launched.end_with(self.trainer, seconds=60)
+            end_launched(self.trainer, seconds=60)
             raise SystemExit(self.stop.exit_code) from None
         except BaseException:
             if self.trainer.global_step == 0:
                 self.leave_nothing()
-            launched.end_with(self.trainer, seconds=5)
+            end_launched(self.trainer, seconds=5)
             raise
 
     def validate(self, *, verbose: bool = True, **kwargs: Any) -> None:

@@ -20,7 +20,19 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from grpo_lightning.cli.sources import Source, load
-from grpo_lightning.cli.type_hints import arguments, choices, class_names, imported, is_accepted, kind_of, named, named_classes, num_call_arguments, settings_class, takes_objects
+from grpo_lightning.cli.type_hints import (
+    arguments,
+    choices,
+    class_names,
+    imported,
+    is_accepted,
+    kind_of,
+    named,
+    named_classes,
+    num_call_arguments,
+    settings_class,
+    takes_objects,
+)
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 MAX_LISTED = 60

@@ -20,7 +20,7 @@ from grpo_lightning.cli.defaults import default_loggers
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.sources import load, load_settings, pairs
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.rewards import registry# noqa: F401 - the parser knows the names of loaded classes: the rewards
+from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
 
 KEYS = {"optimizer": optimizers, "scheduler": schedules}
 """The settings of the module that take such names, and where the classes are."""

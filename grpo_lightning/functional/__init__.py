@@ -3,7 +3,17 @@
 from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages, normalized_sum
 from grpo_lightning.functional.kl import is_k3_clamped, kl_divergence
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
-from grpo_lightning.functional.losses import cispo_surrogate, clipped_surrogate, importance_ratio, is_clipped_high, is_clipped_low, is_ratio_clamped, keeps_sequence, rollout_weights, sapo_surrogate
+from grpo_lightning.functional.losses import (
+    cispo_surrogate,
+    clipped_surrogate,
+    importance_ratio,
+    is_clipped_high,
+    is_clipped_low,
+    is_ratio_clamped,
+    keeps_sequence,
+    rollout_weights,
+    sapo_surrogate,
+)
 from grpo_lightning.functional.masking import aggregate, masked_mean, step_counts
 
 __all__ = [

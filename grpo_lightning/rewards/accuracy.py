@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_lightning.rewards.answer_reward import AnswerReward
-from grpo_lightning.rewards.answers import after_thought, between_answer_tags, chat_answer, in_box, readable, right_answer
+from grpo_lightning.rewards.answers import (
+    after_thought,
+    between_answer_tags,
+    chat_answer,
+    in_box,
+    readable,
+    right_answer,
+)
 from grpo_lightning.rewards.base import Content, completion_text
 from grpo_lightning.rewards.equivalence import UndecidedError, check_installed, equivalence
 

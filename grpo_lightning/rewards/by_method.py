@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from grpo_lightning.rewards.base import METHOD_COLUMN, SHARED, Content, ImageSize, Reward, RewardLike, completion_in_form, inner_reward
+from grpo_lightning.rewards.base import (
+    METHOD_COLUMN,
+    SHARED,
+    Content,
+    ImageSize,
+    Reward,
+    RewardLike,
+    completion_in_form,
+    inner_reward,
+)
 from grpo_lightning.rewards.boxes.detection import DetectionMAP, OdLength, WeightedSum
 from grpo_lightning.rewards.boxes.iou import IoU
 from grpo_lightning.rewards.methods import TEXT_METHODS

@@ -25,7 +25,15 @@ from transformers import (
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs
 from grpo_lightning.policy.families import is_tower_trained, unknown_reason
-from grpo_lightning.policy.inputs import accepts, base_model, compute_device, evaluating, known_arguments, left_pad, text_config
+from grpo_lightning.policy.inputs import (
+    accepts,
+    base_model,
+    compute_device,
+    evaluating,
+    known_arguments,
+    left_pad,
+    text_config,
+)
 from grpo_lightning.policy.kv_cache import LostCacheError
 from grpo_lightning.policy.probe import compare, model_type, probe_batch, scored_alone
 from grpo_lightning.policy.scorer import Scorer

@@ -1,26 +1,40 @@
-"""SLURM auto-requeue: the checkpoint is saved at an optimizer-step boundary on all ranks."""
+"""Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
+
+All ranks agree at the end of the step and save there. A checkpoint holds no gradients, and saving is collective: ranks
+that answered inside their signal handlers would wait for each other in different places.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import subprocess
 import threading
+import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 from grpo_lightning.core.ranks import is_any
 from grpo_lightning.training.run_state import is_between_steps
 
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+PATTERN = "stopped-*.ckpt"
+
 
 class RequeueAtStepEnd(L.Callback):
-    """Lets Lightning's answer to SLURM's signal (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`) wait for the end of the step.
+    """SLURM auto-requeue at the end of a step: delays Lightning's answer (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`).
 
-    Lightning answers inside the signal handler. The ranks get the signal at different moments, and saving is a matter
-    of all of them: each would wait for the others in another place. And a checkpoint holds no gradients, so that the
-    micro-batches of the step would be lost. After the answer the run ends, as on SIGTERM.
+    Lightning answers inside the signal handler. After the answer the run ends, as on SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -52,3 +66,117 @@ class RequeueAtStepEnd(L.Callback):
             self.answer(environment.requeue_signal, None)
             trainer._signal_connector.received_sigterm = True
         self.received = None
+
+
+class GracefulStop(L.Callback):
+    """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the optimizer step.
+
+    There the ranks agree, a checkpoint is written, and Lightning ends the run as it does on SIGTERM: no validation and
+    no end of the epoch, after which a resumed run would skip the rest of its data. A second signal does what it would
+    without this callback.
+
+    Args:
+        folder: Where the checkpoint goes, `stopped-step=<N>.ckpt`; the one of an earlier stop is removed.
+        is_saving: False writes none.
+    """
+
+    def __init__(self, folder: str | Path, *, is_saving: bool = True) -> None:
+        self.folder = Path(folder)
+        self.is_saving = is_saving
+        self.received: int | None = None
+        self.stopped_at: int | None = None
+        self.checkpoint: Path | None = None
+        self.old_handlers: dict[int, Any] = {}
+        self.trainer: L.Trainer | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signals: here, because Lightning sets a handler of its own for SIGTERM before."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows handlers in the main thread alone
+        self.trainer = trainer
+        for signum in SIGNALS:
+            self.old_handlers[signum] = signal.signal(signum, self.receive)
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        """Remember the signal; the next one is handled as if this callback were not there."""
+        self.restore()
+        self.received = signum
+        launcher = self.trainer.strategy.launcher if self.trainer is not None else None
+        # Ctrl-C reaches every process of a terminal; SIGTERM often the first one alone.
+        if signum == signal.SIGTERM and isinstance(launcher, _SubprocessScriptLauncher):
+            launcher.kill(signal.SIGTERM)
+        # Not by the logger: a handler may run in the middle of another write to the same stream, which refuses.
+        if self.trainer is None or self.trainer.is_global_zero:
+            again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
+            os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
+
+    def restore(self) -> None:
+        """Put the old handlers back."""
+        for signum, handler in self.old_handlers.items():
+            signal.signal(signum, handler)
+        self.old_handlers = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """At the end of a step: agree, save, and end the run."""
+        if not is_between_steps(trainer):
+            return
+        # One rank's signal stops all of them: each alone would wait for the others for ever.
+        is_received = trainer.strategy.reduce_boolean_decision(self.received is not None, all=False)
+        if not is_received or trainer.global_step == trainer.max_steps:
+            return
+        self.stopped_at = trainer.global_step
+        if self.is_saving:
+            folder = Path(trainer.strategy.broadcast(str(self.folder)))
+            self.checkpoint = folder / f"stopped-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(self.checkpoint)
+            for old in sorted(folder.glob(PATTERN)) if trainer.is_global_zero else []:
+                if old != self.checkpoint:
+                    trainer.strategy.remove_checkpoint(old)
+        trainer._signal_connector.received_sigterm = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the old handlers back."""
+        self.restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Put the old handlers back."""
+        self.restore()
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that a signal ended; another rank's signal counts as SIGTERM."""
+        return 128 + (self.received or signal.SIGTERM)
+
+    def last_words(self) -> str:
+        """Where the run stopped, and how it resumes."""
+        go_on = "; go on by the same command with --ckpt_path auto" if self.checkpoint else ""
+        return f"Stopped at step {self.stopped_at}{go_on}."
+
+
+def end_launched(trainer: L.Trainer, seconds: float) -> None:
+    """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
+
+    A rank that fails alone leaves the others waiting for it in a collective, where no other signal reaches them.
+
+    Args:
+        trainer: The run's; nothing is done where something else (torchrun, SLURM) launched the processes.
+        seconds: Given to all of them together.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return
+    # Lightning watches this very list, and kills this process, too, as soon as one of them ends with an error.
+    processes = list(launcher.procs)
+    launcher.procs.clear()
+    deadline = time.monotonic() + seconds
+    for local_rank, process in enumerate(processes, start=1):
+        try:
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            continue
+        if code < 0:  # it could not say so itself
+            name = signal.Signals(-code).name
+            hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
+            log.error("Rank %d was ended by %s%s.", local_rank, name, hint)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.training.checkpoints import StepEnds
-from grpo_lightning.training.requeue import RequeueAtStepEnd
+from grpo_lightning.training.signals import RequeueAtStepEnd
 
 
 def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:

@@ -15,7 +15,15 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.axes import Axes
 
-from grpo_lightning.callbacks import BeforeAfter, CompletionLog, ExportPolicy, LearningCurves, NewestCheckpoints, ProgressBar, WritePredictions
+from grpo_lightning.callbacks import (
+    BeforeAfter,
+    CompletionLog,
+    ExportPolicy,
+    LearningCurves,
+    NewestCheckpoints,
+    ProgressBar,
+    WritePredictions,
+)
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
 from tests.module_runs import fit, make_module, make_source, make_trainer

@@ -11,7 +11,15 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from grpo_lightning.demo import arithmetic
-from grpo_lightning.demo.arithmetic import DemoModel, DemoRecipe, DemoTask, Quickstart, WarmUp, build_model, build_tokenizer
+from grpo_lightning.demo.arithmetic import (
+    DemoModel,
+    DemoRecipe,
+    DemoTask,
+    Quickstart,
+    WarmUp,
+    build_model,
+    build_tokenizer,
+)
 from tests.arguments.registry import case
 
 TASK = {"num_digits": 4, "num_warm_up": 20, "num_train": 10, "num_heldout": 5}

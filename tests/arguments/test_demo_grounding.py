@@ -12,7 +12,15 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from grpo_lightning.demo import grounding, grounding_warm_up
-from grpo_lightning.demo.grounding import GroundingModel, GroundingQuickstart, GroundingRecipe, GroundingWarmUp, build_model, build_processor, build_tokenizer
+from grpo_lightning.demo.grounding import (
+    GroundingModel,
+    GroundingQuickstart,
+    GroundingRecipe,
+    GroundingWarmUp,
+    build_model,
+    build_processor,
+    build_tokenizer,
+)
 from grpo_lightning.demo.scenes import COLOURS, SceneTask
 from tests.arguments.registry import case
 

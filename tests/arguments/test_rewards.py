@@ -11,7 +11,32 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
-from grpo_lightning.rewards import Accuracy, AllMatch, AnyAnswer, BoxRepetition, ByMethod, Cosine, Countdown, Counting, DetectionMAP, ExactMatch, Format, FormatRec, IoU, Length, LLMJudge, MultipleChoice, OdLength, ReactFormat, Repetition, RewardSet, SoftOverlong, TextSimilarity, WeightedSum, YesNo
+from grpo_lightning.rewards import (
+    Accuracy,
+    AllMatch,
+    AnyAnswer,
+    BoxRepetition,
+    ByMethod,
+    Cosine,
+    Countdown,
+    Counting,
+    DetectionMAP,
+    ExactMatch,
+    Format,
+    FormatRec,
+    IoU,
+    Length,
+    LLMJudge,
+    MultipleChoice,
+    OdLength,
+    ReactFormat,
+    Repetition,
+    RewardSet,
+    SoftOverlong,
+    TextSimilarity,
+    WeightedSum,
+    YesNo,
+)
 from grpo_lightning.rewards.equivalence import UndecidedError
 from tests.arguments.registry import case, case_of_each
 

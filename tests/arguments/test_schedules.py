@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from grpo_lightning.schedules import Constant, Cosine, CosineWithRestarts, InverseSqrt, Linear, Schedule, WarmupStableDecay
+from grpo_lightning.schedules import (
+    Constant,
+    Cosine,
+    CosineWithRestarts,
+    InverseSqrt,
+    Linear,
+    Schedule,
+    WarmupStableDecay,
+)
 from tests.arguments.registry import case, case_of_each
 
 SCHEDULES = [Constant, Cosine, CosineWithRestarts, InverseSqrt, Linear, WarmupStableDecay]

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.callbacks.run_files import append_lines, in_order_of_prompts, json_line, keep_rollouts_before, plain, run_file, run_folder
+from grpo_lightning.callbacks.run_files import (
+    append_lines,
+    in_order_of_prompts,
+    json_line,
+    keep_rollouts_before,
+    plain,
+    run_file,
+    run_folder,
+)
 
 
 def trainer_of(rank=0, log_dir=None):

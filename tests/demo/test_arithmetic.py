@@ -9,7 +9,16 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2ForCausalLM
 
 from grpo_lightning.demo import arithmetic
-from grpo_lightning.demo.arithmetic import DemoModel, DemoRecipe, DemoTask, WarmUp, build_model, build_tokenizer, prepare, warm_up
+from grpo_lightning.demo.arithmetic import (
+    DemoModel,
+    DemoRecipe,
+    DemoTask,
+    WarmUp,
+    build_model,
+    build_tokenizer,
+    prepare,
+    warm_up,
+)
 
 TINY = DemoRecipe(
     task=DemoTask(num_digits=4, num_warm_up=20, num_train=10, num_heldout=5),

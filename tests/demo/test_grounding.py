@@ -13,8 +13,28 @@ from torch.nn import functional
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from grpo_lightning.demo import grounding, grounding_warm_up
-from grpo_lightning.demo.grounding import GroundingModel, GroundingQuickstart, GroundingRecipe, GroundingWarmUp, build_model, build_processor, build_tokenizer, prepare
-from grpo_lightning.demo.grounding_warm_up import NOTHING, Habits, labels_of, learning_rate_share, multiplied_patches, patches_of, prompt_ids, teach_tower, warm_up, word_embeddings
+from grpo_lightning.demo.grounding import (
+    GroundingModel,
+    GroundingQuickstart,
+    GroundingRecipe,
+    GroundingWarmUp,
+    build_model,
+    build_processor,
+    build_tokenizer,
+    prepare,
+)
+from grpo_lightning.demo.grounding_warm_up import (
+    NOTHING,
+    Habits,
+    labels_of,
+    learning_rate_share,
+    multiplied_patches,
+    patches_of,
+    prompt_ids,
+    teach_tower,
+    warm_up,
+    word_embeddings,
+)
 from grpo_lightning.demo.scenes import COLOURS, SceneTask, Thing, namings
 
 TINY = GroundingRecipe(

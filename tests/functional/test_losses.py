@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import aggregate, cispo_surrogate, clipped_surrogate, importance_ratio, is_clipped_high, is_clipped_low, is_ratio_clamped, kl_divergence, sapo_surrogate, step_counts
+from grpo_lightning.functional import (
+    aggregate,
+    cispo_surrogate,
+    clipped_surrogate,
+    importance_ratio,
+    is_clipped_high,
+    is_clipped_low,
+    is_ratio_clamped,
+    kl_divergence,
+    sapo_surrogate,
+    step_counts,
+)
 
 quick = settings(deadline=None, max_examples=15, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")

@@ -10,7 +10,18 @@ import transformers
 from torch import nn
 
 from grpo_lightning.policy.experts import expert_tensors
-from grpo_lightning.policy.families import FAMILIES, family_of, freeze_unused, freeze_vision, inner_model, is_tower_trained, refuse_remote_code, sees_images, unknown_reason, vision_parts
+from grpo_lightning.policy.families import (
+    FAMILIES,
+    family_of,
+    freeze_unused,
+    freeze_vision,
+    inner_model,
+    is_tower_trained,
+    refuse_remote_code,
+    sees_images,
+    unknown_reason,
+    vision_parts,
+)
 from grpo_lightning.policy.lora import language_layers
 from grpo_lightning.policy.scorer import Scorer
 from tests import tiny_models, tiny_vlms

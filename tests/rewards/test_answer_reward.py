@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from grpo_lightning.rewards import Accuracy, AllMatch, AnyAnswer, Counting, ExactMatch, LLMJudge, MultipleChoice, Reward, TextSimilarity, YesNo
+from grpo_lightning.rewards import (
+    Accuracy,
+    AllMatch,
+    AnyAnswer,
+    Counting,
+    ExactMatch,
+    LLMJudge,
+    MultipleChoice,
+    Reward,
+    TextSimilarity,
+    YesNo,
+)
 
 REWARDS = [
     *(kind("gold") for kind in (Accuracy, AllMatch, AnyAnswer, Counting, ExactMatch, MultipleChoice, YesNo)),

@@ -9,7 +9,26 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_lightning.rewards import Accuracy, AllMatch, AnyAnswer, BoxRepetition, Countdown, Counting, ExactMatch, Format, FormatRec, IoU, MultipleChoice, OdLength, ReactFormat, ReasoningGym, Repetition, TextSimilarity, WeightedSum, YesNo
+from grpo_lightning.rewards import (
+    Accuracy,
+    AllMatch,
+    AnyAnswer,
+    BoxRepetition,
+    Countdown,
+    Counting,
+    ExactMatch,
+    Format,
+    FormatRec,
+    IoU,
+    MultipleChoice,
+    OdLength,
+    ReactFormat,
+    ReasoningGym,
+    Repetition,
+    TextSimilarity,
+    WeightedSum,
+    YesNo,
+)
 from grpo_lightning.rewards import accuracy as accuracy_module
 from grpo_lightning.rewards.equivalence_worker import prepared
 from grpo_lightning.rewards.similarity import similarity

@@ -11,7 +11,21 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.rewards import ByMethod, Cosine, Countdown, ExactMatch, Format, IoU, Length, MultipleChoice, Repetition, Reward, RewardSet, SoftOverlong, WeightedReward
+from grpo_lightning.rewards import (
+    ByMethod,
+    Cosine,
+    Countdown,
+    ExactMatch,
+    Format,
+    IoU,
+    Length,
+    MultipleChoice,
+    Repetition,
+    Reward,
+    RewardSet,
+    SoftOverlong,
+    WeightedReward,
+)
 from grpo_lightning.rewards.reward_set import weighted_total
 
 NAN = math.nan

@@ -12,7 +12,19 @@ import pytest
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.rewards import ByMethod, Cosine, DetectionMAP, ExactMatch, FormatRec, IoU, MultipleChoice, OdLength, Reward, RewardSet, WeightedReward
+from grpo_lightning.rewards import (
+    ByMethod,
+    Cosine,
+    DetectionMAP,
+    ExactMatch,
+    FormatRec,
+    IoU,
+    MultipleChoice,
+    OdLength,
+    Reward,
+    RewardSet,
+    WeightedReward,
+)
 
 CUP = {"bbox_2d": [10, 10, 60, 50], "label": "cup"}
 FAR = {"bbox_2d": [900, 900, 950, 950], "label": "cup"}

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from grpo_lightning.rollout import lockstep
-from grpo_lightning.rollout.lockstep import Lockstep, compute_device, free_bytes, is_gathered, say_gathering, whole_bytes
+from grpo_lightning.rollout.lockstep import (
+    Lockstep,
+    compute_device,
+    free_bytes,
+    is_gathered,
+    say_gathering,
+    whole_bytes,
+)
 from tests.tiny_models import tiny_model
 
 GB = 2**30

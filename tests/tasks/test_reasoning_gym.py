@@ -16,9 +16,9 @@ import pytest
 
 gym = pytest.importorskip("reasoning_gym")
 
-from grpo_lightning.tasks import reasoning_gym as tasks# noqa: E402
-from grpo_lightning.tasks.exact_json import exact_dumps, exact_loads# noqa: E402
-from grpo_lightning.tasks.reasoning_gym import EVALUATES_ANSWERS, created, drawn, task_names, verifier# noqa: E402
+from grpo_lightning.tasks import reasoning_gym as tasks  # noqa: E402
+from grpo_lightning.tasks.exact_json import exact_dumps, exact_loads  # noqa: E402
+from grpo_lightning.tasks.reasoning_gym import EVALUATES_ANSWERS, created, drawn, task_names, verifier  # noqa: E402
 
 NAMES = task_names()
 GARBAGE = "xx {[(#\n\\boxed é"

@@ -7,7 +7,15 @@ import torch
 
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams
 from grpo_lightning.rewards import ExactMatch, RewardSet, Scores
-from grpo_lightning.training.evaluation import Evaluation, EvaluationTable, Validation, evaluation_tables, means, records, warn_never_solved
+from grpo_lightning.training.evaluation import (
+    Evaluation,
+    EvaluationTable,
+    Validation,
+    evaluation_tables,
+    means,
+    records,
+    warn_never_solved,
+)
 
 NAN = math.nan
 

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.rewards import Scores
-from grpo_lightning.training.metrics import StepMetrics, add_padding, add_rollout, add_scores, add_sources, add_update, values_of
+from grpo_lightning.training.metrics import (
+    StepMetrics,
+    add_padding,
+    add_rollout,
+    add_scores,
+    add_sources,
+    add_update,
+    values_of,
+)
 
 NAN = math.nan
 

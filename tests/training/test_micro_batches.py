@@ -13,7 +13,17 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.functional import step_counts
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.training.micro_batches import Cycle, Row, Share, balanced_split, collate, padded_cost, plan_micro_batches, split_update, split_updates
+from grpo_lightning.training.micro_batches import (
+    Cycle,
+    Row,
+    Share,
+    balanced_split,
+    collate,
+    padded_cost,
+    plan_micro_batches,
+    split_update,
+    split_updates,
+)
 from tests.tiny_models import PAD, VOCAB, tiny_model
 
 

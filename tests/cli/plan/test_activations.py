@@ -6,7 +6,15 @@ import dataclasses
 import pytest
 import torch
 
-from grpo_lightning.cli.plan.activations import Pass, ScoredBatch, activation_bytes, cache_bytes, layer_bytes, logits_bytes, recomputed_bytes
+from grpo_lightning.cli.plan.activations import (
+    Pass,
+    ScoredBatch,
+    activation_bytes,
+    cache_bytes,
+    layer_bytes,
+    logits_bytes,
+    recomputed_bytes,
+)
 from grpo_lightning.cli.plan.compute_precision import Precision, precision_of
 from grpo_lightning.cli.plan.shape import ModelShape, meta_model, shape_of
 from grpo_lightning.cli.plan.trained_weights import trained_weights

@@ -11,7 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lightning.rewards.boxes.parsing import Detection, detections, has_json_box, last_box, right_box, right_detections
+from grpo_lightning.rewards.boxes.parsing import (
+    Detection,
+    detections,
+    has_json_box,
+    last_box,
+    right_box,
+    right_detections,
+)
 
 CAT = Detection((1, 2, 3, 4), "cat")
 CAT_JSON = '[{"bbox_2d": [1, 2, 3, 4], "label": "Cat"}]'
