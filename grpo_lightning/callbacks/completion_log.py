@@ -13,18 +13,23 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.callbacks.run_files import (
-    append_lines,
-    in_order_of_prompts,
-    json_line,
-    keep_rollouts_before,
-    run_file,
-)
-from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.files import append_lines, atomic_write, json_line, run_file
+from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.evaluation import Evaluation, records
+
+log = logging.getLogger(__name__)
+
+Line = Mapping[str, Any]
+"""One completion, as `completions.jsonl` has it."""
+
+NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length", "reward", "advantage"})
+"""The fields of a line that are numbers or None in every row."""
+
+ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
+"""What would be taken for markup or for the end of a table's cell, and how it is written instead."""
 
 
 class CompletionLog(L.Callback):
@@ -51,10 +56,15 @@ class CompletionLog(L.Callback):
     ) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"every_n_rollouts must be at least 1, got {every_n_rollouts}.")
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
+        if num_samples < 0:
+            raise ValueError(f"num_samples must be 0 (none) or positive, got {num_samples}.")
         self.every_n_rollouts = every_n_rollouts
-        self.tables = CompletionTables(max_rows, num_samples)
+        self.max_rows, self.num_samples = max_rows, num_samples
         self.dirpath = dirpath
         self.path: Path | None = None
+        self.said: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the file; a run from the start replaces an old one, a resumed run goes on where its checkpoint was."""
@@ -66,7 +76,9 @@ class CompletionLog(L.Callback):
             self.path.unlink(missing_ok=True)
         else:
             keep_rollouts_before(self.path, pl_module.run.rollout_index)
-        self.tables.check(trainer.loggers, self.path)
+        for logger in trainer.loggers:
+            if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
+                self.say(f"{type(logger).__name__} has no tables for completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
         """Write the rollout that a cycle begins with. The same on every rank: all gather at the same steps."""
@@ -91,65 +103,7 @@ class CompletionLog(L.Callback):
             of_ranks: list[list[list[Prompt | None]]] = [[[None] * len(group) for group in groups] for groups in ranks]
             of_ranks[0] = [[group.prompt for _ in group.completions] for group in rollout.groups]
             prompts = [prompt for group in in_order_of_prompts(of_ranks) for prompt in group]
-            self.tables.show(trainer.loggers, [json.loads(line) for line in written], prompts)
-
-
-def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]]:
-    """The lines of a rollout, group by group."""
-    each = (json_line({**when, **line}) for line in lines(rollout))
-    return [list(itertools.islice(each, len(group.completions))) for group in rollout.groups]
-
-
-def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """The completions of a scored and compared rollout, in order.
-
-    A column from `log_extra` with the name of a field of ours, or of one of the tables, is written as `extra/<name>`.
-    """
-    groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
-    assert scores is not None
-    assert advantages is not None
-    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
-    for row, (record, advantage) in enumerate(completions):
-        del record["columns"]  # of the data, which prompt_index finds
-        line = {**record, "advantage": advantage}
-        taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
-        extras = {column: values[row] for column, values in scores.extras.items()}
-        yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}
-
-
-log = logging.getLogger(__name__)
-
-Line = Mapping[str, Any]
-"""One completion, as `completions.jsonl` has it."""
-
-NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length", "reward", "advantage"})
-"""The fields of a line that are numbers or None in every row."""
-
-ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
-"""What would be taken for markup or for the end of a table's cell, and how it is written instead."""
-
-
-class CompletionTables:
-    """Shows the completions of a rollout in every logger that can.
-
-    Args:
-        max_rows: Rows of a table in Weights & Biases: the first of the rollout.
-        num_samples: Best, worst and other completions in TensorBoard, of each.
-    """
-
-    def __init__(self, max_rows: int, num_samples: int) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
-        if num_samples < 0:
-            raise ValueError(f"num_samples must be 0 (none) or positive, got {num_samples}.")
-        self.max_rows, self.num_samples = max_rows, num_samples
-        self.said: set[str] = set()
-
-    def check(self, loggers: Sequence[Logger], path: Path) -> None:
-        """Say which loggers show no completions. A file beside `completions.jsonl` is not expected to."""
-        for logger in loggers:
-            if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
-                self.say(f"{type(logger).__name__} has no tables for completions; they are in {path}.")
+            self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
     def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
         """Show a rollout: its lines, and the prompt of each, None where another rank has it."""
@@ -193,6 +147,56 @@ class CompletionTables:
         if message not in self.said:
             self.said.add(message)
             log.info("%s", message)
+
+
+def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]]:
+    """The lines of a rollout, group by group."""
+    each = (json_line({**when, **line}) for line in lines(rollout))
+    return [list(itertools.islice(each, len(group.completions))) for group in rollout.groups]
+
+
+def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    """The completions of a scored and compared rollout, in order.
+
+    A column from `log_extra` with the name of a field of ours, or of one of the tables, is written as `extra/<name>`.
+    """
+    groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
+    assert scores is not None
+    assert advantages is not None
+    completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
+    for row, (record, advantage) in enumerate(completions):
+        del record["columns"]  # of the data, which prompt_index finds
+        line = {**record, "advantage": advantage}
+        taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
+        extras = {column: values[row] for column, values in scores.extras.items()}
+        yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}
+
+
+def keep_rollouts_before(path: Path, rollout: int) -> None:
+    """Drop the lines of this and later rollouts, which a resumed run samples again; and a last line that was cut off.
+
+    Raises:
+        ValueError: If a line is none of a log of completions, naming file and line.
+    """
+    if not path.exists():
+        return
+    with (
+        atomic_write(path) as shorter,
+        path.open(encoding="utf-8", newline="\n") as old,
+        shorter.open("w", encoding="utf-8", newline="\n") as new,
+    ):
+        for number, line in enumerate(old, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                is_kept = json.loads(line)["rollout"] < rollout
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}:{number} is no line of a log of completions: {line[:80]!r}. Move the file away, or give "
+                    "the callback another dirpath."
+                ) from error
+            if is_kept:
+                new.write(line)
 
 
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:

@@ -7,7 +7,6 @@ import io
 import itertools
 import logging
 import math
-import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lightning.callbacks.before_after import validation_loader
-from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
+from grpo_lightning.core.files import atomic_write, run_folder
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.types import Box, Message, Prompt
 from grpo_lightning.data.readable import known_prompts
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
@@ -30,6 +29,46 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates
 
 log = logging.getLogger(__name__)
+
+MAX_SIDE = 640
+"""Pixels of an image's longer side in a picture."""
+
+MAX_COLUMNS = 4
+TITLE_CHARACTERS = 45
+
+Style = tuple[str, str, float, str]
+"""Colour, line, its width in points, and label of a box."""
+
+RIGHT: Style = ("tab:green", "-", 5.0, "right box")  # so wide that it is seen around an answer that is right
+ANSWERED: Style = ("tab:red", "-", 2.0, "answer")
+EARLIER: Style = ("tab:blue", "--", 2.0, "answer before training")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a completion says that the thing is."""
+
+    box: Box | None
+    """In pixels of the image in the data; None if it has none."""
+
+    overlap: float
+    """IoU with the right box."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One image with its boxes. Small: ranks send them to each other."""
+
+    title: str
+    png: bytes
+    """The image, scaled down."""
+
+    size: tuple[int, int]
+    """Width and height of the image in the data, pixels."""
+
+    right: Box
+    answer: Answer
+    earlier: Answer | None = None
 
 
 class DrawBoxes(L.Callback):
@@ -186,47 +225,6 @@ def show(loggers: Iterable[Logger], picture: Path, step: int) -> None:
             logger.experiment.add_image("val/boxes", pixels, step, dataformats="HWC")
 
 
-MAX_SIDE = 640
-"""Pixels of an image's longer side in a picture."""
-
-MAX_COLUMNS = 4
-TITLE_CHARACTERS = 45
-
-Style = tuple[str, str, float, str]
-"""Colour, line, its width in points, and label of a box."""
-
-RIGHT: Style = ("tab:green", "-", 5.0, "right box")  # so wide that it is seen around an answer that is right
-ANSWERED: Style = ("tab:red", "-", 2.0, "answer")
-EARLIER: Style = ("tab:blue", "--", 2.0, "answer before training")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Where a completion says that the thing is."""
-
-    box: Box | None
-    """In pixels of the image in the data; None if it has none."""
-
-    overlap: float
-    """IoU with the right box."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One image with its boxes. Small: ranks send them to each other."""
-
-    title: str
-    png: bytes
-    """The image, scaled down."""
-
-    size: tuple[int, int]
-    """Width and height of the image in the data, pixels."""
-
-    right: Box
-    answer: Answer
-    earlier: Answer | None = None
-
-
 def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
     """(the image as PNG, its longer side `MAX_SIDE` at most; its own width and height)."""
     whole = image.read()
@@ -247,7 +245,7 @@ def question(content: str | Sequence[Message]) -> str:
 
 
 def draw_grid(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Draw the panels side by side into a PNG file, with a legend. The file is replaced at once."""
+    """Draw the panels side by side into a PNG file, with a legend. An atomic write."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -264,10 +262,8 @@ def draw_grid(panels: Sequence[Panel], title: str, path: Path) -> None:
         axes.set_visible(False)
     figure.suptitle(title)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, dpi=110, format="png")
-    os.replace(unfinished, path)
+    with atomic_write(path) as unfinished:
+        figure.savefig(unfinished, dpi=110, format="png")
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:

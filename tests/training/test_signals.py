@@ -1,4 +1,4 @@
-"""Runs that a signal ends: SLURM's, Ctrl-C and SIGTERM; their checkpoint, and the weights they end with when resumed."""
+"""Runs that a signal ends (SLURM, Ctrl-C, SIGTERM): their checkpoint, and the weights they end with when resumed."""
 
 import json
 import logging
