@@ -155,7 +155,7 @@ class ConfigFile(SaveConfigCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write it."""
         folder = trainer.log_dir  # a broadcast: on every rank
-        if not self.already_saved and trainer.is_global_zero and folder:
+        if not self.already_saved and trainer.is_global_zero and folder and (Path(folder) / "config.yaml").is_file():
             runs.keep_old_config(Path(folder), self.parser.dump(self.config, skip_none=False))
         super().setup(trainer, pl_module, stage)
 

@@ -358,7 +358,10 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
     """The arguments of a class or function with their types, without those that a `Callable` is called with."""
     function = kind.__init__ if inspect.isclass(kind) else kind
-    hints = get_type_hints(function)
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # of a name that is imported for type checkers alone
+        hints = {}
     parameters = inspect.signature(function).parameters.values()
     names = [
         own.name for own in parameters if own.name != "self" and own.kind not in (own.VAR_KEYWORD, own.VAR_POSITIONAL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -239,7 +239,9 @@ def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: 
             + (f" The package has {', '.join(classes)}." if classes else "")
         )
     module_name, _, kind = problem.kind.rpartition(".")
-    allowed: Collection[str] = arguments(getattr(import_module(module_name), kind), own.hint if is_outer else None)
+    if not module_name:
+        return None
+    allowed = arguments(getattr(import_module(module_name), kind), own.hint if is_outer else None)
     found = list(places(sources, [*problem.names, name]))
     of_kind = [place for place in found if place.kind.rpartition(".")[2] in ("", kind)]
     place = next(iter(of_kind or found), Place("", ".".join([*problem.names, name]), None))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.decoder import language_modules
 from grpo_lightning.policy.experts import taken_names, why_without
-
-if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +118,7 @@ class LoRA:
             adapter_config(self.adapter)
 
 
-def adapter_config(adapter: str) -> LoraConfig:
+def adapter_config(adapter: str) -> Any:
     """The settings of an adapter that was saved.
 
     Raises:
@@ -157,7 +154,7 @@ def adapter_config(adapter: str) -> LoraConfig:
     return config
 
 
-def add_adapters(model: Any, lora: LoRA) -> PeftModel:
+def add_adapters(model: Any, lora: LoRA) -> Any:
     """Freeze a model and put adapters beside its layers, float32 and the same on every process.
 
     Args:
