@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from grpo_lightning.callbacks.run_files import in_order_of_prompts, run_folder
-from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.files import run_folder
+from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.seeding import run_seed
 from grpo_lightning.data.orders import known_prompts
 from grpo_lightning.data.source import as_prompt_batch

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.callbacks.completion_tables import CompletionTables
-from grpo_lightning.callbacks.run_files import (
-    append_lines,
-    in_order_of_prompts,
-    json_line,
-    keep_rollouts_before,
-    run_file,
-)
-from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.files import append_lines, atomic_write, json_line, run_file
+from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.evaluation import Evaluation, records
+
+log = logging.getLogger(__name__)
+
+Line = Mapping[str, Any]
+"""One completion, as `completions.jsonl` has it."""
+
+NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length", "reward", "advantage"})
+"""The fields of a line that are numbers or None in every row."""
+
+ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
+"""What would be taken for markup or for the end of a table's cell, and how it is written instead."""
 
 
 class CompletionLog(L.Callback):
@@ -49,10 +56,15 @@ class CompletionLog(L.Callback):
     ) -> None:
         if every_n_rollouts < 1:
             raise ValueError(f"every_n_rollouts must be at least 1, got {every_n_rollouts}.")
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
+        if num_samples < 0:
+            raise ValueError(f"num_samples must be 0 (none) or positive, got {num_samples}.")
         self.every_n_rollouts = every_n_rollouts
-        self.tables = CompletionTables(max_rows, num_samples)
+        self.max_rows, self.num_samples = max_rows, num_samples
         self.dirpath = dirpath
         self.path: Path | None = None
+        self.said: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the file; a run from the start replaces an old one, a resumed run goes on where its checkpoint was."""
@@ -64,7 +76,9 @@ class CompletionLog(L.Callback):
             self.path.unlink(missing_ok=True)
         else:
             keep_rollouts_before(self.path, pl_module.run.rollout_index)
-        self.tables.check(trainer.loggers, self.path)
+        for logger in trainer.loggers:
+            if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
+                self.say(f"{type(logger).__name__} has no tables for completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
         """Write the rollout that a cycle begins with. The same on every rank: all gather at the same steps."""
@@ -89,7 +103,50 @@ class CompletionLog(L.Callback):
             of_ranks: list[list[list[Prompt | None]]] = [[[None] * len(group) for group in groups] for groups in ranks]
             of_ranks[0] = [[group.prompt for _ in group.completions] for group in rollout.groups]
             prompts = [prompt for group in in_order_of_prompts(of_ranks) for prompt in group]
-            self.tables.show(trainer.loggers, [json.loads(line) for line in written], prompts)
+            self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
+
+    def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
+        """Show a rollout: its lines, and the prompt of each, None where another rank has it."""
+        chosen = choose(lines, self.num_samples)
+        images = [
+            (f"{label}/{number}", image)
+            for label, row in chosen
+            for number, image in enumerate(self.images(prompts[row]), start=1)
+        ]
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                self.show_table(logger, lines)
+                add_wandb_images(logger, images, lines[0]["step"])
+            elif isinstance(logger, TensorBoardLogger) and chosen:
+                text = markdown([(label, lines[row]) for label, row in chosen])
+                logger.experiment.add_text("rollout/completions", text, lines[0]["step"])
+                add_tensorboard_images(logger, images, lines[0]["step"])
+
+    def show_table(self, logger: WandbLogger, lines: Sequence[Line]) -> None:
+        """A table of the first completions of a rollout."""
+        if len(lines) > self.max_rows:
+            self.say(
+                f"The Weights & Biases tables have the first {self.max_rows} of {len(lines)} completions of a rollout "
+                "(max_rows); completions.jsonl has all."
+            )
+        rows = [cells(line) for line in lines[: self.max_rows]]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[row.get(name) for name in columns] for row in rows]
+        logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
+
+    def images(self, prompt: Prompt | None) -> Iterator[Any]:
+        """The images of a prompt, as PIL has them. One that cannot be shown is said once, and stops no run."""
+        for image in () if prompt is None else prompt.images:
+            try:
+                yield image.read()
+            except ValueError as error:  # a file that is gone, for example
+                self.say(f"Some images of prompts are not shown: {error}")
+
+    def say(self, message: str) -> None:
+        """Log a message the first time."""
+        if message not in self.said:
+            self.said.add(message)
+            log.info("%s", message)
 
 
 def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]]:
@@ -113,3 +170,99 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
         taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}
         yield line | {f"extra/{name}" if name in taken else name: value for name, value in extras.items()}
+
+
+def keep_rollouts_before(path: Path, rollout: int) -> None:
+    """Drop the lines of this and later rollouts, which a resumed run samples again; and a last line that was cut off.
+
+    Raises:
+        ValueError: If a line is none of a log of completions, naming file and line.
+    """
+    if not path.exists():
+        return
+    with (
+        atomic_write(path) as shorter,
+        path.open(encoding="utf-8", newline="\n") as old,
+        shorter.open("w", encoding="utf-8", newline="\n") as new,
+    ):
+        for number, line in enumerate(old, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                is_kept = json.loads(line)["rollout"] < rollout
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}:{number} is no line of a log of completions: {line[:80]!r}. Move the file away, or give "
+                    "the callback another dirpath."
+                ) from error
+            if is_kept:
+                new.write(line)
+
+
+def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
+    """Up to `count` of the best, of the worst and of the other completions: label and row, no row twice.
+
+    The others are drawn by the number of the rollout: the same run shows the same ones.
+    """
+    scorable = [row for row, line in enumerate(lines) if line["reward"] is not None]
+    ranked = sorted(scorable, key=lambda row: -lines[row]["reward"])
+    best = ranked[:count]
+    worst = [row for row in reversed(ranked) if row not in best][:count]
+    rest = [row for row in range(len(lines)) if row not in best and row not in worst]
+    others = random.Random(lines[0]["rollout"] if lines else 0).sample(rest, min(count, len(rest)))
+    kinds = {"best": best, "worst": worst, "other": sorted(others)}
+    return [(f"{kind} {place}", row) for kind, rows in kinds.items() for place, row in enumerate(rows, start=1)]
+
+
+def cells(line: Line) -> dict[str, Any]:
+    """A line as a flat row: rewards in columns of their own, our own numbers as numbers, everything else as text.
+
+    A table column has one type, or Weights & Biases stops the run: what rewards gave to `log_extra` may be a number in
+    one row and a list in the next.
+    """
+    flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
+    del flat["rewards"]
+    return flat | {f"rewards/{name}": as_number(value) for name, value in line["rewards"].items()}
+
+
+def as_number(value: float | None) -> float | None:
+    """A number as float, None as it is."""
+    return None if value is None else float(value)
+
+
+def as_text(value: Any) -> str | None:
+    """A text or None as it is, anything else as JSON."""
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
+    """A table of completions with their labels. Markup in them is shown, not followed: a `<think>` would vanish."""
+    rows: list[dict[str, Any]] = []
+    for label, line in chosen:
+        row = cells(line)
+        rewards = {name: row[name] for name in row if name == "reward" or name.startswith("rewards/")}
+        rows.append({"": label, **rewards, **{name: row[name] for name in ("length", "prompt", "completion")}})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = [[name, "---", *(as_markdown(row.get(name)) for row in rows)] for name in columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*table, strict=True))
+
+
+def as_markdown(value: Any) -> str:
+    """A cell's text: numbers short, line breaks kept, and no character that ends a cell or begins markup."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).translate(ESCAPES)
+
+
+def add_tensorboard_images(logger: TensorBoardLogger, images: Sequence[tuple[str, Any]], step: int) -> None:
+    """Show labelled images in TensorBoard."""
+    import numpy as np
+
+    for label, image in images:
+        logger.experiment.add_image(f"rollout/images/{label}", np.asarray(image), step, dataformats="HWC")
+
+
+def add_wandb_images(logger: WandbLogger, images: Sequence[tuple[str, Any]], step: int) -> None:
+    """Show labelled images in Weights & Biases."""
+    if images:
+        logger.log_image("rollout/images", [image for _, image in images], step, caption=[label for label, _ in images])

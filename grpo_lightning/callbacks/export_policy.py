@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from grpo_lightning.callbacks.run_files import run_folder
+from grpo_lightning.core.files import run_folder
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.saving import original_tokenizer, whole_weights, write_policy
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
-from grpo_lightning.callbacks.run_files import run_folder
+from grpo_lightning.core.files import atomic_write, run_folder
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.step_callbacks import logged_this_step
 
@@ -135,7 +134,7 @@ class LearningCurves(L.Callback):
         return titles
 
     def draw(self, trainer: L.Trainer, *, is_last: bool = False) -> None:
-        """Draw what was noted, on rank 0. The file is replaced at once, so that it can be looked at at any time."""
+        """Draw the history on rank 0, by an atomic write: the file can be looked at at any time."""
         panels = self.panels()
         if self.path is None or not panels or not trainer.is_global_zero:
             return
@@ -152,10 +151,8 @@ class LearningCurves(L.Callback):
         for axes in places[len(panels) :]:
             axes.set_visible(False)
         figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(".curves.unfinished")
-        figure.savefig(unfinished, dpi=120, format="png")
-        os.replace(unfinished, self.path)
+        with atomic_write(self.path) as unfinished:
+            figure.savefig(unfinished, dpi=120, format="png")
         if is_last:
             print(f"Curves: {self.path}")  # noqa: T201 - the result people look for
 

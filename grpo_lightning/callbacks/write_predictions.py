@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning as L
 
-from grpo_lightning.callbacks.run_files import append_lines, in_order_of_prompts, json_line, run_file
-from grpo_lightning.core.ranks import gather_objects
+from grpo_lightning.core.files import append_lines, json_line, run_file
+from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.data.source import as_prompt_batch
 
 

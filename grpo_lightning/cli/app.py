@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +15,18 @@ from typing import TYPE_CHECKING, Any
 import jsonargparse
 import lightning as L
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import ModelSummary
+from jsonargparse._actions import _ActionConfigLoad, remove_actions
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import diagnosis, launched, run_folder, short_names, sources
+from grpo_lightning.cli import config, explain, runs
 from grpo_lightning.cli import resume as resuming
-from grpo_lightning.cli.defaults import default_callbacks, default_loggers, is_saving, kind_of_default
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
-from grpo_lightning.cli.interrupt import GracefulStop
-from grpo_lightning.cli.loggers import without_anonymous
-from grpo_lightning.cli.parser import Parser
-from grpo_lightning.cli.results import print_results
-from grpo_lightning.cli.summary import ParameterSummary
 from grpo_lightning.core.messages import quiet_libraries, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.training.signals import GracefulStop, end_launched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,14 +62,101 @@ CKPT_PATH = {
 """What --ckpt_path takes, for `fit` and for the others."""
 
 
+class Parser(LightningArgumentParser):
+    """How the settings of several files and flags come together, with short names in files.
+
+    Objects of the same class are merged key by key; a later list replaces an earlier one, and `key+:` or `--key+`
+    appends. jsonargparse merges lists of equal length entry by entry: a second list of rewards would take over the
+    weights of the first. All access to the inside of jsonargparse is here.
+    """
+
+    expands_policy = False
+    """Whether a policy given by its name alone is read as `PolicyLoader` with that name."""
+
+    def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Settings of a file, of an object inside one, or of the section `parent_key` (`--model m.yaml`)."""
+        tree = {parent_key: cfg} if parent_key else cfg
+        tree = config.in_tree(tree, expands_policy=self.expands_policy)
+        return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)
+
+    def keys(self) -> dict[str, config.Key]:
+        """Its keys, without those that print something."""
+        return {
+            action.dest: config.Key(getattr(action, "_typehint", None), action.default, action.help or "")
+            for action in self._actions
+            if not re.search(r"^print_|^help$|\.help$", action.dest)
+        }
+
+    def settings_flags(self) -> set[str]:
+        """The flags that take a file of settings as their value; for `data.datasets` a path is the value itself."""
+        return {
+            flag
+            for flag, action in self._option_string_actions.items()
+            if isinstance(action, _ActionConfigLoad)
+            or (getattr(action, "_enable_path", False) and action.dest.rpartition(".")[2] not in config.MIXTURES)
+        }
+
+    def explain_key(self, key: str, text: str) -> None:
+        """Say of a key what is true here."""
+        for action in self._actions:
+            if action.dest == key:
+                action.help = text
+
+    def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """One setting of a file. `cfg` has what came before: without it, nothing is merged."""
+        is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
+        return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
+
+    def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
+        """Those of a logger need no folder: the command line gives it that of the run."""
+        added = super().add_class_arguments(class_type, *args, **kwargs)
+        if inspect.isclass(class_type) and issubclass(class_type, Logger):
+            required: set[str] = getattr(self, "required_args", set())  # where older versions of jsonargparse keep it
+            for action in self._actions:
+                if action.dest == "save_dir" and (action.required or action.dest in required):
+                    self.set_defaults({"save_dir": runs.SAVE_DIR})
+                    action.required = False
+                    required.discard(action.dest)
+        return added
+
+    def format_help(self, *args: Any) -> str:
+        """The parser's own keys, then those of every object among them, and of the objects among those."""
+        text = super().format_help(*args)
+        described = set()
+        for action in self._actions:
+            hint = getattr(action, "_typehint", None)
+            kind = config.settings_class(hint, action.default)
+            # `data.val_datasets` has the settings of `data.datasets`, and `.help` those of its key.
+            if kind is not None and kind not in described and not action.dest.endswith(".help"):
+                described.add(kind)
+                num_passed = config.num_call_arguments(hint)
+                below = Parser(description="", add_help=False, usage=SUPPRESS)
+                below.add_class_arguments(
+                    kind, action.dest, fail_untyped=False, skip={num_passed} if num_passed else set()
+                )
+                remove_actions(below, _ActionConfigLoad)  # repeats the key itself
+                text += "\n" + below.format_help()
+        return text
+
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Flags: one that gives a list follows one that empties it, which leaves nothing to merge with."""
+        # An action that takes `--key+` takes lists.
+        lists = {flag for flag in self._option_string_actions if f"{flag}+" in self._option_string_actions}
+        given = []
+        for arg in args or ():
+            flag = arg.partition("=")[0]
+            given += [f"{flag}=[]", arg] if flag in lists else [arg]
+        return super().parse_args(None if args is None else given, *others, **kwargs)
+
+
 class ConfigFile(SaveConfigCallback):
     """config.yaml in the run's folder; a continued run keeps the one it started with beside it."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write it."""
         folder = trainer.log_dir  # a broadcast: on every rank
-        if not self.already_saved and trainer.is_global_zero and folder:
-            run_folder.keep_old_config(Path(folder), self.parser.dump(self.config, skip_none=False))
+        if not self.already_saved and trainer.is_global_zero and folder and (Path(folder) / "config.yaml").is_file():
+            runs.keep_old_config(Path(folder), self.parser.dump(self.config, skip_none=False))
         super().setup(trainer, pl_module, stage)
 
 
@@ -113,9 +199,14 @@ class GRPOCLI(LightningCLI):
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
         """Build the parser; what Lightning says of its own arguments is not all true here."""
         super().setup_parser(*args, **kwargs)
-        for action in self._subcommand_parsers[self.command]._actions:
-            if action.dest == "ckpt_path":
-                action.help = CKPT_PATH[self.command == "fit"]
+        self.subparser.explain_key("ckpt_path", CKPT_PATH[self.command == "fit"])
+
+    @property
+    def subparser(self) -> Parser:
+        """The parser of the command."""
+        parser = self._subcommand_parsers[self.command]
+        assert isinstance(parser, Parser)
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Defaults that suit short RL runs; a recipe or flag overrides every one."""
@@ -127,7 +218,7 @@ class GRPOCLI(LightningCLI):
         )
         parser.set_defaults(
             {
-                "trainer.logger": default_loggers(),
+                "trainer.logger": runs.default_loggers(),
                 # Its settings are keys of their own, as those of the optimizer are.
                 "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
                 # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
@@ -136,35 +227,35 @@ class GRPOCLI(LightningCLI):
                 "trainer.num_sanity_val_steps": 0,
             }
         )
-        for action in parser._actions:
-            if action.dest == "trainer.max_epochs":
-                action.help = "Stop after this many epochs. One, if neither max_steps nor max_time is given either."
+        assert isinstance(parser, Parser)
+        parser.explain_key(
+            "trainer.max_epochs",
+            "Stop after this many epochs. One, if neither max_steps nor max_time is given either.",
+        )
 
     # --------------------------------------------------------------------------------------------------- configuration
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
-        sources.check_positions(args)
-        args, notices = sources.find_configs(args)
-        subparser = self._subcommand_parsers[self.command]
-        assert isinstance(subparser, Parser)
-        given = sources.read(args, subparser.settings_flags())  # a syntax error is said with its file and line
-        subparser.expands_policy = expands = short_names.has_policy_settings(source.tree for source in given)
-        args = short_names.in_flags(args, expands_policy=expands)
-        given = [replace(source, tree=short_names.in_tree(source.tree, expands_policy=expands)) for source in given]
+        config.check_positions(args)
+        args, notices = config.find_configs(args)
+        subparser = self.subparser
+        keys = subparser.keys()
+        given = config.read(args, subparser.settings_flags())  # a syntax error is said with its file and line
+        subparser.expands_policy = expands = config.has_policy_settings(source.tree for source in given)
+        args = config.in_flags(args, expands_policy=expands)
+        given = [replace(source, tree=config.in_tree(source.tree, expands_policy=expands)) for source in given]
         self.given = given
-        if problem := diagnosis.below_one_value(subparser, given):
+        if problem := explain.below_one_value(keys, given):
             raise ConfigurationError(problem)
         try:
             self.config = parser.parse_args(args)
         except jsonargparse.ArgumentError as error:
-            raise ConfigurationError(diagnosis.explain(error.message, subparser, given)) from error
+            raise ConfigurationError(explain.explain(error.message, keys, given)) from error
         settings = self.config[self.config.subcommand]
-        if problem := diagnosis.taken_as_text(self._subcommand_parsers[self.command], settings):
-            raise ConfigurationError(problem)
-        if problem := diagnosis.unknown_name(settings.trainer):
-            raise ConfigurationError(sources.with_origin(problem, given))
-        settings.run_name = run_folder.run_name(settings.run_name, sources.config_files(args))
+        if problem := explain.unknown_name(settings.trainer):
+            raise ConfigurationError(config.with_origin(problem, given))
+        settings.run_name = runs.run_name(settings.run_name, config.config_files(args))
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
         ):
@@ -188,8 +279,8 @@ class GRPOCLI(LightningCLI):
         if given == "auto":
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
-                runs = run_folder.runs_folder(settings.trainer, settings.run_name)
-                self.continued = run_folder.version_of(Path(settings.ckpt_path), runs)
+                folder = runs.runs_folder(settings.trainer, settings.run_name)
+                self.continued = runs.version_of(Path(settings.ckpt_path), folder)
         elif given and (folders := resuming.folders_of_run(Path(given))):
             path, skipped = resuming.newest(folders, to_train=to_train)
             if path is None:
@@ -203,7 +294,7 @@ class GRPOCLI(LightningCLI):
             if said := resuming.notice(
                 Path(settings.ckpt_path),
                 self.config_dump,
-                diagnosis.defaults_of_null(self._subcommand_parsers[self.command]),
+                config.defaults_of_null(self.subparser.keys()),
             ):
                 log.info(said)
 
@@ -213,11 +304,11 @@ class GRPOCLI(LightningCLI):
         Raises:
             ConfigurationError: If there is none and nothing is trained, so that there is nothing to start afresh.
         """
-        runs, to_train = run_folder.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
-        elsewhere = resuming.folders_elsewhere(settings.trainer, runs)
-        path, skipped = resuming.newest([*resuming.folders_of_run(runs), *elsewhere], to_train=to_train)
-        self.say_found(path, skipped, runs)
-        where = " or ".join([f"{runs}/version_*/checkpoints", *map(str, elsewhere)])
+        folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
+        elsewhere = resuming.folders_elsewhere(settings.trainer, folder)
+        path, skipped = resuming.newest([*resuming.folders_of_run(folder), *elsewhere], to_train=to_train)
+        self.say_found(path, skipped, folder)
+        where = " or ".join([f"{folder}/version_*/checkpoints", *map(str, elsewhere)])
         if path is None and not to_train:
             raise ConfigurationError(
                 f"--ckpt_path auto: there is no complete checkpoint in {where}. Give a file, name the run "
@@ -248,7 +339,6 @@ class GRPOCLI(LightningCLI):
         if settings.get("ckpt_path"):  # a run that goes on may have checkpoints in its folder, or take a new folder
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
-        self.trainer_defaults = {"callbacks": default_callbacks(str(self.subcommand), settings)}
 
     def instantiate_classes(self) -> None:
         """Take a folder for the run and point the loggers at it."""
@@ -259,12 +349,12 @@ class GRPOCLI(LightningCLI):
         if settings.trainer.get("fast_dev_run"):  # logs nothing and saves nothing
             self.instantiate_parts()
             return
-        runs = run_folder.runs_folder(settings.trainer, settings.run_name)
-        self.folder = self.continued or run_folder.take_next(runs)
+        folder = runs.runs_folder(settings.trainer, settings.run_name)
+        self.folder = self.continued or runs.take_next(folder)
         self.config = self.asked.clone()
-        run_folder.place(self.config[self.subcommand].trainer, self.folder)
+        runs.place(self.config[self.subcommand].trainer, self.folder)
         if self.subcommand == "fit":
-            self.stop = GracefulStop(self.folder / "checkpoints", is_saving=is_saving(settings.trainer))
+            self.stop = GracefulStop(self.folder / "checkpoints", is_saving=runs.is_saving(settings.trainer))
         try:
             self.instantiate_parts()
         except BaseException:
@@ -281,12 +371,12 @@ class GRPOCLI(LightningCLI):
             refusal = plain_refusal(error)
             if refusal is None:
                 raise
-            raise ConfigurationError(sources.with_origin(str(refusal), self.given)) from error
+            raise ConfigurationError(config.with_origin(str(refusal), self.given)) from error
 
     def leave_nothing(self) -> None:
         """After a run that did nothing: remove its folder, if it is this run's own and holds no results."""
         if self.folder is not None and self.continued is None and rank() == 0:
-            run_folder.remove_without_results(self.folder)
+            runs.remove_without_results(self.folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the command; a run that a signal stopped says how to go on."""
@@ -297,12 +387,12 @@ class GRPOCLI(LightningCLI):
                 raise
             if rank() == 0:
                 log.info(self.stop.last_words())
-            launched.end_with(self.trainer, seconds=60)
+            end_launched(self.trainer, seconds=60)
             raise SystemExit(self.stop.exit_code) from None
         except BaseException:
             if self.trainer.global_step == 0:
                 self.leave_nothing()
-            launched.end_with(self.trainer, seconds=5)
+            end_launched(self.trainer, seconds=5)
             raise
 
     def validate(self, *, verbose: bool = True, **kwargs: Any) -> None:
@@ -318,39 +408,30 @@ class GRPOCLI(LightningCLI):
     def show_results(self, *, is_shown: bool) -> None:
         """Print the numbers of an evaluation, on the first rank."""
         if is_shown and self.trainer.is_global_zero:
-            print_results({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+            runs.print_results({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The Trainer, with a line for a model summary."""
         # What is saved as config.yaml is what was asked for: with this run's folder in it, it could not be run again.
         self.config = self.asked
-        own = self.config_init[self.subcommand].trainer.callbacks or []
-        own = own if isinstance(own, list) else [own]
-        # Asked before: the Trainer appends its callbacks to this very list.
-        has_summary = any(isinstance(callback, ModelSummary) for callback in own)
-        self.trainer_defaults["callbacks"] = [  # a recipe's own bar or log stands in for ours
-            callback
-            for callback in self.trainer_defaults["callbacks"]
-            if not any(isinstance(other, kind_of_default(callback)) for other in own)
-        ]
+        settings = self.config_init[self.subcommand]
+        own = settings.trainer.callbacks or []
+        callbacks = runs.default_callbacks(str(self.subcommand), settings, own if isinstance(own, list) else [own])
+        self.trainer_defaults = {"callbacks": callbacks}
+        if any(isinstance(callback, runs.ParameterSummary) for callback in callbacks):
+            kwargs["enable_model_summary"] = False  # Lightning's own
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
             raise ConfigurationError(f"trainer: {error}") from error
         except MisconfigurationException as error:
-            if problem := diagnosis.missing_accelerator(self.config_init[self.subcommand].trainer.accelerator):
+            if problem := explain.missing_accelerator(settings.trainer.accelerator):
                 raise ConfigurationError(f"trainer.accelerator: {error} {problem}") from error
             raise
         for logger in trainer.loggers:
-            without_anonymous(logger)
+            runs.without_anonymous(logger)
         if self.stop is not None:
             trainer.callbacks.append(self.stop)  # type: ignore[attr-defined]
-        if not has_summary:
-            # Put in the place of Lightning's: handed to the Trainer, it would be reported as one that is already there.
-            trainer.callbacks = [  # type: ignore[attr-defined]
-                ParameterSummary() if isinstance(callback, ModelSummary) else callback
-                for callback in trainer.callbacks  # type: ignore[attr-defined]
-            ]
         return trainer
 
 

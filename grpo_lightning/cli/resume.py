@@ -12,8 +12,8 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
-from grpo_lightning.cli import run_folder
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.runs import place, versions
 from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted, why_incomplete
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
@@ -76,7 +76,7 @@ def folders_of_run(path: Path) -> list[Path]:
         return [run] if any(run.glob("hpc_ckpt_*.ckpt")) else []
 
     is_run = (path / "checkpoints").is_dir() or requeued(path)
-    runs = [path] if is_run else run_folder.versions(path).values()
+    runs = [path] if is_run else versions(path).values()
     return [folder for run in runs for folder in (run / "checkpoints", *requeued(run))]
 
 
@@ -94,7 +94,7 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
     given = [Path(str(own.dirpath)) for own in settings if own and own.get("dirpath")]
-    for version in run_folder.versions(runs).values() or [runs / "version_0"]:
+    for version in versions(runs).values() or [runs / "version_0"]:
         given += folders_of_logger(trainer, version)
     usual = {folder.resolve() for folder in folders_of_run(runs)} | {(runs / "version_0" / "checkpoints").resolve()}
     return list({folder.resolve(): folder for folder in given if folder.resolve() not in usual}.values())
@@ -103,7 +103,7 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
 def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
     """Where Lightning keeps checkpoints by the first logger of a run in this folder; none without a logger."""
     placed = trainer.clone()
-    run_folder.place(placed, folder)
+    place(placed, folder)
     if not placed.get("logger"):
         return []
     first = placed.logger[0].init_args

@@ -5,11 +5,15 @@ Every rank must call them in the same order: a collective that depends on a rank
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -54,6 +58,15 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
+    """What `gather_objects` has of each rank's prompts, in the order of the data.
+
+    The i-th prompt of rank r is number `i * world_size + r`: ranks take turns.
+    """
+    turns = itertools.zip_longest(*([[item] for item in items] for items in ranks), fillvalue=[])
+    return [item for turn in turns for items in turn for item in items]
 
 
 def _reduced(values: Tensor, operation: Any) -> Tensor:

@@ -24,7 +24,7 @@ from grpo_lightning.data.templates import PromptAs, PromptTemplate
 log = logging.getLogger(__name__)
 
 # Mappings first: overriding a list of dataclasses, the command line would keep the old entry's other fields. A list may
-# have paths, too: `cli.short_names` makes entries of them, for the parser would read a list of text from a file.
+# have paths, too: `cli.config` makes entries of them, for the parser would read a list of text from a file.
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.policy.lora_targets import language_layers, targets, why_without
-
-if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class LoRA:
             adapter_config(self.adapter)
 
 
-def adapter_config(adapter: str) -> LoraConfig:
+def adapter_config(adapter: str) -> Any:
     """The settings of an adapter that was saved.
 
     Raises:
@@ -133,7 +130,7 @@ def adapter_config(adapter: str) -> LoraConfig:
     return config
 
 
-def add_adapters(model: Any, lora: LoRA) -> PeftModel:
+def add_adapters(model: Any, lora: LoRA) -> Any:
     """Freeze a model and put adapters next to its layers, float32 and the same on every process.
 
     Args:
@@ -177,7 +174,7 @@ def add_adapters(model: Any, lora: LoRA) -> PeftModel:
     return adapted.eval()
 
 
-def add_starting_adapter(policy: PeftModel, adapter: str) -> None:
+def add_starting_adapter(policy: Any, adapter: str) -> None:
     """Put a frozen copy of the adapter that a run starts from next to the one that is trained."""
     config = adapter_config(adapter)
     # PiSSA, OLoRA and LoftQ subtract what they start from from the base's weights, and the first adapter has done so.

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.ranks import is_any
 from grpo_lightning.training.checkpoints import StepEnds
-from grpo_lightning.training.lightning_internals import (
-    cluster_environment,
-    is_lightning_handler,
-    last_value,
-    logged_items,
-    stop_as_on_sigterm,
-)
-from grpo_lightning.training.run_state import is_between_steps
+from grpo_lightning.training.lightning_internals import last_value, logged_items
+from grpo_lightning.training.signals import RequeueAtStepEnd
 
 
 def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -174,41 +163,3 @@ class PeakMemory(L.Callback):
             self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0.0))
         self.phase = ""
         torch.cuda.reset_peak_memory_stats(device)
-
-
-class RequeueAtStepEnd(L.Callback):
-    """Lets Lightning's answer to SLURM's signal (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`) wait for the end of the step.
-
-    Lightning answers inside the signal handler. The ranks get the signal at different moments, and saving is a matter
-    of all of them: each would wait for the others in another place. And a checkpoint holds no gradients, so that the
-    micro-batches of the step would be lost. After the answer the run ends, as on SIGTERM.
-    """
-
-    def __init__(self) -> None:
-        self.answer: Any = None
-        self.received: int | None = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the place of Lightning's handler, if there is one: a job of SLURM with auto-requeue."""
-        self.received = None
-        environment = cluster_environment(trainer)
-        if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
-            return
-        handler = signal.getsignal(environment.requeue_signal)
-        if is_lightning_handler(handler) and threading.current_thread() is threading.main_thread():
-            self.answer = handler
-            signal.signal(environment.requeue_signal, self.receive)
-
-    def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Remember the signal."""
-        self.received = signum
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """At the end of a step: if a rank got the signal, all answer it, and the run ends."""
-        if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
-            return
-        is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        if trainer.global_step != trainer.max_steps and not is_last_epoch:  # there is something left to do
-            self.answer(cluster_environment(trainer).requeue_signal, None)
-            stop_as_on_sigterm(trainer)
-        self.received = None

@@ -130,7 +130,7 @@ def test_tables_of_the_loggers():
     lines = [line | {"reward": float(number)} for number in range(8)]
     wandb, board = Wandb(), Board()
     for settings in ({"max_rows": 8, "num_samples": 1}, {"max_rows": 3, "num_samples": 1}, {"max_rows": 8}):
-        CompletionLog(**settings).tables.show([wandb, board], lines, [Prompt("p")] * 8)
+        CompletionLog(**settings).show([wandb, board], lines, [Prompt("p")] * 8)
     assert wandb.sizes == [8, 3, 8]
     assert [text.count("| best ") for text in board.texts] == [1, 1, 3]
 

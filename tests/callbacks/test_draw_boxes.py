@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 
 from grpo_lightning.callbacks import DrawBoxes
-from grpo_lightning.callbacks import box_pictures as pictures
-from grpo_lightning.callbacks.box_pictures import Answer, Panel, caption, draw_grid, draw_panel, question, thumbnail
+from grpo_lightning.callbacks import draw_boxes as pictures
+from grpo_lightning.callbacks.draw_boxes import Answer, Panel, caption, draw_grid, draw_panel, question, thumbnail
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.data.source import PromptSource
 from tests.grounding_runs import Answers, box_prompt, grounding_module, text_prompt

@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from grpo_lightning.cli import main, parse
-from grpo_lightning.cli.diagnosis import OTHER_NAMES
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.cli.explain import OTHER_NAMES
 from grpo_lightning.rewards import Reward
 from grpo_lightning.schedules import Schedule
 from tests.doc_keys import class_named
@@ -97,7 +97,10 @@ def test_other_names_lead_to_keys_that_there_are(keys, name):
         ("--model.sampling.beta=1", "no key model.sampling.beta. Did you mean model.objective.beta?"),
         ("--trainer.strategy=zero4", "trainer.strategy 'zero4' is not known. Did you mean zero"),
         ("--trainer.strategy=mine", "zero3_offload"),
-        ("--trainer.precision=fp16", "trainer.precision must be one of .*16-mixed.*got 'fp16'. Did you mean 16-mixed"),
+        (
+            "--trainer.precision=fp16",
+            "trainer.precision must be .*one of .*16-mixed.*got 'fp16'. Did you mean 16-mixed",
+        ),
         ("--trainer.precision=bf16-mixd", "Did you mean bf16-mixed"),
         ("--trainer.accelerator=cud", "trainer.accelerator 'cud' is not known. Did you mean cuda"),
     ],

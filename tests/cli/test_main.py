@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.callbacks import CompletionLog, ProgressBar
 from grpo_lightning.cli import instantiate, main, parse
-from grpo_lightning.cli.loggers import MetricsLogger
 from grpo_lightning.cli.main import COMMANDS
-from grpo_lightning.cli.summary import ParameterSummary
+from grpo_lightning.cli.runs import MetricsLogger, ParameterSummary
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
@@ -356,7 +355,7 @@ def test_a_run_has_one_folder_and_the_next_run_another(recipe):
     curves = {"class_path": "grpo_lightning.callbacks.LearningCurves", "init_args": {"metrics": ["reward/mean"]}}
     name = recipe(trainer={"enable_checkpointing": True, "callbacks": [curves], "max_steps": 1})
     cli = main(["fit", "--config", name, "--trainer.enable_model_summary=true"])
-    summaries = [type(callback) for callback in cli.trainer.callbacks if isinstance(callback, ModelSummary)]
+    summaries = [type(callback) for callback in cli.trainer.callbacks if "Summary" in type(callback).__name__]
     assert summaries == [ParameterSummary]
     expected = {"metrics.csv", "config.yaml", "completions.jsonl", "curves.png", "checkpoints"}
     assert files("runs/recipe/version_0") >= expected
@@ -389,7 +388,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(recipe, capsys)
 
 
 def test_checkpoints_are_written_by_epoch_and_by_time_unless_the_recipe_says_when(recipe, monkeypatch):
-    monkeypatch.setattr("grpo_lightning.cli.defaults.CHECKPOINT_INTERVAL", timedelta(seconds=0))
+    monkeypatch.setattr("grpo_lightning.cli.runs.CHECKPOINT_INTERVAL", timedelta(seconds=0))
     name = recipe(trainer={"enable_checkpointing": True, "max_steps": 3})
     main(["fit", "--config", name])
     folder = Path("runs/recipe/version_0/checkpoints")

@@ -10,9 +10,9 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from grpo_lightning.cli import instantiate, parse, run_folder
+from grpo_lightning.cli import instantiate, parse, runs
 from grpo_lightning.cli.errors import ConfigurationError
-from grpo_lightning.cli.loggers import MetricsLogger
+from grpo_lightning.cli.runs import MetricsLogger
 
 WEIGHTED = "grpo_lightning.rewards.WeightedReward"
 FIRST = [
@@ -142,7 +142,7 @@ TWO = {
 def placed(*args):
     """The loggers of a run in `FOLDER`, as objects."""
     trainer = parsed("--run_name=mine", *args).trainer
-    run_folder.place(trainer, FOLDER)
+    runs.place(trainer, FOLDER)
     parser = ArgumentParser()
     parser.add_argument("--logger", type=Logger | Iterable[Logger] | bool | None)
     build = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in 4.49
@@ -188,7 +188,7 @@ def test_a_name_of_a_loggers_own_is_kept():
 
 def test_without_loggers_there_are_none():
     trainer = parsed("--trainer.logger=false").trainer
-    run_folder.place(trainer, FOLDER)
+    runs.place(trainer, FOLDER)
     assert trainer.logger is False
 
 

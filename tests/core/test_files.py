@@ -1,13 +1,26 @@
-"""A folder that is there as a whole or not at all."""
+"""Files that are there as a whole or not at all, JSON lines, and the folder of a run."""
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from grpo_lightning.core.files import RECIPE, is_whole, put_whole
+from grpo_lightning.core.files import (
+    RECIPE,
+    append_lines,
+    atomic_write,
+    is_whole,
+    json_line,
+    plain,
+    put_whole,
+    run_file,
+    run_folder,
+)
 
 
 def test_it_is_filled_once_and_replaced_by_another_recipe(tmp_path: Path):
@@ -68,3 +81,47 @@ def test_another_node_may_be_faster_by_a_moment(other: str, tmp_path: Path, monk
     with pytest.raises(OSError, match="not empty") if other == "two" else contextlib.nullcontext():
         put_whole(folder, "one", lambda new: None)
     assert is_whole(folder, other)
+
+
+def test_a_file_is_replaced_at_once_and_stays_after_an_error(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    with atomic_write(path) as unfinished:
+        unfinished.write_text("1")
+        assert not path.exists()
+    with contextlib.suppress(KeyError), atomic_write(path) as unfinished:
+        unfinished.write_text("2")
+        raise KeyError("half way")
+    assert path.read_text() == "1"
+    assert [other.name for other in path.parent.iterdir()] == ["a.txt"]
+
+
+def trainer_of(rank=0, log_dir=None):
+    return SimpleNamespace(is_global_zero=rank == 0, log_dir=log_dir, default_root_dir="root")
+
+
+def test_the_folder_is_the_one_given_or_the_runs():
+    assert str(run_folder(trainer_of(log_dir="log"), "mine")) == "mine"
+    assert str(run_folder(trainer_of(log_dir="log"), None)) == "log"
+    assert str(run_folder(trainer_of(), None)) == "root"
+
+
+def test_rank_0_makes_the_folder(tmp_path):
+    folder = tmp_path / "new"
+    assert run_file(trainer_of(3), str(folder), "a.jsonl") == folder / "a.jsonl"
+    assert not folder.exists()
+    assert run_file(trainer_of(0), str(folder), "a.jsonl") == folder / "a.jsonl"
+    assert folder.is_dir()
+
+
+def test_lines_are_added(tmp_path):
+    path = tmp_path / "a.jsonl"
+    append_lines(path, [json_line({"a": float("nan"), "b": torch.tensor([1.5])})])
+    append_lines(path, [json_line({"a": {1: {2}}, "b": "ä\u2028\r\n"})])
+    assert [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]] == [
+        {"a": None, "b": [1.5]},
+        {"a": {"1": "{2}"}, "b": "ä\u2028\r\n"},
+    ]
+
+
+def test_plain_by_hand():
+    assert plain({"a": (1, float("inf")), 2: [torch.tensor(0.5)]}) == {"a": [1, None], "2": [0.5]}

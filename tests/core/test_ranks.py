@@ -1,6 +1,8 @@
 """On one process nothing is told to anybody; on several, tests/distributed has it."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_lightning.core import ranks
 
@@ -13,3 +15,13 @@ def test_one_process_hears_itself():
     assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
     assert ranks.is_any(True)
     assert not ranks.is_any(False)
+
+
+@given(st.integers(0, 20), st.integers(1, 5))
+def test_ranks_take_turns(num_prompts, world_size):
+    prompts = list(range(num_prompts))
+    assert ranks.in_order_of_prompts([prompts[rank::world_size] for rank in range(world_size)]) == prompts
+
+
+def test_of_ranks_of_any_number_of_items_none_is_lost():
+    assert ranks.in_order_of_prompts([["a"], [], ["b", "c"]]) == ["a", "b", "c"]

@@ -71,7 +71,7 @@ def test_a_requeued_run_goes_on_to_the_weights_of_an_unbroken_one(folder, ends):
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(folder, ends, said):
     assert [end["stopped"] for end in ends] == [143, 143]
     assert [path.name for path in folder.glob("runs/stopped/*/checkpoints/*")] == ["stopped-step=2.ckpt"]
-    assert said[0]["stopped"].count("Stopped at step 2; go on") == 1
+    assert said[0]["stopped"].count("Stopped at step 2; resume") == 1
     assert "Stopped" not in said[1]["stopped"]
 
 

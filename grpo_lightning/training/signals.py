@@ -1,18 +1,27 @@
-"""Ctrl-C and SIGTERM end a training run after its optimizer step, with a checkpoint to go on from."""
+"""Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
+
+All ranks agree at the end of the step and save there. A checkpoint holds no gradients, and saving is collective: ranks
+that answered inside their signal handlers would wait for each other in different places.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from grpo_lightning.core.ranks import is_any
+from grpo_lightning.training.lightning_internals import cluster_environment, is_lightning_handler, stop_as_on_sigterm
 from grpo_lightning.training.run_state import is_between_steps
 
 log = logging.getLogger(__name__)
@@ -20,6 +29,42 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 PATTERN = "stopped-*.ckpt"
+
+
+class RequeueAtStepEnd(L.Callback):
+    """SLURM auto-requeue at the end of a step: delays Lightning's answer (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`).
+
+    Lightning answers inside the signal handler. After the answer the run ends, as on SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+        self.received: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the place of Lightning's handler, if there is one: a job of SLURM with auto-requeue."""
+        self.received = None
+        environment = cluster_environment(trainer)
+        if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
+            return
+        handler = signal.getsignal(environment.requeue_signal)
+        if is_lightning_handler(handler) and threading.current_thread() is threading.main_thread():
+            self.answer = handler
+            signal.signal(environment.requeue_signal, self.receive)
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        """Remember the signal."""
+        self.received = signum
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """At the end of a step: if a rank got the signal, all answer it, and the run ends."""
+        if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
+            return
+        is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        if trainer.global_step != trainer.max_steps and not is_last_epoch:  # there is something left to do
+            self.answer(cluster_environment(trainer).requeue_signal, None)
+            stop_as_on_sigterm(trainer)
+        self.received = None
 
 
 class GracefulStop(L.Callback):
@@ -86,7 +131,7 @@ class GracefulStop(L.Callback):
             for old in sorted(folder.glob(PATTERN)) if trainer.is_global_zero else []:
                 if old != self.checkpoint:
                     trainer.strategy.remove_checkpoint(old)
-        trainer._signal_connector.received_sigterm = True
+        stop_as_on_sigterm(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the old handlers back."""
@@ -102,6 +147,35 @@ class GracefulStop(L.Callback):
         return 128 + (self.received or signal.SIGTERM)
 
     def last_words(self) -> str:
-        """Where the run stopped, and how it goes on."""
-        go_on = "; go on by the same command with --ckpt_path auto" if self.checkpoint else ""
-        return f"Stopped at step {self.stopped_at}{go_on}."
+        """Where the run stopped, and how it resumes."""
+        resuming = "; resume with the same command and --ckpt_path auto" if self.checkpoint else ""
+        return f"Stopped at step {self.stopped_at}{resuming}."
+
+
+def end_launched(trainer: L.Trainer, seconds: float) -> None:
+    """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
+
+    A rank that fails alone leaves the others waiting for it in a collective, where no other signal reaches them.
+
+    Args:
+        trainer: The run's; nothing is done where something else (torchrun, SLURM) launched the processes.
+        seconds: Given to all of them together.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return
+    # Lightning watches this very list, and kills this process, too, as soon as one of them ends with an error.
+    processes = list(launcher.procs)
+    launcher.procs.clear()
+    deadline = time.monotonic() + seconds
+    for local_rank, process in enumerate(processes, start=1):
+        try:
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            continue
+        if code < 0:  # it could not say so itself
+            name = signal.Signals(-code).name
+            hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
+            log.error("Rank %d was ended by %s%s.", local_rank, name, hint)

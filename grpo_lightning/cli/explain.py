@@ -1,0 +1,400 @@
+"""What is wrong with refused settings, in one line: the file, the key, its value, and what is allowed there.
+
+The parser says so last, below sixty lines of usage and the problems of every type that the value could have had. Here
+the key and the value are taken from its message, and looked up where they were written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.strategies import StrategyRegistry
+
+from grpo_lightning.cli.config import (
+    CLASS_KEYS,
+    NAMED,
+    Key,
+    Source,
+    arguments,
+    members,
+    named_classes,
+    nested_keys,
+    settings_class,
+)
+
+MAX_LISTED = 60
+
+OTHER_NAMES = {
+    "attn_impl": "model.policy.attention",
+    "attn_implementation": "model.policy.attention",
+    "adam_beta1": "model.optimizer.betas",
+    "adam_beta2": "model.optimizer.betas",
+    "adam_epsilon": "model.optimizer.eps",
+    "bf16": "trainer.precision",
+    "data_file_paths": "data.datasets",
+    "dataloader_num_workers": "data.num_workers",
+    "deepspeed": "trainer.strategy",
+    "delta": "model.objective.dual_clip",
+    "eval_steps": "trainer.val_check_interval",
+    "fp16": "trainer.precision",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "gradient_checkpointing": "model.policy.activation_checkpointing",
+    "importance_sampling_level": "model.objective.ratio",
+    "learning_rate": "model.optimizer.lr",
+    "load_in_4bit": "model.policy.quantization",
+    "load_in_8bit": "model.policy.quantization",
+    "logging_steps": "trainer.log_every_n_steps",
+    "lora_alpha": "model.policy.lora.alpha",
+    "lora_dropout": "model.policy.lora.dropout",
+    "lora_r": "model.policy.lora.rank",
+    "lora_rank": "model.policy.lora.rank",
+    "lora_target_modules": "model.policy.lora.target_modules",
+    "loss_type": "model.objective.aggregate",
+    "lr_scheduler_type": "model.scheduler",
+    "mask_truncated_completions": "model.overlong_filter",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "max_new_tokens": "model.sampling.max_completion_length",
+    "max_tokens": "model.sampling.max_completion_length",
+    "model_name_or_path": "model.policy",
+    "model_id": "model.policy",
+    "num_train_epochs": "trainer.max_epochs",
+    "output_dir": "run_name",
+    "per_device_eval_batch_size": "data.val_batch_size",
+    "per_device_train_batch_size": "data.batch_size",
+    "report_to": "trainer.logger",
+    "resume_from_checkpoint": "ckpt_path",
+    "reward_funcs": "model.rewards",
+    "save_steps": "trainer.callbacks",
+    "save_total_limit": "trainer.callbacks",
+    "scale_rewards": "model.objective.scale",
+    "split_dataset_ratio": "data.val_split",
+    "steps_per_generation": "model.updates_per_rollout",
+    "sync_ref_model": "model.sync_reference",
+    "torch_dtype": "model.policy.dtype",
+    "use_peft": "model.policy.lora",
+    "val_dataset": "data.val_datasets",
+    "warmup_ratio": "model.scheduler",
+    "warmup_steps": "model.scheduler",
+}
+"""Where the settings of TRL, ms-swift and VLM-R1 live, as far as no key has their name."""
+
+OTHER_VALUES = {
+    "trainer.precision": {
+        "fp16": "16-mixed",
+        "float16": "16-mixed",
+        "half": "16-mixed",
+        "bfloat16": "bf16-mixed",
+        "fp32": "32-true",
+        "float32": "32-true",
+        "no": "32-true",
+    }
+}
+"""What values of other trainers are here, by key."""
+
+
+class Problem(NamedTuple):
+    """A problem in the parser's own words."""
+
+    names: list[str]
+    """The key, and the keys of the objects below it: `["model.policy", "lora", "rank"]`."""
+
+    kind: str
+    """The import path of the class whose setting it is; "" for a key of the parser."""
+
+    text: str
+    """What is wrong with the innermost of them."""
+
+
+def read_problem(message: str) -> Problem:
+    """The innermost problem of the parser's message: each is indented below the key that it belongs to.
+
+    Of several types, each with a problem of its own, it is that of the first which looked inside the value.
+    """
+    names: list[str] = []
+    text: list[str] = []
+    kind, depth = "", -1
+    for line in message.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line.strip() and indent <= depth:
+            break
+        if match := re.search(r"class_path '([^']+)'", line):
+            kind = match[1]
+        if match := re.search(r'Parser key "([^"]+)":', line):
+            names, text, depth = [*names, match[1]], [], indent
+        else:
+            text.append(line)
+    if implicit := re.search(r"Namespace\(.*?class_path='([^']+)'", "" if kind else message):
+        kind = implicit[1]
+    return Problem(names, kind, "\n".join(text))
+
+
+def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
+    """The parser's message for people: file, key, value, and what is allowed; else `message`, shortened."""
+    if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
+        return missing_keys((missing[1] or missing[2]).split(", "), keys)
+    if top := re.match(
+        r"unrecognized arguments: --([^\s=]+)|Option '([^']+)' is|.*not accept .*option '([^']+)'", message
+    ):
+        return unknown_at_top(next(filter(None, top.groups())).replace("+", "").split("."), keys, sources)
+    # A file, or the settings, of a section: what is wrong inside it has a message of its own.
+    message = re.sub(r'\AParser key ".+":\s*Unable to load config .*\n  - (?=Parser key)', "", message)
+    if section := re.match(r'Parser key "([^"]+)": Unable to load config', message):
+        found = [place for place in places(sources, [section[1]]) if not isinstance(place.value, Mapping)]
+        place = [*found, Place("", section[1], None)][0]
+        return place.say(f"{place.key} takes settings (key: value) or a file of them, got {place.value!r}.")
+    problem = read_problem(message)
+    own = keys.get(problem.names[0], Key(None, None, "")) if problem.names else None
+    explained = own and (
+        unknown_below(problem, own, keys, sources)
+        or wrong_import(problem, own, sources)
+        or wrong_value(problem, sources)
+    )
+    text = re.sub(r'Parser key "([^"]+)":\s*', r"\1: ", message)
+    kept = [line.rstrip() for line in text.splitlines() if line.strip() and not line.strip().startswith("Subtypes:")]
+    return explained or "\n".join(kept[:6])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a setting was written."""
+
+    where: str
+    key: str
+    value: Any
+    kind: str = ""
+    """The class it is a setting of, as far as that was written."""
+
+    def say(self, text: str) -> str:
+        """A message that begins with the file."""
+        return f"{self.where}: {text}".removeprefix("in ").removeprefix(": ")
+
+
+def places(sources: Iterable[Source], names: Iterable[str]) -> Iterator[Place]:
+    """Where a key below a key was written, through lists and `init_args`."""
+    split = [part for name in names for part in name.split(".")]
+
+    def below(tree: Any, names: Sequence[str], key: str, kind: str) -> Iterator[tuple[str, Any, str]]:
+        if not names:
+            yield key.removeprefix("."), tree, kind
+        elif isinstance(tree, list):
+            for i, item in enumerate(tree):
+                yield from below(item, names, f"{key}[{i}]", "")
+        elif isinstance(tree, Mapping):
+            kind = str(tree.get("class_path", kind))
+            for name, item in tree.items():
+                plain = str(name).removesuffix("+")
+                if plain in (names[0], "init_args"):
+                    yield from below(item, names[plain == names[0] :], f"{key}.{plain}", kind)
+
+    for source in sources:
+        yield from (Place(source.where, *found) for found in below(source.tree, split, "", ""))
+
+
+def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """A value and the values inside it, with their keys."""
+    yield key, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from leaves(item, f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}")
+
+
+def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Iterable[Source]) -> str:
+    """A key that is none of the parser's."""
+    place = next(places(sources, names), Place("", "", None))
+    for depth in range(len(names)):
+        prefix = "".join(f"{name}." for name in names[:depth])
+        siblings = {key[len(prefix) :].partition(".")[0] for key in keys if key.startswith(prefix)}
+        if names[depth] not in siblings:
+            break
+    return place.say(unknown_key(f"{prefix}{names[depth]}", siblings, keys))
+
+
+def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: Sequence[Source]) -> str | None:
+    """A key that the class of an object does not have."""
+    match = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)", problem.text)
+    if match is None:
+        return None
+    name = (match[1] or match[2]).partition(".")[0]
+    is_outer = len(problem.names) == 1
+    if name == "class_path":  # a mapping with a class, and with other keys next to it
+        for place in places(sources, problem.names):
+            for key, value in leaves(place.value, place.key):
+                others = [other for other in value if other not in CLASS_KEYS] if isinstance(value, Mapping) else []
+                if others and "class_path" in value:
+                    return place.say(unknown_key(f"{key}.{others[0]}", CLASS_KEYS))
+    if is_outer and problem.kind in str(own.hint) and settings_class(own.hint, own.default) is None:
+        outer = problem.names[0]
+        classes = [kind.__name__ for kind in named_classes(own.hint) if not kind.__subclasses__()]
+        classes = [kind for kind in classes if hasattr(NAMED.get(outer.rpartition(".")[2]), kind)]
+        return (
+            f"{outer} has no class yet that {outer}.{name} could be a setting of. Name one first: --{outer}="
+            f"{[*classes, 'module.Class'][0]}, or class_path in YAML."
+            + (f" The package has {', '.join(classes)}." if classes else "")
+        )
+    module_name, _, kind = problem.kind.rpartition(".")
+    if not module_name:
+        return None
+    allowed = arguments(getattr(import_module(module_name), kind), own.hint if is_outer else None)
+    found = list(places(sources, [*problem.names, name]))
+    of_kind = [place for place in found if place.kind.rpartition(".")[2] in ("", kind)]
+    place = next(iter(of_kind or found), Place("", ".".join([*problem.names, name]), None))
+    return place.say(unknown_key(place.key, allowed, keys))
+
+
+def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None = None) -> str:
+    """There is no such key here, but these, and perhaps one elsewhere."""
+    group, _, name = key.rpartition(".")
+    allowed = sorted(allowed)
+    near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
+    # Written into the wrong group, or by its name in another trainer.
+    known = [
+        *(keys or ()),
+        *(below for key, own in (keys or {}).items() for below in nested_keys(key, own.hint, own.default)),
+    ]
+    near += [other for other in known if other.rpartition(".")[2] == name and other not in near]
+    near += [OTHER_NAMES[name]] if name in OTHER_NAMES and not near else []
+    hint = f" Did you mean {' or '.join(near[:3])}?" if near else ""
+    if not allowed:
+        return f"there is no key {key}. {group} takes one value.{hint}"
+    listed = ", ".join(allowed[:MAX_LISTED]) + (", ..." if len(allowed) > MAX_LISTED else "")
+    return f"there is no key {key}.{hint}\n{f'Keys of {group}' if group else 'Keys'}: {listed}."
+
+
+def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
+    """An import path that cannot be imported, or a name that is none of the package's."""
+    named = r"class_path '(.+?)'|path string: (.+)$" + (r"|Given value: (\w.*\..*)$" if named_classes(own.hint) else "")
+    paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
+    for place in places(sources, problem.names):
+        for key, value in leaves(place.value, place.key):
+            is_path = isinstance(value, str) and value in paths
+            if is_path and (text := import_problem(value, own.hint)):
+                return place.say(f"{key}: {text}")
+    return None
+
+
+def import_problem(path: str, hint: Any) -> str | None:
+    """Why an import path is none: no such module, an error inside it, or no such name in it."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        near = difflib.get_close_matches(path, sorted({kind.__name__ for kind in named_classes(hint)}))
+        known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
+        return f"{path!r} is no import path and none of the package's own names. {known}"
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if not f"{module_name}.".startswith(f"{missing}."):
+            return f"{module_name} (for {path}) imports {missing}, which is not installed."
+        return (
+            f"there is no module {missing!r} for {path}. "
+            f"Looked for among the installed packages and in the current folder, {os.getcwd()}."
+        )
+    except Exception as error:  # noqa: BLE001 - whatever the user's module raises is what is wrong with the setting
+        return f"importing {module_name} for {path} failed: {type(error).__name__}: {error}."
+    if hasattr(module, name):
+        value = getattr(module, name)
+        return None if callable(value) else f"{path} is {value!r}, not a function."
+    public = [other for other in dir(module) if not other.startswith("_")]
+    near = difflib.get_close_matches(name, public)
+    listed = f"It has: {', '.join(public[:MAX_LISTED])}."
+    known = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else listed
+    return f"{module_name} has no {name!r}. {known}"
+
+
+WORDS = {
+    r"Expected a <class 'int'>": "a whole number",
+    r"Expected a <class 'float'>": "a number",
+    r"Expected a <class 'bool'>": "true or false",
+    r"Expected a <class 'str'>": "text",
+    r"Expected a <class 'list'>": "a list",
+    r"Expected a <class 'dict'>|Expected a dot import path": "settings (key: value)",
+    r"Expected a tuple with (\d+) elements": "a list of {} values",
+    r"Expected a typing\.Literal\[(.*)\]": "one of {}",
+    r"Not a valid subclass of (\w+)": "{}",
+    r"Expected a <class 'NoneType'>": "null",
+}
+"""The parser's words for what a value may be, and ours."""
+
+
+def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
+    """A value of another type than those that the parser expected."""
+    expected = dict.fromkeys(
+        word
+        for pattern, form in WORDS.items()
+        for match in re.finditer(pattern, problem.text)
+        for word in [form.format(match[1].replace("'", "") if match.groups() else "")]
+    )
+    got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
+    if not expected or got is None:
+        return None
+    texts = [
+        text for word in expected if word.startswith("one of ") for text in word.removeprefix("one of ").split(", ")
+    ]
+    for place in places(sources, problem.names):
+        for key, value in leaves(place.value, place.key):
+            if str(value) == got[1]:
+                other = OTHER_VALUES.get(key, {}).get(got[1])
+                near = [other] if other else difflib.get_close_matches(got[1], texts, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                return place.say(f"{key} must be {' or '.join(expected)}, got {value!r}.{hint}")
+    return None
+
+
+def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
+    """Which required keys are not given, and what they are for."""
+    said = []
+    for name in names:
+        key = re.sub(r"^(fit|validate|test|predict)\.", "", name)
+        purpose = keys[key].help.partition("\n")[0] if key in keys else ""
+        said.append(f"  {key}: {purpose}".removesuffix(": "))
+    return (
+        "Required and not given:\n" + "\n".join(said) + "\nGive them by a recipe (--config quickstart; "
+        "`grpo-lightning recipes list`) or as flags (--model.policy=...)."
+    )
+
+
+def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
+    """A flag below a key that takes one value of any kind: the parser would pass it on as an object of its own."""
+    any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
+    for place in (
+        place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])
+    ):
+        if isinstance(place.value, Mapping):
+            return place.say(unknown_key(f"{place.key}.{next(iter(place.value))}", (), keys))
+    return None
+
+
+def unknown_name(trainer: Any) -> str | None:
+    """A strategy or accelerator that nobody has registered, and those that can be used."""
+    from grpo_lightning.training.strategies import is_supported
+
+    strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}
+    accelerators = [*AcceleratorRegistry.available_accelerators(), "gpu", "auto"]
+    usable = {
+        "strategy": [*(name for name, kind in strategies.items() if is_supported(kind)), "auto"],
+        "accelerator": accelerators,
+    }
+    for key, registered in {"strategy": [*strategies, "auto"], "accelerator": accelerators}.items():
+        value = trainer.get(key)
+        if isinstance(value, str) and value not in registered:
+            near = difflib.get_close_matches(value, usable[key])
+            hint = f"Did you mean {' or '.join(near)}? " if near else ""
+            return f"trainer.{key} {value!r} is not known. {hint}Known: {', '.join(sorted(usable[key]))}."
+    return None
+
+
+def missing_accelerator(name: Any) -> str | None:
+    """What this machine has instead of an accelerator that it lacks; None if it has it."""
+    kinds = {name: entry["accelerator"] for name, entry in AcceleratorRegistry.items()}
+    available = [name for name, kind in kinds.items() if kind.is_available()]
+    wanted = ("cuda", "mps") if name == "gpu" else (name, "auto")
+    if not isinstance(name, str) or set(wanted) & {*available, *(["auto"] if name == "auto" else [])}:
+        return None
+    return f"This machine has {', '.join(available)}: take {' or '.join([*available, 'auto'])}."

@@ -1,0 +1,263 @@
+"""Runs that a signal ends (SLURM, Ctrl-C, SIGTERM): their checkpoint, and the weights they end with when resumed."""
+
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.training.signals import SIGNALS, GracefulStop, end_launched
+from tests.module_runs import are_equal, fit, make_module, weights_of
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+# --------------------------------------------------------------------------------------------------------------- SLURM
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A job of one task, with a `scontrol` that notes what it is asked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> asked.txt\n')
+    (tmp_path / "scontrol").chmod(stat.S_IRWXU)
+    settings = {"JOB_ID": "77", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+class Signalled(L.Callback):
+    """Sends SLURM's signal before the second micro-batch of a step, and notes where the run was when it ended."""
+
+    def __init__(self, step=1, signum=signal.SIGUSR1):
+        self.step, self.signum = step, signum
+        self.is_sent = False
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step and batch_idx % 2 == 1 and not self.is_sent:
+            self.is_sent = True
+            os.kill(os.getpid(), self.signum)
+
+
+def run(*callbacks, plugin=None, **options):
+    module = make_module(GRPOLightningModule, length=3, num_generations=2)
+    flags = {"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 2, "default_root_dir": "root"} | options
+    plugins = {} if plugin is None else {"plugins": [plugin]}
+    trainer = fit(module, batch_size=2, callbacks=list(callbacks), **flags, **plugins)
+    return module, trainer
+
+
+def test_the_checkpoint_is_that_of_a_whole_step_and_the_run_goes_on_from_it(job):
+    with pytest.raises(SystemExit):
+        run(Signalled())
+    assert (job / "asked.txt").read_text() == "requeue 77\n"
+    assert [path.name for path in (job / "root").iterdir()] == ["hpc_ckpt_1.ckpt"]
+    resumed, trainer = run()  # Lightning finds it
+    assert trainer.ckpt_path == str(job / "root" / "hpc_ckpt_1.ckpt") or trainer.ckpt_path.endswith("hpc_ckpt_1.ckpt")
+    whole, _ = run(default_root_dir="elsewhere")
+    assert are_equal(weights_of(resumed), weights_of(whole))
+
+
+def test_a_run_that_is_over_is_not_done_again(job):
+    run(Signalled(step=3))
+    assert not (job / "asked.txt").exists()
+
+
+def test_another_signal_may_be_asked_for(job):
+    with pytest.raises(SystemExit):
+        run(Signalled(signum=signal.SIGUSR2), plugin=SLURMEnvironment(requeue_signal=signal.SIGUSR2))
+    assert (job / "asked.txt").exists()
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("kind", ["no auto-requeue", "no SLURM"])
+def test_without_a_handler_of_lightnings_nothing_is_taken(monkeypatch, kind):
+    if kind == "no SLURM":
+        monkeypatch.delenv("SLURM_NTASKS")
+    before = signal.getsignal(signal.SIGUSR1)
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, *args):
+            assert signal.getsignal(signal.SIGUSR1) == before
+
+    run(Look(), plugin=SLURMEnvironment(auto_requeue=False) if kind == "no auto-requeue" else None, max_steps=1)
+
+
+# ----------------------------------------------------------------------------------------------------- Ctrl-C, SIGTERM
+
+
+STEPS = 6
+# Sends itself the signal in the middle of its third step: the second of two micro-batches is still to come.
+REWARDS = """
+import os, signal
+
+calls = 0
+
+def lengths(completions):
+    global calls
+    calls += 1
+    if calls == 3 and "SEND" in os.environ:
+        os.kill(os.getpid(), int(os.environ["SEND"]))
+    return [float(len(set(text))) for text in completions]
+
+lengths.in_process = True  # the signal is for the run
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A recipe with its model, data and reward."""
+    tiny_model("qwen2", hidden_size=32, intermediate_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "policy")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    (tmp_path / "interrupting.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(16)))
+    recipe = {
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": STEPS,
+            "accumulate_grad_batches": 2,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        },
+        "data": {"datasets": [{"json_path": "rows.jsonl"}], "batch_size": 2},
+        "model": {
+            "policy": "policy",
+            "rewards": ["interrupting.lengths"],
+            "num_generations": 4,
+            "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}},
+            "sampling": {"max_completion_length": 8},
+        },
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def command_line(folder, *flags, send=None):
+    environment = {name: value for name, value in os.environ.items() if name != "SEND"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {} if send is None else {"SEND": str(int(send))}
+    start = "from grpo_lightning.cli import entry_point; entry_point()"
+    command = [sys.executable, "-W", "ignore", "-c", start, "fit", "--config", "r.yaml", *flags]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def newest_weights(folder):
+    (path,) = (folder / "checkpoints").glob(f"epoch=*-step={STEPS}.ckpt")
+    return torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+
+
+def test_a_stopped_run_goes_on_to_the_weights_of_an_unbroken_one(folder):
+    stopped = command_line(folder, "--run_name=broken", send=signal.SIGINT)
+    assert stopped.returncode == 130, stopped.stderr
+    assert stopped.stderr.count("stopping after this step") == 1
+    assert stopped.stderr.splitlines()[-1].endswith("; resume with the same command and --ckpt_path auto.")
+    broken = folder / "runs" / "broken" / "version_0"
+    (path,) = (broken / "checkpoints").glob("*.ckpt")
+    assert path.name.startswith("stopped-step=")
+    step = int(path.stem.partition("=")[2])
+    assert 0 < step < STEPS
+    assert f"Stopped at step {step};" in stopped.stderr
+    resumed = command_line(folder, "--run_name=broken", "--ckpt_path", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    unbroken = command_line(folder, "--run_name=whole")
+    assert unbroken.returncode == 0, unbroken.stderr
+    expected, got = newest_weights(folder / "runs" / "whole" / "version_0"), newest_weights(broken)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_sigterm_stops_a_run_too_and_without_checkpoints_nothing_is_promised(folder):
+    stopped = command_line(folder, "--trainer.enable_checkpointing=false", send=signal.SIGTERM)
+    assert stopped.returncode == 143, stopped.stderr
+    assert "Stopped at step" in stopped.stderr
+    assert "ckpt_path" not in stopped.stderr
+    assert not list(folder.rglob("*.ckpt"))
+
+
+class SingleProcess:
+    """What the callback asks of a Trainer when a signal comes."""
+
+    strategy = type("Strategy", (), {"launcher": None})()
+    is_global_zero = True
+
+
+@pytest.fixture
+def interruptible():
+    """A shell's background jobs ignore Ctrl-C, and so would the tests that one of them runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_the_second_signal_is_handled_as_ever(tmp_path, capfd):
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    callback = GracefulStop(tmp_path)
+    callback.on_train_start(SingleProcess(), None)
+    assert signal.getsignal(signal.SIGINT) == callback.receive
+    signal.raise_signal(signal.SIGINT)
+    assert "Ctrl-C: stopping after this step; Ctrl-C again stops at once." in capfd.readouterr().err
+    assert callback.exit_code == 130
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("end", ["on_train_end", "on_exception"])
+def test_the_handlers_are_put_back_and_other_threads_take_none(tmp_path, end):
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    callback = GracefulStop(tmp_path)
+    thread = threading.Thread(target=callback.on_train_start, args=(SingleProcess(), None))
+    thread.start()
+    thread.join()
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+    callback.on_train_start(SingleProcess(), None)
+    assert [signal.getsignal(signum) for signum in SIGNALS] != before
+    getattr(callback, end)(*(None,) * (2 if end == "on_train_end" else 3))
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+# ------------------------------------------------------------------------------------------------------ launched ranks
+
+
+def started(*scripts):
+    """A trainer that has launched these."""
+    launcher = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=len(scripts) + 1, num_nodes=1)
+    launcher.procs = [subprocess.Popen([sys.executable, "-S", "-c", script]) for script in scripts]
+    return SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), list(launcher.procs)
+
+
+def test_who_ends_in_time_is_waited_for_and_who_does_not_is_ended(caplog):
+    trainer, processes = started("import time; time.sleep(0.2)", "import time; time.sleep(600)", "raise SystemExit(2)")
+    start = time.monotonic()
+    end_launched(trainer, seconds=2)
+    assert [process.returncode for process in processes] == [0, -9, 2]
+    assert time.monotonic() - start < 60
+    assert trainer.strategy.launcher.procs == [], "Lightning watches them, and would end this process"
+    assert caplog.text == "", "of one that was ended here, or said itself why, there is nothing to say"
+
+
+def test_a_rank_that_was_killed_cannot_say_so(caplog):
+    caplog.set_level(logging.ERROR, logger="grpo_lightning")
+    trainer, _ = started("import os; os.kill(os.getpid(), 9)")
+    end_launched(trainer, seconds=30)
+    assert "Rank 1 was ended by SIGKILL (often the system, out of memory)." in caplog.text
+
+
+def test_what_others_have_launched_is_theirs():
+    end_launched(SimpleNamespace(strategy=SimpleNamespace(launcher=None)), seconds=0)
