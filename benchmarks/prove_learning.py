@@ -30,20 +30,20 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 class ShuffledRewards(GRPOLightningModule):
     """Rewards land on the wrong completions of their group."""
 
-    def compare(self, rollout: Rollout) -> Rollout:
-        """Shuffle each group, then compare."""
+    def compute_advantages(self, rollout: Rollout) -> Rollout:
+        """Shuffle the rewards within each group first."""
         generator = torch.Generator().manual_seed(self.run.rollout_index)
         rewards = per_completion(rollout.rewards, rollout.groups, name="rewards", verb="score_rewards")
         rollout.rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards])
-        return super().compare(rollout)
+        return super().compute_advantages(rollout)
 
 
 class FlippedAdvantages(GRPOLightningModule):
     """The worst completions are reinforced."""
 
-    def compare(self, rollout: Rollout) -> Rollout:
+    def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Compare, then turn the sign around."""
-        rollout = super().compare(rollout)
+        rollout = super().compute_advantages(rollout)
         assert rollout.advantages is not None
         rollout.advantages = -rollout.advantages
         return rollout

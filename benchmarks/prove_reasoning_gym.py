@@ -35,20 +35,20 @@ BY_TASK = [f"{task}_{when}" for task in TASKS for when in ("before", "after")]
 class RandomValues(GRPOLightningModule):
     """What a completion is worth is drawn by lot."""
 
-    def compare(self, rollout: Rollout) -> Rollout:
+    def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Compare values that have nothing to do with the completions."""
         assert rollout.rewards is not None
         generator = torch.Generator().manual_seed(self.run.rollout_index)
         rollout.rewards = torch.rand(rollout.rewards.shape, generator=generator)
-        return super().compare(rollout)
+        return super().compute_advantages(rollout)
 
 
 class FlippedAdvantages(GRPOLightningModule):
     """The worst completions are reinforced."""
 
-    def compare(self, rollout: Rollout) -> Rollout:
+    def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Compare, then turn the sign around."""
-        rollout = super().compare(rollout)
+        rollout = super().compute_advantages(rollout)
         assert rollout.advantages is not None
         rollout.advantages = -rollout.advantages
         return rollout

@@ -1,4 +1,4 @@
-"""GRPO as a LightningModule: sample, score, compare, update.
+"""GRPO as a LightningModule: sample, score, compute advantages, update.
 
 A cycle starts with a rollout: every prompt gets G completions, which are rewarded and compared within their group. The
 rollout is cut into micro-batches, and every `training_step` of the cycle trains on one of them. Optimization is
@@ -175,7 +175,7 @@ class GRPOLightningModule(L.LightningModule):
             self.policy.zero_grad()
             rollout = self.sample_and_score(as_prompt_batch(batch).prompts)
             rollout = self.resample(rollout)
-            rollout = self.compare(rollout)
+            rollout = self.compute_advantages(rollout)
             self.start_cycle(rollout)
         assert self.run.cycle is not None
         return self.train_on(self.run.cycle.next())
@@ -204,7 +204,7 @@ class GRPOLightningModule(L.LightningModule):
             self.add_ref_logprobs(rollout)  # while rewards run in processes of their own
         with self.phase("reward"):
             scores = scoring.finish()
-        rewards = self.objective.comparable(scores.total, scores.by_reward, self.reward_set.weights)
+        rewards = self.objective.combine_rewards(scores.total, scores.by_reward, self.reward_set.weights)
         return replace(rollout, scores=scores, rewards=rewards)
 
     def resample(self, rollout: Rollout) -> Rollout:
@@ -216,13 +216,13 @@ class GRPOLightningModule(L.LightningModule):
         add_resampling(self.metrics, done, self.warn_once)
         return rollout
 
-    def compare(self, rollout: Rollout) -> Rollout:
+    def compute_advantages(self, rollout: Rollout) -> Rollout:
         """The advantage [N, G] of every completion over its group; the scale may be that of all ranks' rewards."""
         everyone = ranks.gather_objects(rollout.rewards)
-        advantages = self.objective.compare(torch.cat(everyone)).split([len(part) for part in everyone])
+        advantages = self.objective.compute_advantages(torch.cat(everyone)).split([len(part) for part in everyone])
         return replace(rollout, advantages=advantages[ranks.rank()])
 
-    def plan_updates(self, rollout: Rollout) -> Cycle:
+    def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference they stay, for `policy/kl`: a KL in the rewards leaves hardly an advantage at 0.
         skips = not self.objective.trains_on_zero_advantages and not self.objective.needs_reference
@@ -292,14 +292,14 @@ class GRPOLightningModule(L.LightningModule):
         """Begin to train on a rollout.
 
         Raises:
-            ValueError: If `compare` did not give one advantage per completion.
+            ValueError: If `compute_advantages` did not give one advantage per completion.
         """
-        per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compare")
+        per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.run.cycle = self.plan_updates(rollout)
+        self.run.cycle = self.split_rollout(rollout)
         micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)
         self.report_empty_updates(rollout, micro_batches)

@@ -197,7 +197,7 @@ class Objective:
         """True if the entropy is part of the loss."""
         return self.entropy_coefficient != 0
 
-    def comparable(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
+    def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
         """The rewards that completions are compared by.
 
         Args:
@@ -213,7 +213,7 @@ class Objective:
         summed = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor(weights))
         return summed.masked_fill(total.isnan(), torch.nan)
 
-    def compare(self, rewards: Tensor) -> Tensor:
+    def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Advantages [N, G] of rewards [N, G]."""
         return group_relative_advantages(rewards, baseline=self.baseline, scale=self.scale)
 

@@ -107,7 +107,7 @@ def test_every_key_named_in_a_text_exists(page):
 
 def test_methods_named_exist():
     named = {name for page in PAGES for name in re.findall(r"`module\.(\w+)[`(]", read(page))}
-    assert {"sample", "score_rewards", "compare", "plan_updates", "update"} <= named
+    assert {"sample", "score_rewards", "compute_advantages", "split_rollout", "update"} <= named
     assert [name for name in sorted(named) if not hasattr(GRPOLightningModule, name)] == []
 
 

@@ -16,9 +16,9 @@ BETA = 0.7
 class Kept(GRPOLightningModule):
     """Keeps what every rollout was."""
 
-    def plan_updates(self, rollout):
+    def split_rollout(self, rollout):
         self.seen = (rollout.groups, rollout.advantages)
-        return super().plan_updates(rollout)
+        return super().split_rollout(rollout)
 
 
 def trained(steps=2, **options):

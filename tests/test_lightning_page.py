@@ -127,9 +127,9 @@ def distinct(completions):
 
 def test_bounded_reward_compares_what_is_bounded():
     class Seen(shown_class("BoundedReward")):
-        def compare(self, rollout):
+        def compute_advantages(self, rollout):
             self.compared = rollout.rewards
-            return super().compare(rollout)
+            return super().compute_advantages(rollout)
 
     module = make_module(Seen, rewards=[WeightedReward(vowel_share, weight=50.0)])
     fit(module, max_steps=1)

@@ -122,7 +122,7 @@ def test_the_metrics_say_so():
     history = History()
     fit(make_module(rewards=[no_reward]), max_steps=1, callbacks=[history])
     assert history.of("reward/not_scorable") == [1.0]
-    assert history.of("reward/equal_groups") == [1.0]
+    assert history.of("reward/zero_variance_groups") == [1.0]
     assert "reward/mean" not in history.steps[0]
     history = History()
     fit(make_module(engine=ENGINES["all truncated"]), max_steps=1, callbacks=[history])

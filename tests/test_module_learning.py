@@ -15,17 +15,17 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 class ShuffledRewards(GRPOLightningModule):
     """Rewards land on the wrong completions of their group."""
 
-    def compare(self, rollout):
+    def compute_advantages(self, rollout):
         generator = torch.Generator().manual_seed(self.run.rollout_index)
         rollout.rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rollout.rewards])
-        return super().compare(rollout)
+        return super().compute_advantages(rollout)
 
 
 class FlippedAdvantages(GRPOLightningModule):
     """The worst completions are reinforced."""
 
-    def compare(self, rollout):
-        rollout = super().compare(rollout)
+    def compute_advantages(self, rollout):
+        rollout = super().compute_advantages(rollout)
         rollout.advantages = -rollout.advantages
         return rollout
 
@@ -76,7 +76,7 @@ class OwnSample(GRPOLightningModule):
 class OwnCompare(GRPOLightningModule):
     """Nothing is better than anything else."""
 
-    def compare(self, rollout):
+    def compute_advantages(self, rollout):
         rollout.advantages = torch.zeros_like(rollout.rewards)
         return rollout
 
@@ -128,4 +128,4 @@ def test_the_entropy_bonus_alone_moves_the_entropy(coefficient, head_chunk_size)
     entropies = [step["policy/entropy"] for step in history.steps]
     moved = entropies[-1] - entropies[0]
     assert moved * coefficient > 0.02
-    assert all(step["reward/equal_groups"] == 1 for step in history.steps)
+    assert all(step["reward/zero_variance_groups"] == 1 for step in history.steps)

@@ -71,7 +71,7 @@ def test_every_metric_of_the_first_step():
         "reward/std/num_vowels": pytest.approx(std / 2),
         "reward/num_letters": pytest.approx((2 + 4 + 1 + 3) / 4),
         "reward/std/num_letters": pytest.approx(math.sqrt((0.25 + 2.25 + 2.25 + 0.25) / 3)),
-        "reward/equal_groups": 0,
+        "reward/zero_variance_groups": 0,
         "reward/not_scorable": 0,
         "policy/loss": pytest.approx(-(3 - 2) * advantage / 13, rel=1e-5),
         "policy/entropy": pytest.approx(1),  # by its log-probs: the script says -1 nat of every token
@@ -191,7 +191,7 @@ def test_groups_of_equals_are_counted():
     history = History()
     module = make_module(rewards=[only_the_long_prompt], engine=ScriptedEngine(COMPLETIONS))
     fit(module, PROMPTS, batch_size=2, max_steps=1, callbacks=[history])
-    assert history.of("reward/equal_groups") == [0.5]
+    assert history.of("reward/zero_variance_groups") == [0.5]
     # Stds of (0, 0, 0, 0) and (1, 1, 0, 1).
     assert history.of("reward/std") == [pytest.approx((0 + 0.5) / 2)]
 

@@ -117,7 +117,7 @@ def test_reinforce_plus_plus_divides_by_the_spread_of_the_centred_rewards():
     fragment = yaml.safe_load((FRAGMENTS / "reinforce_plus_plus.yaml").read_text())["model"]["objective"]
     rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     centred = rewards - rewards.mean(1, keepdim=True)
-    torch.testing.assert_close(Objective(**fragment).compare(rewards), centred / (centred.std() + 1e-4))
+    torch.testing.assert_close(Objective(**fragment).compute_advantages(rewards), centred / (centred.std() + 1e-4))
 
 
 def test_the_table_in_the_docstring_is_true():
@@ -191,10 +191,10 @@ REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"])
 def test_compare_is_the_advantage(baseline, scale):
-    got = Objective(baseline=baseline, scale=scale).compare(REWARDS)
+    got = Objective(baseline=baseline, scale=scale).compute_advantages(REWARDS)
     torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
     if (baseline, scale) != ("group_mean", "group_std"):
-        assert (got - Objective().compare(REWARDS)).abs().max() > 1e-3
+        assert (got - Objective().compute_advantages(REWARDS)).abs().max() > 1e-3
 
 
 def test_epsilon_stands_in_for_epsilon_high():
@@ -455,9 +455,9 @@ def test_rewards_are_compared_one_by_one():
     total = torch.tensor([[3.0, float("nan"), 1.0], [2.0, 2.0, 2.0]])
     a, b = torch.tensor([[0.0, 1.0, 1.0], [0.0, 2.0, 1.0]]), torch.tensor([[3.0, 1.0, 0.0], [2.0, 0.0, 1.0]])
     by_reward = {"a": a, "b": b}
-    summed = Objective().comparable(total, by_reward, [1.0, 1.0])
+    summed = Objective().combine_rewards(total, by_reward, [1.0, 1.0])
     assert summed is total
-    each = Objective(multi_objective_aggregation="normalize_then_sum").comparable(total, by_reward, [1.0, 2.0])
+    each = Objective(multi_objective_aggregation="normalize_then_sum").combine_rewards(total, by_reward, [1.0, 2.0])
     want = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor([1.0, 2.0]))
     assert each.isnan().tolist() == [[False, True, False], [False] * 3]
     torch.testing.assert_close(each[0, [0, 2]], want[0, [0, 2]])

@@ -46,7 +46,7 @@ class OwnResample(GRPOLightningModule):
 class OwnCompare(GRPOLightningModule):
     """No division by the standard deviation."""
 
-    def compare(self, rollout):
+    def compute_advantages(self, rollout):
         rollout.advantages = rollout.rewards - rollout.rewards.mean(dim=1, keepdim=True)
         return rollout
 
@@ -54,7 +54,7 @@ class OwnCompare(GRPOLightningModule):
 class OwnPlan(GRPOLightningModule):
     """One group in every micro-batch."""
 
-    def plan_updates(self, rollout):
+    def split_rollout(self, rollout):
         micro_batches, counts = [], []
         for number, (group, advantages) in enumerate(zip(rollout.groups, rollout.advantages.tolist(), strict=True)):
             rows = [
@@ -133,7 +133,7 @@ def test_dynamic_sampling_replaces_groups(own):
     prompts = [f"{'x' * (i % 2)}prompt {i}" for i in range(12)]
     fit(module, prompts, max_steps=1, max_epochs=-1, callbacks=[history], shuffle=False)
     assert history.of("rollout/skipped_prompts")[0] > 0
-    assert history.of("rollout/filled_groups")[0] == 0
+    assert history.of("rollout/kept_zero_variance_groups")[0] == 0
     assert all(group.prompt.index % 2 == 0 for group in module.rollout.groups)
 
 
@@ -161,11 +161,11 @@ def test_a_verb_that_gives_the_wrong_shape_is_named(given):
             return rollout
 
     class Advantages(GRPOLightningModule):
-        def compare(self, rollout):
+        def compute_advantages(self, rollout):
             rollout.advantages = given
             return rollout
 
     got = "none" if given is None else rf"the shape \[{', '.join(map(str, given.shape))}\]"
-    for kind, verb, name in ((Rewards, "score_rewards", "rewards"), (Advantages, "compare", "advantages")):
+    for kind, verb, name in ((Rewards, "score_rewards", "rewards"), (Advantages, "compute_advantages", "advantages")):
         with pytest.raises(ValueError, match=rf"`{verb}` must return the Rollout with `{name}` \[4, 4\].* got {got}"):
             fit(make_module(kind), max_steps=1)

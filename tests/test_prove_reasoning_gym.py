@@ -67,6 +67,6 @@ def test_random_values_have_nothing_to_do_with_the_rewards(prove: Any):
         module.run.rollout_index = 3
         module.objective = importlib.import_module("grpo_lightning.objective").Objective()
         groups = [SimpleNamespace(completions=[None] * 4)] * 2
-        compared.append(module.compare(Rollout(groups, rewards=rewards)).advantages)
+        compared.append(module.compute_advantages(Rollout(groups, rewards=rewards)).advantages)
     assert torch.equal(*compared)
     assert compared[0].std() > 0

@@ -16,7 +16,7 @@ from grpo_lightning.training.step_callbacks import logged_this_step
 HEADINGS = {
     "reward/mean": ("Reward", ""),
     "reward/std": ("Spread of rewards within groups", ""),
-    "reward/equal_groups": ("Groups of equal rewards", "share"),
+    "reward/zero_variance_groups": ("Groups of equal rewards", "share"),
     "reward/not_scorable": ("Completions that cannot be scored", "share"),
     "rollout/length": ("Completion length", "tokens"),
     "rollout/truncated": ("Truncated completions", "share"),

@@ -1,6 +1,6 @@
 """The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes."""
 
-from grpo_lightning.functional.advantages import equal_groups, group_relative_advantages, normalized_sum
+from grpo_lightning.functional.advantages import group_relative_advantages, normalized_sum, zero_variance_groups
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.functional.losses import (
     aggregate,
@@ -22,7 +22,6 @@ __all__ = [
     "aggregate",
     "cispo_surrogate",
     "clipped_surrogate",
-    "equal_groups",
     "group_relative_advantages",
     "importance_ratio",
     "is_clipped_high",
@@ -37,4 +36,5 @@ __all__ = [
     "sapo_surrogate",
     "token_entropy",
     "token_logprobs",
+    "zero_variance_groups",
 ]

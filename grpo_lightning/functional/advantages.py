@@ -83,7 +83,7 @@ def group_relative_advantages(
     else:
         raise ValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}.")
 
-    return torch.where(is_scorable & ~equal_groups(rewards).unsqueeze(1), scaled, 0.0)
+    return torch.where(is_scorable & ~zero_variance_groups(rewards).unsqueeze(1), scaled, 0.0)
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
@@ -107,7 +107,7 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
     return (compared * weights.to(compared)[:, None, None]).sum(dim=0)
 
 
-def equal_groups(rewards: Tensor) -> Tensor:
+def zero_variance_groups(rewards: Tensor) -> Tensor:
     """Say which groups teach nothing: their scorable rewards are all equal, or fewer than two are scorable.
 
     Args:

@@ -68,7 +68,9 @@ ALIASES = (
 )
 """Further arguments under the names of TRL, ms-swift and VLM-R1, each where the data have no column of that name."""
 
-RESERVED_NAMES = frozenset({"equal_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"})
+RESERVED_NAMES = frozenset(
+    {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
+)
 """Log names of the total and of completions; a reward of the same name would be mixed up with them."""
 
 CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", "image_views", *SHARED)

@@ -20,7 +20,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.settings import check_ranges
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.source import PromptSource
-from grpo_lightning.functional import equal_groups
+from grpo_lightning.functional import zero_variance_groups
 from grpo_lightning.rollout.groups import Rollout, is_emptied, joined
 
 
@@ -45,7 +45,7 @@ class DynamicSampling:
         """[N] bool, True for groups of a scored rollout without a gradient."""
         assert rollout.rewards is not None
         assert rollout.scores is not None
-        is_idle = equal_groups(rollout.rewards) | is_emptied(rollout.groups)
+        is_idle = zero_variance_groups(rollout.rewards) | is_emptied(rollout.groups)
         if self.reward is None:
             return is_idle
         named = rollout.scores.by_reward.get(self.reward)
@@ -55,7 +55,7 @@ class DynamicSampling:
                 "`scores.by_reward`: return them, or leave dynamic_sampling.reward out."
             )
         applies = ~named.isnan().all(dim=1)  # where it does not, the others decide
-        return is_idle | (applies & equal_groups(named.masked_fill(rollout.rewards.isnan(), torch.nan)))
+        return is_idle | (applies & zero_variance_groups(named.masked_fill(rollout.rewards.isnan(), torch.nan)))
 
 
 class Resampling(NamedTuple):
@@ -67,7 +67,7 @@ class Resampling(NamedTuple):
     num_skipped: int
     """Groups that were sampled and are not trained on."""
 
-    num_filled: int
+    num_kept: int
     """Groups without a gradient that stay, for want of others."""
 
     is_exhausted: bool

@@ -19,7 +19,7 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce
 from grpo_lightning.core.ranks import gather_objects
 from grpo_lightning.core.types import Completion, Group, MicroBatch
-from grpo_lightning.functional import equal_groups, kl_divergence
+from grpo_lightning.functional import kl_divergence, zero_variance_groups
 from grpo_lightning.objective import ObjectiveTerms
 from grpo_lightning.rewards import Scores
 from grpo_lightning.rollout.dynamic_sampling import Resampling
@@ -161,18 +161,18 @@ def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) 
     """Groups sampled in vain, and a warning when all rounds left a rollout with groups without a gradient."""
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
-    metrics.add_sum("rollout/filled_groups", done.num_filled)
-    num_filled = sum(gather_objects(done.num_filled))
-    if num_filled and done.is_exhausted:
+    metrics.add_sum("rollout/kept_zero_variance_groups", done.num_kept)
+    num_kept = sum(gather_objects(done.num_kept))
+    if num_kept and done.is_exhausted:
         warn_once(
             log,
-            "filled groups",
+            "kept zero-variance groups",
             "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards, "
             "or completions that the overlong filter all leaves out. They keep their places and teach nothing; "
-            "rollout/filled_groups counts them in every rollout. Raise dynamic_sampling.max_resample_times, or leave "
+            "rollout/kept_zero_variance_groups counts them in every rollout. Raise dynamic_sampling.max_resample_times, or leave "
             "out prompts that are always or never solved.",
             done.rounds,
-            num_filled,
+            num_kept,
         )
 
 
@@ -183,7 +183,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
     metrics.add("reward/mean", total.nansum(), scorable.sum())
     metrics.add("reward/std", *group_stds(total))
     metrics.add("reward/not_scorable", (~scorable).sum(), scorable.numel())
-    metrics.add("reward/equal_groups", equal_groups(total).sum(), len(total))
+    metrics.add("reward/zero_variance_groups", zero_variance_groups(total).sum(), len(total))
     for name, values in scores.by_reward.items():
         metrics.add(f"reward/{name}", values.nansum(), (~values.isnan()).sum())
         metrics.add(f"reward/std/{name}", *group_stds(values))

@@ -262,7 +262,7 @@ def drawn_further(settings: DynamicSampling | None) -> tuple[float, float]:
         callbacks=[history],
     )
     step = history.steps[-1]
-    return step.get("rollout/resample_rounds", -1.0), step.get("rollout/filled_groups", -1.0)
+    return step.get("rollout/resample_rounds", -1.0), step.get("rollout/kept_zero_variance_groups", -1.0)
 
 
 @case(GRPOLightningModule, "dynamic_sampling")

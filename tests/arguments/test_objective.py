@@ -88,7 +88,9 @@ def test_aggregate():
 
 @case(Objective, "baseline")
 def test_baseline():
-    means, others = (Objective(scale="none", baseline=b).compare(REWARDS) for b in ("group_mean", "leave_one_out"))
+    means, others = (
+        Objective(scale="none", baseline=b).compute_advantages(REWARDS) for b in ("group_mean", "leave_one_out")
+    )
     torch.testing.assert_close(means[0], torch.tensor([-2.0, -1.0, 3.0]))
     torch.testing.assert_close(others[0], torch.tensor([0 - 3.0, 1 - 2.5, 5 - 0.5]))
 
@@ -102,9 +104,9 @@ def test_scale():
         "batch_advantage_std": centred.std(),
     }
     for scale, std in by_hand.items():
-        torch.testing.assert_close(Objective(scale=scale).compare(REWARDS), centred / (std + 1e-4))
-    torch.testing.assert_close(Objective(scale="none").compare(REWARDS), centred)
-    by_mean = Objective(scale="group_mean").compare(REWARDS)
+        torch.testing.assert_close(Objective(scale=scale).compute_advantages(REWARDS), centred / (std + 1e-4))
+    torch.testing.assert_close(Objective(scale="none").compute_advantages(REWARDS), centred)
+    by_mean = Objective(scale="group_mean").compute_advantages(REWARDS)
     torch.testing.assert_close(by_mean, centred / REWARDS.mean(1, keepdim=True))
 
 
@@ -202,7 +204,7 @@ def test_multi_objective_aggregation():
     by_reward = {"small": torch.tensor([[0.0, 1.0, 0.5]]), "large": torch.tensor([[90.0, 0.0, 0.0]])}
     total = by_reward["small"] + by_reward["large"]
     summed, each = (
-        Objective(multi_objective_aggregation=value).comparable(total, by_reward, [1.0, 1.0])
+        Objective(multi_objective_aggregation=value).combine_rewards(total, by_reward, [1.0, 1.0])
         for value in ("sum_then_normalize", "normalize_then_sum")
     )
     assert summed.tolist() == [[90.0, 1.0, 0.5]]

@@ -135,7 +135,7 @@ def test_02_no_value_for_a_completion_leaves_the_others_comparable():
     def ours() -> list[float]:
         scores = RewardSet([lambda completions: values]).score(groups("one", texts=("a", "b", "c", "d")))
         assert scores.failures["<lambda>/not_scorable"] == 1
-        return Objective().compare(scores.total)[0].tolist()
+        return Objective().compute_advantages(scores.total)[0].tolist()
 
     def check(advantages: Callable[[], list[float]]) -> None:
         assert advantages() == pytest.approx([1, 0, -1, 0], abs=1e-3)

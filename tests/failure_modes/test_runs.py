@@ -44,7 +44,7 @@ def test_10_a_run_killed_inside_a_cycle_draws_what_the_unbroken_one_did(tmp_path
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if getattr(self, "rollout_again", False):
                 position, self.rollout_again = self.run.cycle.position, False
-                self.start_cycle(self.compare(self.sample_and_score(batch.prompts)))
+                self.start_cycle(self.compute_advantages(self.sample_and_score(batch.prompts)))
                 self.run.cycle.position = position
             return super().training_step(batch, batch_idx)
 

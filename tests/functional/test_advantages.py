@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import equal_groups, group_relative_advantages, normalized_sum
+from grpo_lightning.functional import group_relative_advantages, normalized_sum, zero_variance_groups
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
@@ -66,9 +66,9 @@ def check_advantages(group_relative_advantages: Any) -> None:
     assert_close(mean, torch.tensor([[-1.0, 0.0, 1.0], [-0.2, 0.0, 0.2]]))
 
 
-def check_equal_groups(equal_groups: Any) -> None:
+def check_equal_groups(zero_variance_groups: Any) -> None:
     rewards = torch.tensor([[1.0, 1.0, 1.0], [1.0, NAN, 1.0], [2.0, NAN, NAN], [NAN] * 3, [1.0, 1.0, 0.0]])
-    assert equal_groups(rewards).tolist() == [True, True, True, True, False]
+    assert zero_variance_groups(rewards).tolist() == [True, True, True, True, False]
 
 
 def test_advantages_by_hand() -> None:
@@ -76,7 +76,7 @@ def test_advantages_by_hand() -> None:
 
 
 def test_equal_groups_by_hand() -> None:
-    check_equal_groups(equal_groups)
+    check_equal_groups(zero_variance_groups)
 
 
 @choices
@@ -96,7 +96,7 @@ def test_rounding_errors_of_equal_rewards_teach_nothing(baseline: Any, scale: An
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (4,), (2, 2, 2), (3, 0)])
-@pytest.mark.parametrize("function", [group_relative_advantages, equal_groups])
+@pytest.mark.parametrize("function", [group_relative_advantages, zero_variance_groups])
 def test_a_wrong_shape_is_explained(function: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"num_generations >= 2, got \[.*\]. Raise num_generations, or reshape"):
         function(torch.zeros(shape))
@@ -219,7 +219,7 @@ def test_rows_sum_to_zero_and_follow_a_permutation(
     result = group_relative_advantages(rewards, baseline=baseline, scale=scale)
     assert_close(result.sum(dim=1), torch.zeros(len(rewards), dtype=result.dtype), rtol=0, atol=1e-9)
     assert (result[rewards.isnan()] == 0).all()
-    assert (result[equal_groups(rewards)] == 0).all()
+    assert (result[zero_variance_groups(rewards)] == 0).all()
     columns = data.draw(st.permutations(range(rewards.size(1))))
     rows = data.draw(st.permutations(range(rewards.size(0))))
     permuted = group_relative_advantages(rewards[rows][:, columns], baseline=baseline, scale=scale)
@@ -271,7 +271,7 @@ def test_leave_one_out_is_the_stretched_group_mean(rewards: Tensor) -> None:
 def test_inputs_are_not_modified(rewards: Tensor) -> None:
     before = rewards.clone()
     group_relative_advantages(rewards, baseline="leave_one_out", scale="batch_std")
-    equal_groups(rewards)
+    zero_variance_groups(rewards)
     assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -320,7 +320,7 @@ def test_broken_advantages_are_caught(broken: Any, old: str, new: str) -> None:
 )
 def test_broken_equal_groups_are_caught(broken: Any, old: str, new: str) -> None:
     with pytest.raises(AssertionError):
-        check_equal_groups(broken(equal_groups, old, new))
+        check_equal_groups(broken(zero_variance_groups, old, new))
 
 
 # --- rewards compared one by one

@@ -463,7 +463,7 @@ def test_our_rewards_in_a_set(content: Any):
     close(rewards.score(groups).total, [[1.6, 1.1, 0.05]])
 
 
-@pytest.mark.parametrize("name", ["reward", "mean", "length", "truncated", "equal_groups"])
+@pytest.mark.parametrize("name", ["reward", "mean", "length", "truncated", "zero_variance_groups"])
 def test_a_reward_cannot_take_a_name_that_the_logs_use(name):
     with pytest.raises(ValueError, match=f"must not be named '{name}'"):
         RewardSet([WeightedReward(lambda completions: [0.0] * len(completions), name=name)])

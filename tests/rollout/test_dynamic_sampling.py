@@ -117,7 +117,7 @@ def test_groups_that_stay_empty_are_counted(caplog):
 def test_the_rewards_logged_are_those_of_all_prompts_drawn():
     _, seen = run()
     metrics = seen.metrics[0]
-    assert metrics["reward/equal_groups"] == pytest.approx(4 / 6), "p3 and p5 of six"
+    assert metrics["reward/zero_variance_groups"] == pytest.approx(4 / 6), "p3 and p5 of six"
     assert metrics["reward/only_open"] == pytest.approx(0.5)
 
 

@@ -156,7 +156,7 @@ def test_scores_by_hand():
     assert metrics.pop() == {
         "reward/mean": pytest.approx(15 / 6),  # 1 + 3 + 2 + 2 + 2 + 5 over the six that can be scored
         "reward/not_scorable": pytest.approx(6 / 12),
-        "reward/equal_groups": 3 / 4,  # all but the first
+        "reward/zero_variance_groups": 3 / 4,  # all but the first
         "reward/std": pytest.approx((math.sqrt(2) + 0.0) / 2),  # of the groups with two values or more
         "reward/right": pytest.approx(15 / 6),
         "reward/std/right": pytest.approx((math.sqrt(2) + 0.0) / 2),
