@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.core.settings import optional_settings, settings_of
-from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams
+from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
-from grpo_lightning.policy.lora import seeded_dropout
 from grpo_lightning.policy.reference import FrozenCopy, RunReference, SyncReference, fingerprint, make_reference
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
@@ -54,7 +52,7 @@ from grpo_lightning.rollout.groups import (
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
-from grpo_lightning.training.actor import Actor, Offloadable, offloaded
+from grpo_lightning.training.actor import Actor, Offloadable, offloaded, seeded_dropout
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.training.lightning_internals import set_position
 from grpo_lightning.training.metrics import (

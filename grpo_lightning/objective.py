@@ -28,8 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import torch
 from torch import Tensor
 
-from grpo_lightning.core.settings import check_ranges
-from grpo_lightning.core.types import MicroBatch
+from grpo_lightning.core.types import MicroBatch, check_ranges
 from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,

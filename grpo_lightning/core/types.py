@@ -7,14 +7,14 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.settings import check_ranges
 
-if TYPE_CHECKING:  # processes that run rewards do without
+if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
@@ -334,3 +334,42 @@ class MicroBatch:
 
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
+
+
+Settings = TypeVar("Settings")
+
+
+def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
+    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
+
+    Raises:
+        ValueError: If it is something else, or names a field that does not exist.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{key} must be of {kind.__name__}, got {value!r:.80}: write {kind.__name__}(...).")
+    if unknown := [name for name in value or {} if name not in names]:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"{key} has no field {unknown[0]!r}: {meant}There are: {', '.join(names)}.")
+    return kind(**(value or {}))
+
+
+def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
+    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
+    return None if value is None else settings_of(kind, value, key)
+
+
+def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
+    """Check the fields of some settings. Raises: ValueError naming the first that is wrong, its value and the range.
+
+    Args:
+        prefix: Of the keys: "sampling" for `sampling.top_p`.
+        settings: Has the fields.
+        limits: Name of a field, whether its value is allowed, and what is, in words.
+    """
+    for name, is_valid, allowed in limits:
+        if not is_valid:
+            raise ValueError(f"{prefix}.{name} must be {allowed}, got {getattr(settings, name)!r}.")

@@ -33,15 +33,7 @@ from grpo_lightning.data.images.preflight import ImageCounts, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Measured
 from grpo_lightning.data.orders import PromptStream
 from grpo_lightning.data.parallel import in_processes
-from grpo_lightning.data.readers import (
-    DatasetRows,
-    Row,
-    RowReader,
-    find_file,
-    open_dataset,
-    read_file,
-    stream_dataset,
-)
+from grpo_lightning.data.readers import DatasetRows, Row, RowReader, find_file, open_dataset, read_file, stream_dataset
 from grpo_lightning.data.templates import PromptTemplate
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.core.settings import check_ranges
+from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.lora_targets import language_layers, targets, why_without
 
 log = logging.getLogger(__name__)
@@ -200,22 +200,6 @@ def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
     policy.peft_config[adapter].lora_dropout = rate  # type: ignore[union-attr, index]
-
-
-@contextlib.contextmanager
-def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Inside, the adapters' dropout is random by this seed: the same in a resumed run. Without dropout, nothing.
-
-    The backward pass may stand outside: checkpoints recompute a forward one with the random state that it saw.
-    """
-    configs: Any = getattr(policy, "peft_config", {})
-    if TRAINED not in configs or not configs[TRAINED].lora_dropout:
-        yield
-        return
-    device = next(policy.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(derived_seed(*seed))
-        yield
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.settings import check_ranges
+from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.hf import attention_kernel
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from grpo_lightning.core.settings import check_ranges, optional_settings
+from grpo_lightning.core.types import check_ranges, optional_settings
 from grpo_lightning.policy.families import refuse_remote_code
 from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.lora import LoRA

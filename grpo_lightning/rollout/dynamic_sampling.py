@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.settings import check_ranges
-from grpo_lightning.core.types import Prompt
+from grpo_lightning.core.types import Prompt, check_ranges
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import zero_variance_groups
 from grpo_lightning.rollout.groups import Rollout, is_emptied, joined

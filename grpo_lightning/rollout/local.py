@@ -23,16 +23,9 @@ from transformers import (
 )
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.settings import check_ranges
-from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs
+from grpo_lightning.core.types import Completion, PromptVision, SamplingParams, VisionInputs, check_ranges
 from grpo_lightning.policy.families import is_tower_trained
-from grpo_lightning.policy.hf import (
-    compute_device,
-    evaluating,
-    known_arguments,
-    left_pad,
-    text_config,
-)
+from grpo_lightning.policy.hf import compute_device, evaluating, known_arguments, left_pad, text_config
 from grpo_lightning.policy.kv_cache import LostCacheError
 from grpo_lightning.policy.probe import compare, model_type, no_cache_reason, probe_batch, scored_alone
 from grpo_lightning.policy.scorer import Scorer

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder
+from grpo_lightning.policy.lora import TRAINED
 from grpo_lightning.policy.reference import FrozenCopy
 from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
@@ -182,3 +184,19 @@ def states(optimizer: Any) -> Iterator[Tensor]:
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@contextlib.contextmanager
+def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
+    """Seed the dropout of the adapters, so that a resumed run drops the same activations. Does nothing without dropout.
+
+    Only the forward pass has to run inside: activation checkpointing recomputes it with the random state that it saw.
+    """
+    configs: Any = getattr(policy, "peft_config", {})
+    if TRAINED not in configs or not configs[TRAINED].lora_dropout:
+        yield
+        return
+    device = next(policy.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(derived_seed(*seed))
+        yield

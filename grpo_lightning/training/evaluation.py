@@ -17,8 +17,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.settings import check_ranges
-from grpo_lightning.core.types import Group, SamplingParams
+from grpo_lightning.core.types import Group, SamplingParams, check_ranges
 from grpo_lightning.functional.pass_at_k import interval, pass_at_k
 from grpo_lightning.rewards import RewardSet, Scores
 

@@ -167,10 +167,10 @@ def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) 
         warn_once(
             log,
             "kept zero-variance groups",
-            "Dynamic sampling: after %d rounds of further prompts, %d groups of the rollout still have equal rewards, "
-            "or completions that the overlong filter all leaves out. They keep their places and teach nothing; "
-            "rollout/kept_zero_variance_groups counts them in every rollout. Raise dynamic_sampling.max_resample_times, or leave "
-            "out prompts that are always or never solved.",
+            "Dynamic sampling: after %d rounds, %d groups of the rollout still have zero reward variance, or only "
+            "completions that the overlong filter masks. They stay in the rollout without a gradient, and "
+            "rollout/kept_zero_variance_groups counts them. Raise dynamic_sampling.max_resample_times, or remove "
+            "prompts that are always or never solved.",
             done.rounds,
             num_kept,
         )

@@ -21,8 +21,10 @@ def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     Those of an earlier run of the same Trainer are removed: Lightning would replace them too, but report that it
     overrides the user's callbacks.
     """
-    own = [StepLog(), UpdateLog(), PeakMemory(), StepEnds(), RequeueAtStepEnd()]
-    kinds = {type(callback) for callback in own}
+    own: list[L.Callback] = [StepLog(), UpdateLog(), StepEnds(), RequeueAtStepEnd()]
+    if trainer.strategy.root_device.type == "cuda":
+        own.append(PeakMemory())
+    kinds = {PeakMemory, *map(type, own)}
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
     return own

@@ -63,7 +63,7 @@ class Found(L.Callback):
             groups, advantages = pl_module.rollout.groups, pl_module.rollout.advantages
             ids = [[completion.token_ids for completion in group.completions] for group in groups]
             self.groups = list(zip((g.prompt.content for g in groups), ids, advantages.tolist(), strict=True))
-            names = ("resample_rounds", "skipped_prompts", "filled_groups")
+            names = ("resample_rounds", "skipped_prompts", "kept_zero_variance_groups")
             self.metrics = {name: float(trainer.callback_metrics[f"rollout/{name}"]) for name in names}
 
 

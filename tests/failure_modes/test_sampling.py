@@ -77,7 +77,7 @@ def test_13_dynamic_sampling_ends_where_no_prompt_teaches_anything():
         if not any(map(is_open, range(12))):
             assert seen.of("resample_rounds") == [3]
             assert seen.of("skipped_prompts") == [6]
-            assert seen.of("filled_groups") == [2]
+            assert seen.of("kept_zero_variance_groups") == [2]
         (rollout,) = seen.rollouts
         return rollout
 

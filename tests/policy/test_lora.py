@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from grpo_lightning.core.settings import optional_settings
-from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, seeded_dropout, using_adapter
+from grpo_lightning.core.types import optional_settings
+from grpo_lightning.policy.lora import LoRA, UpdateDropout, adapter_layers, using_adapter
 from grpo_lightning.policy.lora_targets import targets
 from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.training.actor import seeded_dropout
 from tests.families import families
 from tests.policy.adapters import IDS, loader_of, logits, saved_adapter, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference

@@ -6,13 +6,7 @@ from torch import nn
 
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.reference import (
-    FrozenCopy,
-    OtherAdapter,
-    fingerprint,
-    frozen_copy,
-    make_reference,
-)
+from grpo_lightning.policy.reference import FrozenCopy, OtherAdapter, fingerprint, frozen_copy, make_reference
 from grpo_lightning.policy.sharding import FullyShard, Sharding
 from tests.policy.adapters import loader_of, logits, peft_adapter, saved_adapter, train
 from tests.tiny_models import tiny_model, tiny_tokenizer

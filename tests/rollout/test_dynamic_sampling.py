@@ -68,22 +68,22 @@ def test_prompts_that_teach_nothing_are_replaced_in_their_places():
     assert seen.rollouts == [["p5", "p3"]]
     assert seen.of("resample_rounds") == [3]
     assert seen.of("skipped_prompts") == [4]
-    assert seen.of("filled_groups") == [0]
+    assert seen.of("kept_zero_variance_groups") == [0]
 
 
 def test_the_last_round_is_looked_at_and_nothing_good_is_lost(caplog):
     # One round: p3 is taken, p0 keeps its place.
     _, seen = run(dynamic_sampling=DynamicSampling(max_resample_times=1), trainer={"max_steps": 2})
     assert seen.rollouts == [["p0", "p3"], ["p6", "p5"]]
-    assert seen.of("filled_groups") == [1, 0]
-    assert caplog.text.count("still have equal rewards, or") == 1
-    assert "after 1 rounds of further prompts, 1 groups" in caplog.text
+    assert seen.of("kept_zero_variance_groups") == [1, 0]
+    assert caplog.text.count("still have zero reward variance, or") == 1
+    assert "after 1 rounds, 1 groups" in caplog.text
 
 
 def test_nothing_is_drawn_where_nothing_is_missing():
     _, seen = run(reward=lambda prompts: varied(prompts, lambda number: True))
     assert seen.rollouts == [["p0", "p1"]]
-    assert seen.of("resample_rounds") == seen.of("skipped_prompts") == seen.of("filled_groups") == [0]
+    assert seen.of("resample_rounds") == seen.of("skipped_prompts") == seen.of("kept_zero_variance_groups") == [0]
 
 
 class CutsTheFirst(ScriptedEngine):
@@ -110,8 +110,8 @@ def test_groups_that_the_overlong_filter_emptied_are_replaced(overlong_filter):
 def test_groups_that_stay_empty_are_counted(caplog):
     engine = ScriptedEngine([[40, 41], [42], [43, 44, 45], [46]], "length")
     _, seen = run(reward=lambda prompts: varied(prompts, lambda number: True), engine=engine, overlong_filter="loss")
-    assert seen.of("filled_groups") == [2]
-    assert "have equal rewards, or completions that the overlong filter all leaves out" in caplog.text
+    assert seen.of("kept_zero_variance_groups") == [2]
+    assert "have zero reward variance, or only completions that the overlong filter masks" in caplog.text
 
 
 def test_the_rewards_logged_are_those_of_all_prompts_drawn():
@@ -246,8 +246,8 @@ def test_validation_comes_at_the_end_of_every_epoch():
 
 def test_the_end_of_an_epoch_is_no_reason_to_raise_the_number_of_rounds(caplog):
     _, seen = run(PROMPTS[:3], trainer={"max_epochs": 1, "max_steps": -1})
-    assert seen.of("filled_groups")[0] == 2
-    assert "still have equal rewards" not in caplog.text
+    assert seen.of("kept_zero_variance_groups")[0] == 2
+    assert "still have zero reward variance" not in caplog.text
 
 
 def test_validation_at_a_share_of_an_epoch_is_refused():
