@@ -79,14 +79,14 @@ def warmed_up(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[Steps, t
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, DemoModel(**MODEL))
     weight = model.model.layers[0].mlp.gate_proj.weight
-    before, steps, loss = weight.detach().clone(), [], arithmetic._Habits.loss
+    before, steps, loss = weight.detach().clone(), [], arithmetic._Corpus.loss
 
-    def note(habits: Any, model: Any, num_short: int) -> torch.Tensor:
-        steps.append((habits.batch_size, num_short))
-        return loss(habits, model, num_short)
+    def note(corpus: Any, model: Any, num_short: int) -> torch.Tensor:
+        steps.append((corpus.batch_size, num_short))
+        return loss(corpus, model, num_short)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arithmetic._Habits, "loss", note)
+        patch.setattr(arithmetic._Corpus, "loss", note)
         arithmetic.warm_up(model, tokenizer, DemoTask(**TASK), WarmUp(**WARM_UP | changed), show_progress=False)
     return steps, (weight.detach() - before).abs()
 

@@ -147,7 +147,7 @@ def test_every_mode_is_rgb(mode: str):
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"<html>not found</html>", r"not an image, or of a kind that cannot be read: it begins with b'<html>not fo'"),
+        (b"<html>not found</html>", r"not an image, or in an unsupported format: it begins with b'<html>not fo'"),
         (PNG[:-40], "it cannot be decoded: image file is truncated"),
         (JPEG[: len(JPEG) // 2], r"it cannot be decoded: image file is truncated \(\d+ bytes not processed\)"),
         (JPEG[:40], "."),

@@ -74,7 +74,7 @@ def test_what_it_may_not_be(value, message):
     for read in (ref.check, ref.size, ref.read, pickle.loads(pickle.dumps(ref)).read):
         with pytest.raises(ImageError, match=rf"^f\.jsonl:3: column 'image' {message}"):
             read()
-    assert str(ref) == "f.jsonl:3, image that is none"
+    assert str(ref) == "f.jsonl:3, image (invalid)"
 
 
 def test_long_values_are_cut_in_messages():
