@@ -151,8 +151,8 @@ def test_every_mode_is_rgb(mode: str):
         (PNG[:-40], "it cannot be decoded: image file is truncated"),
         (JPEG[: len(JPEG) // 2], r"it cannot be decoded: image file is truncated \(\d+ bytes not processed\)"),
         (JPEG[:40], "."),
-        (encoded(Image.new("F", (4, 4)), "TIFF"), "its pixels are 'F', of 32 bits"),
-        (encoded(Image.new("I", (4, 4)), "TIFF"), "its pixels are 'I', of 32 bits"),
+        (encoded(Image.new("F", (4, 4)), "TIFF"), "it has 32-bit pixels \\(mode 'F'\\)"),
+        (encoded(Image.new("I", (4, 4)), "TIFF"), "it has 32-bit pixels \\(mode 'I'\\)"),
     ],
 )
 @pytest.mark.parametrize("is_file", [True, False])
