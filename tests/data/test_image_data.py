@@ -210,7 +210,7 @@ def test_a_root_of_images_without_images_is_an_error(folder: Path):
     with pytest.raises(ValueError, match=message):
         load(entry)
     write("r.jsonl", [{"problem": "1 + 1?"}])
-    with pytest.raises(ValueError, match=r"none of its 1 rows has an image: .*Leave image_root out"):
+    with pytest.raises(ValueError, match=r"none of its 1 rows has an image: .*Remove image_root"):
         load(entry)
 
 

@@ -88,7 +88,8 @@ def test_what_is_said(caplog):
         limit("truncate").check(measured, of="the mixture")
     assert [record.getMessage() for record in caplog.records] == [
         "2 of 3 prompts of the mixture have more than 4 tokens and are dropped; the longest has 9.",
-        "2 of 3 prompts of the mixture have more than 4 tokens and are truncated to their last tokens; the longest has 9.",
+        "2 of 3 prompts of the mixture have more than 4 tokens and "
+        "are truncated to their last tokens; the longest has 9.",
     ]
 
 
