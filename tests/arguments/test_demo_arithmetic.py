@@ -101,7 +101,7 @@ def test_the_steps_of_a_warm_up(monkeypatch):
     assert steps(num_short_steps=3) == [(4, 0), (4, 3), (4, 3), (4, 3)]
     assert steps(short_share=0.5) == [(4, 0), (4, 2), (4, 2)]
     for most in (4, 2):
-        with pytest.raises(RuntimeError, match=f"after {most} steps, -1.0 wanted"):
+        with pytest.raises(RuntimeError, match=f"after {most} steps and should be -1.0"):
             steps(target_loss=-1.0, max_worked_steps=most)
 
 
