@@ -1,4 +1,4 @@
-"""Images of prompts: where they are, read when they are needed."""
+"""Lazy references to the images of prompts, and decoding them to upright RGB."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ORIENTATION = 0x0112
-"""The EXIF tag that says how a camera was held."""
+"""The EXIF orientation tag."""
 
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -25,39 +25,39 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""The turn that puts an image upright, by the tag's value (EXIF 2.3, 4.6.4)."""
+"""The transpose that makes an image upright, by orientation value (EXIF 2.3, 4.6.4)."""
 
 LYING = (5, 6, 7, 8)
-"""Its values for images whose width and height change places when they are put upright."""
+"""Orientation values whose transpose swaps width and height."""
 
 
 class ImageError(ValueError):
-    """An image that cannot be read. The message names its row, the image and the reason."""
+    """The error for an unreadable image. Its message names the row, the image and the reason."""
 
 
-@dataclass(unsafe_hash=True, repr=False)  # Lightning takes no frozen ones in a batch
+@dataclass(unsafe_hash=True, repr=False)  # not frozen: Lightning rejects frozen dataclasses in a batch
 class ImageRef:
-    """An image that is not read yet. Picklable where its source is."""
+    """Lazy reference to an image. Picklable if its source is."""
 
     source: Any
-    """A `Path`, the bytes of a file, a PIL image, or a function that gives one of these."""
+    """A `Path`, the bytes of a file, a PIL image, or a function that returns one of these."""
 
     where: str = ""
-    """File and line of the row it belongs to, for error messages."""
+    """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Reads it for everybody who has it, perhaps ahead of time: set for the prompts of a batch, and never pickled."""
+    """Reads the image once for all prompts of a batch that share it, possibly ahead of time; never pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
-    """(width, height) once it was asked for."""
+    """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once all of its pixels were read, here or on another rank; its size alone is that of the header."""
+    """True once all pixels were read, here or on another rank; False if only the header was."""
 
     def read(self) -> Image:
-        """The image in RGB and upright; transparent places are white.
+        """Read the image: RGB, upright, transparency replaced by white.
 
-        Do not draw on it: other prompts of the batch may have the same one. Copy it first.
+        Copy it before drawing on it: other prompts of the batch may share it.
 
         Raises:
             ImageError: If it cannot be read.
@@ -65,35 +65,35 @@ class ImageRef:
         return self.decode() if self.shared is None else self.shared()
 
     def decode(self) -> Image:
-        """The same, from the source itself."""
-        with self._opened() as image:
+        """Read the image as `read` does, always from its source."""
+        with self._open() as image:
             _check_pixels(image)
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright, of the header alone, which is read once. Raises: ImageError as `read`."""
+        """(width, height) in pixels, upright, read once from the header alone. Raises: ImageError as `read`."""
         if self.known_size is None:
-            with self._opened() as image:
+            with self._open() as image:
                 self.remember(_upright_size(image))
         assert self.known_size is not None
         return self.known_size
 
     def remember(self, size: tuple[int, int], *, is_whole: bool = False) -> None:
-        """Its (width, height), where it is known already, and whether all of its pixels were read to know it."""
+        """Store a known (width, height), and whether all pixels were read to determine it."""
         self.known_size, self.is_whole = size, self.is_whole or is_whole
 
     def check(self) -> tuple[int, int]:
-        """(width, height) of an image all of whose pixels can be read. Raises: ImageError as `read`."""
-        with self._opened() as image:
+        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError as `read`."""
+        with self._open() as image:
             size = _upright_size(image)
             if image is not self.source:
-                image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size: all its bytes are still gone through
+                image.draft("RGB", (1, 1))  # decodes a JPEG at 1/8 of its size, but still reads all its bytes
             image.load()
         self.remember(size, is_whole=True)
         return size
 
     def shared_by(self, read: Callable[[], Image]) -> ImageRef:
-        """The same image, read by `read`."""
+        """Return a copy of the reference that reads its image with `read`."""
         ref = copy.copy(self)
         ref.shared = read
         return ref
@@ -108,7 +108,7 @@ class ImageRef:
 
     @property
     def name(self) -> str:
-        """Its name in messages: the path of a file, a description of other sources."""
+        """The image's name in messages: a file's path, or a description of other sources."""
         if isinstance(self.source, bytes):
             return f"of {len(self.source)} bytes"
         if isinstance(self.source, Path) or callable(self.source):
@@ -116,20 +116,20 @@ class ImageRef:
         return "in memory"
 
     def __str__(self) -> str:
-        """A file's path; other sources with their row."""
+        """Return a file's path, or the row and name of another source."""
         return self.name if isinstance(self.source, Path) or not self.where else f"{self.where}, image {self.name}"
 
     def __repr__(self) -> str:
-        """Short, whatever the source."""
+        """Return a short representation, without the image's bytes."""
         return f"ImageRef({self})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but `shared`: for pickle, and for a copy that somebody else shares."""
+        """Return the state without `shared`, for pickling and copying."""
         return vars(self) | {"shared": None}
 
     @contextmanager
-    def _opened(self) -> Iterator[Image]:
-        """The image, its header read. Raises: ImageError for whatever goes wrong while it is open."""
+    def _open(self) -> Iterator[Image]:
+        """Open the image, reading its header. Raises: ImageError for any error while it is open."""
         try:
             from PIL import Image
         except ImportError as error:
@@ -142,15 +142,15 @@ class ImageRef:
                 return
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 yield image
-        except ImageError:  # of a source that says for itself what is wrong
+        except ImageError:  # the source's own message is more precise
             raise
-        except Exception as error:  # what Pillow's decoders raise for broken files has no common base
+        except Exception as error:  # Pillow's decoders raise errors without a common base class
             place = f"{self.where}: " if self.where else ""
             raise ImageError(f"{place}image {self.name}: {_reason(error, source)}.") from error
 
 
 def _reason(error: Exception, source: Any) -> str:
-    """Why an image cannot be read, without a full stop."""
+    """The reason why an image cannot be read, without a full stop."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, FileNotFoundError) and isinstance(source, Path):
@@ -158,7 +158,7 @@ def _reason(error: Exception, source: Any) -> str:
         return "no such file" if missing is None else f"no such file, and no folder {missing}"
     if isinstance(error, UnidentifiedImageError):
         begin = source[:12] if isinstance(source, bytes) else _beginning(source)
-        return f"not an image, or of a kind that cannot be read: it begins with {begin!r}" if begin else "it is empty"
+        return f"not an image, or in an unsupported format: it begins with {begin!r}" if begin else "it is empty"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[:1].lower() + error.strerror[1:]
     if isinstance(error, _UnusableError):
@@ -167,36 +167,39 @@ def _reason(error: Exception, source: Any) -> str:
 
 
 def _beginning(source: Any) -> bytes:
-    """The first bytes of a file."""
+    """The first 12 bytes of a file."""
     with open(source, "rb") as file:
         return file.read(12)
 
 
 class _UnusableError(ValueError):
-    """An image that could be opened, and still is none to train on."""
+    """The error for an image that opens, but cannot be trained on."""
 
 
 def _check_pixels(image: Image) -> None:
-    """Raises: _UnusableError if there is not a single pixel, or nobody knows which values are black and white."""
+    """Raises: _UnusableError if the image has no pixels, or the values of black and white are unknown."""
     if 0 in image.size:
         raise _UnusableError(f"it has no pixels ({image.width} x {image.height})")
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-        raise _UnusableError(f"its pixels are {image.mode!r}, of 32 bits: which are white? Convert it to 8 bits")
+        raise _UnusableError(
+            f"it has 32-bit pixels (mode {image.mode!r}), whose values of black and white are unknown. Convert it to "
+            "8 bits"
+        )
 
 
 def _upright_size(image: Image) -> tuple[int, int]:
-    """(width, height) of the image once it is upright."""
+    """(width, height) of the image after turning it upright."""
     if image.format == "TIFF":
-        image.load()  # which turns it
+        image.load()  # also turns it upright
     _check_pixels(image)
     width, height = image.size
     return (height, width) if _orientation(image) in LYING else (width, height)
 
 
 def _upright(image: Image) -> Image:
-    """The image as the camera was held.
+    """Apply the EXIF orientation.
 
-    Turned here: Pillow's own `exif_transpose` writes all tags anew, and fails at one of the wrong type.
+    Pillow's own `exif_transpose` rewrites all tags and fails if one has the wrong type.
     """
     from PIL.Image import Transpose
 
@@ -206,18 +209,18 @@ def _upright(image: Image) -> Image:
 
 def _orientation(image: Image) -> int:
     """The EXIF orientation; 1 is upright."""
-    # Pillow turns a TIFF when it loads it. For a PNG that says nothing before its pixels, it would decode them to look.
+    # Pillow turns a TIFF when it loads it. In a PNG without EXIF before its pixels, it would decode them to search on.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     found = image.getexif().get(ORIENTATION, 1)
-    return found if isinstance(found, int) else 1  # as text, it is no orientation
+    return found if isinstance(found, int) else 1  # some files store text
 
 
 def _rgb(image: Image) -> Image:
-    """The image in RGB: what is transparent becomes white, 16 bits of grey become 8."""
+    """Convert to RGB: transparency becomes white, 16-bit grey becomes 8-bit."""
     from PIL import Image
 
-    if image.mode.startswith("I"):  # converted as they are, all but the darkest would be white
+    if image.mode.startswith("I"):  # convert("RGB") would clip all but the darkest values to white
         image = image.convert("I").point(lambda grey: grey / 257).convert("L")
     if "A" not in image.mode and "transparency" not in image.info:
         return image.convert("RGB")

@@ -1,8 +1,7 @@
-"""The records that travel through a training step.
+"""Records of a training step: prompts, completions, groups, sampling settings and micro-batches.
 
 Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens,
-T completion tokens, V vocabulary. A prompt is stored once and its G completions hang on it: nothing is repeated G
-times.
+T completion tokens, V vocabulary. A prompt is stored once for its G completions, not repeated G times.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from grpo_lightning.core.images import ImageRef
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # reward worker processes do not import torch
     import torch
     from torch import Tensor
 
@@ -22,146 +21,147 @@ Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
 
 Coordinates = Literal["resized", "norm1000"]
-"""How a model names places in an image: in pixels of the image as it was resized for it, or as if every image were 1000
-wide and 1000 high."""
+"""A model's coordinate convention: pixels of the resized image, or each axis scaled to 0 to 1000."""
 
 Box = tuple[float, float, float, float]
-"""(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are outside."""
+"""(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are exclusive."""
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: a stop token or stop string ended the completion. `length`: `max_completion_length` cut it (truncated)."""
+"""`stop`: a stop token or stop string ended the completion. `length`: truncated at `max_completion_length`."""
 
 
 @dataclass(frozen=True)
 class ImageView:
-    """An image's size in the data and as the policy sees it, and how the policy names places in it."""
+    """An image's original size, its size after resizing for the policy, and the policy's coordinate convention."""
 
     width: int
-    """Pixels, of the image in the data."""
+    """Pixels of the image in the data."""
 
     height: int
     seen_width: int
-    """Pixels, of what the image was resized to for the policy."""
+    """Pixels after resizing for the policy."""
 
     seen_height: int
     coordinates: Coordinates | None
-    """None if nobody knows."""
+    """None if unknown."""
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Pixels of the data per unit of the policy's x and y. Raises: ValueError if nobody knows."""
+        """Pixels of the original image per unit of the policy's x and y. Raises: ValueError if unknown."""
         if self.coordinates is None:
             raise ValueError(
-                "The package has no facts about this policy's family, so how it names places in an image is not known: "
-                "set `coordinates` of the reward to original, resized or norm1000."
+                "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
+                "original, resized or norm1000."
             )
         if self.coordinates == "norm1000":
             return self.width / 1000, self.height / 1000
         return self.width / self.seen_width, self.height / self.seen_height
 
     def to_original(self, box: Box) -> Box:
-        """A box as the policy names it, in pixels of the data."""
+        """Convert a box from the policy's coordinates to pixels of the original image."""
         x, y = self.scale
         return box[0] * x, box[1] * y, box[2] * x, box[3] * y
 
 
 @dataclass
 class Prompt:
-    """One question, as the data has it: before any tokenizer."""
+    """One prompt as read from the dataset, not tokenized yet."""
 
     content: str | Sequence[Message]
-    """Plain text, or chat messages for which the tokenizer's chat template is used."""
+    """Plain text, or chat messages to be rendered with the tokenizer's chat template."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the data row; rewards receive them by name."""
+    """All other columns of the row, passed to the rewards by name."""
 
     index: int = -1
-    """Position in the data set: the prompt's identity in logs and in a resumed run."""
+    """Position in the dataset: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
-    """The mixture entry the row came from."""
+    """Name of the row's mixture entry."""
 
     rewards: Sequence[str] | None = None
-    """Names of the rewards that apply to it; None for all."""
+    """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the chat template (`enable_thinking=False`)."""
+    """Passed to the chat template (`enable_thinking=False`)."""
 
     token_ids: Sequence[int] | None = None
-    """[L] its tokens where they are not what the tokenizer gives (a truncated prompt); None: tokenized when sampled."""
+    """[L] tokens of a truncated prompt; None: the prompt is tokenized when it is sampled."""
 
     images: Sequence[ImageRef] = ()
-    """The images, in the order of the parts `{"type": "image"}` of the messages; read when they are needed."""
+    """The images, in the order of the message parts `{"type": "image"}`; read lazily."""
 
     where: str = field(default="", compare=False)
-    """File and line of its row, for messages; empty if nobody said."""
+    """File and line of the row, for messages; empty if unknown."""
 
     prompt_column: str = field(default="", compare=False)
-    """The column of the row that `content` was read from; empty if it was not read from a row."""
+    """The row's column that `content` was read from; empty if the prompt was not read from a row."""
 
     @property
     def label(self) -> str:
-        """The prompt's name in messages: by file and line, else by its source and index."""
+        """The prompt's name in messages: file and line, or else source and index."""
         return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
 
 
 class ImageFeatures(NamedTuple):
-    """The vision tower's features of images."""
+    """Vision tower outputs for a prompt's images."""
 
     levels: list[Tensor]
-    """[image tokens, H] each: those that stand in for the tokens, then those added in deeper layers (deepstack)."""
+    """[image tokens, H] each: first the embeddings of the image tokens, then those added in deeper layers
+    (deepstack)."""
 
     dimensions: list[int]
-    """How the model takes each: 3 as one tensor [images, tokens, H], 2 as one of all image tokens [tokens, H], 0 as a
-    list with a tensor for every image."""
+    """The model's input form of each level: 3 for one tensor [images, tokens, H], 2 for one tensor [tokens, H] of all
+    image tokens, 0 for a list with one tensor per image."""
 
 
 @dataclass
 class PromptVision:
-    """A prompt's inputs next to its token ids, for a policy that takes images."""
+    """A prompt's vision inputs next to its token ids, for a vision policy."""
 
     images: dict[str, Tensor] = field(default_factory=dict)
-    """The tensors of its images as the processor makes them, concatenated over images; empty without one."""
+    """The processor's image tensors, concatenated over images; empty without images."""
 
     token_types: dict[str, Tensor] = field(default_factory=dict)
-    """[L] each: what kind of token stands where, under the names that the processor gives."""
+    """[L] each: token types, under the processor's names."""
 
     num_image_tokens: int = 0
-    """Tokens that stand for the images."""
+    """Placeholder tokens of the images in the prompt."""
 
     features: ImageFeatures | None = None
-    """The features of its images, once a frozen vision tower has encoded them."""
+    """Image features, once a frozen vision tower has computed them."""
 
     positions: tuple[Tensor, int] | None = None
-    """[3, L] positions of the tokens and that of the first one after them, once they were asked for; models with
-    positions in one dimension have none."""
+    """[3, L] positions of the tokens and the position that follows them, computed at first use; None for models with
+    one-dimensional positions."""
 
 
 @dataclass
 class VisionInputs:
-    """The images of some prompts, for a policy that takes them."""
+    """Vision inputs of a batch of prompts."""
 
     prompts: list[PromptVision]
-    """N."""
+    """[N] one per prompt."""
 
     blank: Mapping[str, Tensor] | None = None
-    """The tensors of a small image, for a pass over prompts that have none: the vision tower runs on it, and its
-    features go nowhere. Ranks that share the tower's weights or gradients must all run it. None: it may stay idle."""
+    """Tensors of a small dummy image for passes over prompts without images: the vision tower runs on it and its
+    features are discarded. All ranks that share the tower's weights or gradients must run it. None: the tower may be
+    skipped."""
 
     def select(self, prompts: Sequence[int]) -> VisionInputs:
-        """The same of some of the prompts, or of prompts repeated."""
+        """Select prompts by number; numbers may repeat."""
         return VisionInputs([self.prompts[number] for number in prompts], self.blank)
 
 
 @dataclass
 class EncodedPrompt:
-    """A prompt as the policy takes it."""
+    """A tokenized prompt, ready for the policy."""
 
     token_ids: list[int]
-    """[L] unpadded; an image is as many tokens as it has features."""
+    """[L] unpadded; an image has as many tokens as features."""
 
     vision: PromptVision | None = None
-    """None if the policy sees no images."""
+    """None for a text-only policy."""
 
     image_views: Sequence[ImageView] = ()
     """One per image."""
@@ -169,10 +169,10 @@ class EncodedPrompt:
 
 @dataclass
 class Completion:
-    """One sampled answer."""
+    """One sampled completion."""
 
     token_ids: list[int]
-    """[T] sampled tokens, the stop token included; never padding."""
+    """[T] sampled tokens, including the stop token; never padding."""
 
     logprobs: list[float]
     """[T] nats: log-probability of each token under the distribution it was sampled from."""
@@ -180,20 +180,20 @@ class Completion:
     finish_reason: FinishReason
 
     text: str = ""
-    """The tokens decoded, special tokens left out."""
+    """The decoded tokens, without special tokens."""
 
     mask: list[bool] | None = None
     """[T] True where a token is trained on; None trains on all.
 
-    Tokens the policy did not draw (tool output) are False.
+    Tokens that the policy did not sample (tool output) are False.
     """
 
     ref_logprobs: list[float] | None = None
-    """[T] nats: of each token under the reference; None until they are known, or without one."""
+    """[T] nats: log-probability of each token under the reference; None until computed, or without a reference."""
 
     entropies: list[float] | None = None
-    """[T] nats: of the policy's softmax at the sampling temperature when each token was sampled; None if the engine
-    gives none."""
+    """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
+    engine does not report it."""
 
     @property
     def is_truncated(self) -> bool:
@@ -203,7 +203,7 @@ class Completion:
 
 @dataclass
 class Group:
-    """A prompt and its G completions: the unit GRPO compares within."""
+    """A prompt and its G completions, whose rewards GRPO compares with each other."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -212,26 +212,25 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """How many rollouts the weights had been synchronised for when this group was sampled."""
+    """Weight synchronisations (one per rollout) before this group was sampled."""
 
     image_views: Sequence[ImageView] = ()
     """One per image of the prompt."""
 
     vision: PromptVision | None = None
-    """The images as the policy takes them; None if it sees none."""
+    """Vision inputs of the prompt; None for a text-only policy."""
 
 
 @dataclass
 class SamplingParams:
-    """How completions are sampled.
+    """Sampling settings of completions.
 
-    Log-probabilities are those of the distribution really sampled from. With `top_p`, `top_k`, `min_p` or
-    `repetition_penalty` set, that is no longer the distribution the policy is trained on (full softmax at
-    `temperature`).
+    Log-probabilities are those of the actual sampling distribution. With `top_p`, `top_k`, `min_p` or
+    `repetition_penalty` set, it differs from the distribution that is trained (full softmax at `temperature`).
     """
 
     max_completion_length: int = 512
-    """Tokens after which a completion is cut."""
+    """Tokens after which a completion is truncated."""
 
     temperature: float = 1.0
     """Divides the logits; the same temperature is used wherever log-probs are computed.
@@ -258,7 +257,7 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        """Check every range. Raises: ValueError naming the field, the value got and the allowed range."""
         limits = [
             ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
@@ -272,19 +271,19 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always taken."""
+        """True if sampling always takes the most likely token."""
         return self.temperature == 0
 
     @property
     def reshaping(self) -> dict[str, Any]:
-        """The settings that make the sampled distribution differ from the trained one, by name."""
+        """The settings, by name, that make the sampling distribution differ from the trained one."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
 
 @dataclass
 class MicroBatch:
-    """The unit of one forward and backward pass: some prompts and some of their completions, padded."""
+    """Padded prompts and completions of one forward and backward pass."""
 
     prompt_ids: Tensor
     """[N, L] left padded."""
@@ -293,7 +292,7 @@ class MicroBatch:
     """[N, L] bool, True at real tokens."""
 
     prompt_index: Tensor
-    """[B] the prompt each completion belongs to."""
+    """[B] row of each completion's prompt in `prompt_ids`."""
 
     completion_ids: Tensor
     """[B, T] right padded."""
@@ -308,28 +307,28 @@ class MicroBatch:
     """[B] float32."""
 
     rollout_logprobs: Tensor
-    """[B, T] float32, from the engine."""
+    """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, policy at the start of the cycle; None until they are known."""
+    """[B, T] float32, policy at the start of the cycle; None until computed."""
 
     ref_logprobs: Tensor | None = None
     """[B, T] float32, reference; None when beta is 0."""
 
     num_chunks: int | None = None
-    """Forward calls of phase 2: the largest number over ranks. None: as many as `chunk_size` asks for."""
+    """Forward calls of phase 2: the maximum over ranks. None: as many as `chunk_size` requires."""
 
     groups: Sequence[int] = ()
-    """[N] the number of each prompt among the groups of its rollout, -1 for none of them."""
+    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
 
     numbers: Sequence[int] = ()
-    """[B] the number of each completion in its group, -1 for one that only stands in."""
+    """[B] index of each completion in its group, -1 for a dummy completion."""
 
     vision: VisionInputs | None = None
-    """The images of the prompts; None if the policy sees none."""
+    """Vision inputs of the prompts; None for a text-only policy."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on `device`."""
+        """Copy the micro-batch to `device`."""
         from torch import Tensor
 
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

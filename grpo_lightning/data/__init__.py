@@ -1,1 +1,1 @@
-"""Data: mixtures of files in, prompts out."""
+"""Data: from mixtures of files and datasets to prompts."""

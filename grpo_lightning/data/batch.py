@@ -1,4 +1,4 @@
-"""A batch of prompts, made of whatever a loader yields."""
+"""PromptBatch, and converting what a dataloader yields to one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from grpo_lightning.data.templates import PromptTemplate
 
 
 class PromptBatch:
-    """One cycle's prompts on this rank, and which micro-step of the cycle this is.
+    """This rank's prompts of one cycle, and the current micro-step of the cycle.
 
     Args:
         prompts: The prompts.
-        cycle: Micro-steps that the loader gives these prompts for.
-        position: This one among them.
-        is_from_source: True if a `PromptSource` made it.
+        cycle: Micro-steps for which the loader yields these prompts.
+        position: The current micro-step, from 0.
+        is_from_source: True if a `PromptSource` created the batch.
     """
 
     def __init__(
@@ -32,36 +32,36 @@ class PromptBatch:
         self.is_from_source = is_from_source
 
     def __len__(self) -> int:
-        """Prompts."""
+        """Number of prompts."""
         return len(self.prompts)
 
     def to(self, device: torch.device | str) -> PromptBatch:
-        """Itself: prompts become tensors only after tokenization."""
+        """Return the batch itself: prompts become tensors only after tokenization."""
         return self
 
 
 class LaterBatch(PromptBatch):
-    """A batch of a `PromptSource` whose prompts are taken when it is used.
+    """A batch of a `PromptSource` whose prompts are read at first use.
 
-    Lightning asks a loader without length for a batch ahead: what that one will be is not known yet (`more` may use
-    prompts up), and a checkpoint taken meanwhile must not count it.
+    Lightning fetches one batch ahead from a loader without length. Its prompts are not known yet (`more` may use some),
+    and a checkpoint saved in the meantime must not count them.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
         self.cycle = cycle
         self.is_from_source = True
         self._take = take
-        self._taken: tuple[list[Prompt], int] | None = None
+        self._contents: tuple[list[Prompt], int] | None = None
 
     def use(self) -> tuple[list[Prompt], int]:
-        """Take the prompts, once. Returns: them and the position."""
-        if self._taken is None:
-            self._taken = self._take()
-        return self._taken
+        """Read the prompts at the first call. Returns: the prompts and the position."""
+        if self._contents is None:
+            self._contents = self._take()
+        return self._contents
 
     @property
     def prompts(self) -> list[Prompt]:  # type: ignore[override]
-        """The prompts, taken now if they were not."""
+        """The prompts, read at first use."""
         return self.use()[0]
 
     @property
@@ -73,17 +73,17 @@ class LaterBatch(PromptBatch):
 def as_prompt(
     row: Prompt | Mapping[str, Any] | str, index: int = -1, template: PromptTemplate | None = None, where: str = ""
 ) -> Prompt:
-    """A prompt from whatever a data set yields: a Prompt, a text, or a row with a prompt column.
+    """Convert an item of a dataset to a prompt: a Prompt, a text, or a row with a prompt column.
 
     Args:
-        row: A `Prompt` stays as it is, but for an index if it has none.
-        index: Its position in the data set.
-        template: What is put around the text of a row.
-        where: What to call the row in errors; by default its number, from 1.
+        row: The item. A `Prompt` is returned unchanged, except that it gets an index if it has none.
+        index: Position in the dataset.
+        template: Prompt template for the text of a row.
+        where: The row's name in errors; by default its number, from 1.
 
     Raises:
-        TypeError: If it is none of these.
-        ValueError: If it is a row without a prompt, or with an image.
+        TypeError: If the item is none of these.
+        ValueError: If a row has no prompt, or has video or audio.
     """
     where = where or (f"row {index + 1}" if index >= 0 else "the row")
     if isinstance(row, Prompt):
@@ -93,7 +93,7 @@ def as_prompt(
     if not isinstance(row, Mapping):
         raise TypeError(
             f"{where} must be a prompt: a text, a row with a prompt column or a Prompt, got {type(row).__name__} "
-            f"({row!r:.80}). Give the data set itself, not batches of it: the PromptSource makes them."
+            f"({row!r:.80}). Pass the dataset itself, not batches of it: the PromptSource creates them."
         )
     prompt = to_prompt(row, where=where, index=index, template=template)
     refuse_media(prompt, where)
@@ -101,17 +101,17 @@ def as_prompt(
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:
-    """A prompt batch from whatever a loader yielded.
+    """Convert what a dataloader yielded to a prompt batch.
 
-    Also takes lists of rows, and the columns torch's default collate makes of them. The loader does not say where in
-    the data set its rows are: the prompts have no index.
+    Also accepts lists of rows, and the columns that torch's default collate makes of them. These prompts have no index,
+    as the position of the rows in the dataset is not known.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If the batch is none of these.
     """
     if isinstance(batch, PromptBatch):
         return batch
-    # A mapping with a text in it is one row: taken as columns, it would be cut into letters.
+    # A mapping with a string value is one row: read as columns, the string would be split into letters.
     if isinstance(batch, Mapping) and not any(isinstance(value, str) for value in batch.values()):
         batch = _rows_of_columns(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
@@ -123,15 +123,15 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
 
 
 def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that torch's default collate made columns of.
+    """Invert torch's default collate: columns back to rows.
 
     Raises:
-        TypeError: If a column holds messages, lists (boxes, images) or mappings, which the collate mixed up between the
-            rows: of two boxes it makes four pairs.
+        TypeError: If a column holds messages, lists (boxes, images) or mappings, which the collate mixes up between
+            rows: it makes four pairs of two boxes.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values
-        is_tensor = isinstance(nested, torch.Tensor)  # of numbers, or of what every row had, stacked
+        is_tensor = isinstance(nested, torch.Tensor)  # numbers, or the rows' tensors, stacked
         if not is_tensor and any(isinstance(value, Mapping | list | tuple | torch.Tensor) for value in nested):
             raise TypeError(
                 f"Column {name!r} of the batch holds lists, messages or mappings, which torch's default collate mixes "

@@ -1,4 +1,4 @@
-"""The data module: a YAML mixture in, a prompt source out."""
+"""PromptDataModule: loads mixtures of datasets and provides prompt sources for training and evaluation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from grpo_lightning.data.templates import PromptAs, PromptTemplate
 
 log = logging.getLogger(__name__)
 
-# Mappings first: overriding a list of dataclasses, the command line would keep the old entry's other fields. A list may
-# have paths, too: `cli.config` makes entries of them, for the parser would read a list of text from a file.
+# Mappings first: when a list of dataclasses is overridden, the command line would keep the old entry's other fields. A
+# list may also have paths: `cli.config` converts them to entries, as the parser would read a list of strings from
+# a file.
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream
@@ -32,36 +33,36 @@ Prompts = list[Prompt] | PromptStream
 
 
 class PromptDataModule(L.LightningDataModule):
-    """Prompts from a mixture of files and data sets.
+    """Prompts from a mixture of files and datasets.
 
     Args:
-        datasets: The mixture to train on: a list of entries and paths of data files, the path of one data file, or that
-            of a YAML file with the key `datasets`.
-        val_datasets: The mixture to validate on; null for no validation.
-        test_datasets: The mixture for `test` and `predict`; null takes the validation prompts.
-        val_split: Validate on so many of the training prompts instead: a count (200) or a share (0.05). They are drawn
-            by the seed and not trained on.
+        datasets: Training mixture: a list of entries and paths of data files, the path of one data file, or the path of
+            a YAML file with the key `datasets`.
+        val_datasets: Validation mixture; null for no validation.
+        test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
+        val_split: Hold out training prompts for validation instead: a count (200) or a share (0.05). They are sampled
+            with the seed and not trained on.
         batch_size: Prompts per rank and rollout. It alone sets how much an update trains on.
-        val_batch_size: Prompts per rank and validation step; null takes `batch_size`.
+        val_batch_size: Prompts per rank and validation step; null uses `batch_size`.
         shuffle: A new order every epoch.
-        seed: Of the order, of `random:N` and of `val_split`; null takes `seed_everything`.
-        system_prompt: Put in front of every chat that has none: a text, a file, or `tags` or `gsm8k_xml`.
-        question_template: Put around every question: a text with `{question}`, a file, or `tags`, `tags_only`,
+        seed: Seed of the order, of `random:N` and of `val_split`; null uses `seed_everything`.
+        system_prompt: System message for every chat without one: a text, a file, or `tags` or `gsm8k_xml`.
+        question_template: Template for every question: a text with `{question}`, a file, or `tags`, `tags_only`,
             `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` or `tags_number`.
-        prompt_as: What texts become: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is text
-            unless there is a system prompt, every other one a user turn.
-        chat_template_kwargs: Handed to the chat template (`enable_thinking: false`).
-        max_prompt_length: Tokens of the longest prompt allowed, chat template included; null for no limit.
-        overlong_prompts: What is done with longer ones: "error", "drop", or "truncate" to the last tokens.
-        num_proc: Processes that parse rows and count tokens. The prompts are the same for any number.
+        prompt_as: Form of text prompts: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is
+            text unless there is a system prompt, every other column a user turn.
+        chat_template_kwargs: Passed to the chat template (`enable_thinking: false`).
+        max_prompt_length: Maximum tokens of a prompt, chat template included; null for no limit.
+        overlong_prompts: Handling of longer prompts: "error", "drop", or "truncate" to the last tokens.
+        num_proc: Worker processes that parse rows and count tokens. The prompts are the same for any number.
         num_workers: Threads that check images before the run, decode those of the next batch while the policy trains,
             and read the rows of a stream ahead of their use. The prompts are the same for any number.
-        shuffle_buffer: Rows of a stream kept to draw the next one from.
-        prepare: Called once per machine before the files are read: to download or build them.
-        bad_images: What is done with rows whose images cannot be read, or whose boxes are outside of them: "error"
-            names all of them before the weights load, "drop" leaves them out and says how many.
-        image_root: The folder in which relative paths of images begin, for data sets without an `image_root` of their
-            own; null for the folder of each file.
+        shuffle_buffer: Rows of a stream kept in memory to sample the next one from.
+        prepare: Called once per machine before the files are read, to download or build them.
+        bad_images: Handling of rows with unreadable images or with boxes outside the image: "error" reports all of them
+            before the weights load, "drop" removes them and logs how many.
+        image_root: Base folder of relative image paths, for datasets without an `image_root` of their own; null for the
+            folder of each file.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -94,11 +95,11 @@ class PromptDataModule(L.LightningDataModule):
             if given[name] is not None and given[name] < limit:
                 raise ValueError(f"data.{name} must be at least {limit}, got {given[name]}.")
         check_limit_settings(max_prompt_length, overlong_prompts)
-        # Which of its two types a command line makes of "200" depends on what else was imported.
+        # The command line may parse "200" as int or float, depending on what else was imported.
         if isinstance(val_split, float) and val_split > 1 and val_split.is_integer():
             val_split = int(val_split)
         _check_val_split(val_split, has_val_datasets=val_datasets is not None)
-        # Entries are checked now; what a YAML file names may still have to be made by `prepare`.
+        # Entries are checked now; the files that a YAML file names may be created by `prepare` only.
         self.datasets, self.val_datasets, self.test_datasets = (
             mixture if mixture is None or isinstance(mixture, str) else as_entries(mixture)
             for mixture in (datasets, val_datasets, test_datasets)
@@ -120,7 +121,7 @@ class PromptDataModule(L.LightningDataModule):
         self.train_prompts: Prompts | None = None
         self.val_prompts: Prompts | None = None
         self.test_prompts: Prompts | None = None
-        self._unused: set[str] = set()  # settings that were logged as without effect
+        self._unused: set[str] = set()  # settings logged as having no effect
 
     def prepare_data(self) -> None:
         """Download or build the files."""
@@ -142,7 +143,7 @@ class PromptDataModule(L.LightningDataModule):
             self.val_prompts = self.load(self.val_datasets)
         if self.test_datasets is not None and self.test_prompts is None and stage in (None, "test", "predict"):
             self.test_prompts = self.load(self.test_datasets)
-        self._say_unused()
+        self._log_unused()
         has_prompts = self.val_prompts is not None or (stage != "validate" and self.test_prompts is not None)
         if stage in ("validate", "test", "predict") and not has_prompts:
             settings = ["data.test_datasets"] * (stage != "validate") + ["data.val_datasets", "data.val_split"]
@@ -151,7 +152,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """The prompts of a mixture, or a stream of them."""
+        """Load the prompts of a mixture, or create a stream of them."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(
@@ -177,10 +178,10 @@ class PromptDataModule(L.LightningDataModule):
         return stream
 
     def length_limit(self) -> LengthLimit | None:
-        """The longest prompt allowed, counted as the policy takes it.
+        """Create the length limit, with the policy's encoder; None without `max_prompt_length`.
 
         Raises:
-            ValueError: If there is no trainer to know the policy.
+            ValueError: If there is no trainer, which holds the policy.
         """
         if self.max_prompt_length is None:
             return None
@@ -188,19 +189,19 @@ class PromptDataModule(L.LightningDataModule):
         return LengthLimit(encoder, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
-        """The training prompts, each cycle's as often as the module's cycle has micro-steps.
+        """The source of training prompts, which yields each cycle's prompts once per micro-step.
 
         Raises:
-            ValueError: If there is no trainer, nothing was read, or they are a stream and nothing says when the run
-                ends.
+            ValueError: If there is no trainer, the prompts are not loaded, or they are a stream and `trainer.max_steps`
+                is not set.
         """
         trainer, prompts = self._attached_to(), self.train_prompts
         if prompts is None:
-            raise ValueError("The training prompts are not read yet: call setup('fit') first, as a Trainer does.")
+            raise ValueError("The training prompts are not loaded yet: call setup('fit') first, as a Trainer does.")
         if isinstance(prompts, PromptStream) and trainer.max_steps < 0:
             raise ValueError(
-                "data.datasets is streaming: nothing says how long an epoch is. Set trainer.max_steps to the optimizer "
-                "steps of the run, or streaming to false."
+                "data.datasets is streaming, so the length of an epoch is not known. Set trainer.max_steps to the "
+                "optimizer steps of the run, or streaming to false."
             )
         return PromptSource(
             prompts,
@@ -213,37 +214,37 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """The validation prompts, once, in the order of the files; none if a training run has none."""
+        """The validation prompts, once, in the order of the files; empty for a run without validation."""
         return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:
-        """The test prompts, or else those of validation."""
+        """The test prompts, or else the validation prompts."""
         prompts = self.val_prompts if self.test_prompts is None else self.test_prompts
-        assert prompts is not None  # `setup` has seen to it
+        assert prompts is not None  # checked by `setup`
         return self.once(prompts)
 
     predict_dataloader = test_dataloader
 
     def once(self, prompts: Prompts) -> PromptSource:
-        """This rank's share of some prompts, once, in their order."""
+        """A source that yields this rank's share of the prompts once, in their order."""
         workers = self._image_workers(prompts)
         return PromptSource(prompts, self.val_batch_size, shuffle=False, num_workers=workers)
 
     def _image_workers(self, prompts: Prompts) -> int:
-        """Threads that decode images ahead; a stream has its own."""
+        """Threads that decode images ahead of use; a stream has its own."""
         return 0 if isinstance(prompts, PromptStream) else self.num_workers
 
     def _attached_to(self) -> L.Trainer:
         """The trainer. Raises: ValueError if there is none."""
         if self.trainer is None:
             raise ValueError(
-                "The PromptDataModule has no trainer, which knows the ranks, the cycle and the tokenizer that counts "
-                "max_prompt_length. Give it to one: trainer.fit(model, datamodule=data)."
+                "The PromptDataModule has no trainer, which knows the ranks, the cycle and the tokenizer for "
+                "max_prompt_length. Attach it to one: trainer.fit(model, datamodule=data)."
             )
         return self.trainer
 
-    def _say_unused(self) -> None:
-        """Say once of every setting that is not at its default that no mixture of this run makes use of it."""
+    def _log_unused(self) -> None:
+        """Log non-default settings that have no effect on any mixture of this run, once each."""
         mixtures = [prompts for prompts in (self.train_prompts, self.val_prompts, self.test_prompts) if prompts]
         lists = [prompts for prompts in mixtures if not isinstance(prompts, PromptStream)]
         has_streams, has_images = len(lists) < len(mixtures), any(prompt.images for some in lists for prompt in some)
@@ -265,35 +266,35 @@ class PromptDataModule(L.LightningDataModule):
 
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Take prompts to validate on out of those to train on; both keep their order.
+    """Split prompts at random into training and validation prompts; both keep their order.
 
     Args:
-        prompts: All.
-        size: How many: a count, or a share below 1, rounded up.
-        seed: Draws them; the same on every rank and in a resumed run.
+        prompts: All prompts.
+        size: Number of validation prompts: a count, or a share below 1, rounded up.
+        seed: Seed of the split; the same on all ranks and in a resumed run.
 
     Returns:
-        (to train on, to validate on), disjoint.
+        (training prompts, validation prompts), disjoint.
 
     Raises:
-        ValueError: If they are a stream, or nothing would be left to train on.
+        ValueError: If the prompts are a stream, or no training prompts would be left.
     """
     if isinstance(prompts, PromptStream):
         raise ValueError("data.val_split needs all prompts at once, and data.datasets is streaming: give val_datasets.")
-    # As written, by its decimals: in floats 0.07 of 100 is 7.000000000000001, which rounds up to 8.
+    # Exact decimals: in floats 0.07 of 100 is 7.000000000000001, which rounds up to 8.
     num_val = math.ceil(Fraction(str(size)) * len(prompts)) if isinstance(size, float) else size
     if num_val >= len(prompts):
         raise ValueError(f"data.val_split {size} leaves none of the {len(prompts)} prompts to train on: lower it.")
     generator = torch.Generator().manual_seed(derived_seed(seed, "val_split"))
-    drawn = set(torch.randperm(len(prompts), generator=generator)[:num_val].tolist())
+    heldout = set(torch.randperm(len(prompts), generator=generator)[:num_val].tolist())
     return (
-        [prompt for number, prompt in enumerate(prompts) if number not in drawn],
-        [prompt for number, prompt in enumerate(prompts) if number in drawn],
+        [prompt for number, prompt in enumerate(prompts) if number not in heldout],
+        [prompt for number, prompt in enumerate(prompts) if number in heldout],
     )
 
 
 def _check_val_split(val_split: float | None, *, has_val_datasets: bool) -> None:
-    """Raises: ValueError if the split is no count and no share, or there is validation data besides."""
+    """Raises: ValueError if the split is neither a count nor a share, or `val_datasets` is set as well."""
     if val_split is None:
         return
     is_share = isinstance(val_split, float) and 0 < val_split < 1
@@ -301,4 +302,4 @@ def _check_val_split(val_split: float | None, *, has_val_datasets: bool) -> None
     if not (is_share or is_count):
         raise ValueError(f"data.val_split must be a count (200) or a share between 0 and 1 (0.05), got {val_split!r}.")
     if has_val_datasets:
-        raise ValueError(f"data.val_split ({val_split}) and data.val_datasets are both given: remove one of them.")
+        raise ValueError(f"data.val_split ({val_split}) and data.val_datasets are both set: remove one of them.")

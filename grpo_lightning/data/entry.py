@@ -1,4 +1,4 @@
-"""One data set of a mixture: where it is, which rows of it are taken, and their columns."""
+"""DatasetEntry: location, row selection and columns of one dataset of a mixture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_lightning.data.images.boxes import Boxes
 logger = logging.getLogger(__name__)
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
-"""Ends of the names of data files; `readers.READERS` reads each."""
+"""Suffixes of data files; `readers.READERS` has a reader for each."""
 
 _STRATEGY = re.compile(r"(?P<take>first|end|random):(?P<amount>[0-9]+(?:\.[0-9]+)?)(?P<percent>%?)")
 _ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percentage (first:12.5%)"
@@ -26,18 +26,18 @@ _ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percen
 
 @dataclass
 class DatasetEntry:
-    """One data set of a mixture: a file, or a data set that `datasets` loads. Exactly one of the two is given."""
+    """One dataset of a mixture: a file, or a dataset that `datasets` loads. Exactly one of the two is given."""
 
     json_path: str | None = None
-    """A file in UTF-8: `.jsonl` (one object per line), `.json` (a list of objects), `.csv` (with a header) or
+    """A UTF-8 file: `.jsonl` (one object per line), `.json` (a list of objects), `.csv` (with a header) or
     `.parquet`."""
 
     sampling_strategy: str = "all"
-    """The rows taken: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
+    """The rows to use: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
 
     dataset: str | None = None
-    """Hub name, a folder with data files, or one written by `save_to_disk`. `name:subset` names the subset as well,
-    `name#1000` takes 1000 random rows."""
+    """Hub name, a folder with data files, or a folder written by `save_to_disk`. `name:subset` selects a subset,
+    `name#1000` selects 1000 random rows."""
 
     subset: str | None = None
     """The subset (configuration) of `dataset`."""
@@ -49,41 +49,41 @@ class DatasetEntry:
     """Branch, tag or commit of `dataset` on the hub."""
 
     streaming: bool = False
-    """Rows are read as they are used: for data larger than memory. The run needs `trainer.max_steps`."""
+    """Read rows when they are used, for data larger than memory. The run needs `trainer.max_steps`."""
 
     columns: dict[str, str | None] | None = None
-    """Columns renamed, old name to new name: `{instruction: question}`; null drops one: `{messages: null}`."""
+    """Columns to rename, old name to new name: `{instruction: question}`; null drops a column: `{messages: null}`."""
 
     name: str | None = None
-    """Its label in logs; by default the name of the file or data set."""
+    """Label in logs; by default the name of the file or dataset."""
 
     rewards: list[str] | None = None
-    """Names of the rewards that apply to its rows; null for all."""
+    """Names of the rewards that apply to these rows; null for all."""
 
     accu_reward_method: str | None = None
-    """Value of the column `accu_reward_method` in rows that have none: how VLM-R1's accuracy reward compares."""
+    """Default of the column `accu_reward_method`: the comparison method of VLM-R1's accuracy reward."""
 
     image_root: str | None = None
-    """The folder in which relative paths of images begin; by default `image_root` of the run, else the folder of
-    `json_path`, or the folder `dataset`."""
+    """Base folder of relative image paths; by default `image_root` of the run, else the folder of `json_path`, or the
+    folder `dataset`."""
 
     boxes: Boxes = "auto"
-    """Form of the column `solution` in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: one
-    in 0 to 1000 (VLM-R1's InternVL data), which is made pixels: `gold_coordinates` of rewards and metrics stay as they
-    are. `auto`: in pixels if it is four numbers and the row has one image. `none`: anything. A box outside of its image
-    is bad data (`bad_images`)."""
+    """Form of the column `solution` in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: a
+    box in 0 to 1000 (VLM-R1's InternVL data), which is converted to pixels: leave `gold_coordinates` of rewards and
+    metrics unchanged. `auto`: pixels if it is four numbers and the row has one image. `none`: anything. A box outside
+    its image is bad data (`bad_images`)."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if the settings contradict each other or the strategy is none."""
+        """Raises: ValueError if settings contradict each other or the sampling strategy is invalid."""
         if (self.json_path is None) == (self.dataset is None):
             raise ValueError(
-                "A data set must have either json_path (a file) or dataset (a hub name or folder), got "
+                "A dataset must have either json_path (a file) or dataset (a hub name or folder), got "
                 f"json_path={self.json_path!r}, dataset={self.dataset!r}."
             )
         given = [name for name in ("subset", "revision") if getattr(self, name) is not None]
         given += ["split"] if self.split != "train" else []
         if self.json_path is not None and given:
-            raise ValueError(f"{', '.join(given)} of {self.label!r} goes with dataset, not with json_path: remove it.")
+            raise ValueError(f"{', '.join(given)} of {self.label!r} is for dataset, not for json_path: remove it.")
         parse_strategy(self.sampling_strategy, name=self.label)
         if self.boxes not in get_args(Boxes):
             raise ValueError(
@@ -92,45 +92,47 @@ class DatasetEntry:
         location = self.location
         if location.num_rows is not None and self.sampling_strategy != "all":
             raise ValueError(
-                f"dataset {self.dataset!r} asks for {location.num_rows} random rows, sampling_strategy for "
-                f"{self.sampling_strategy!r}: give one of them."
+                f"dataset {self.dataset!r} selects {location.num_rows} random rows, but sampling_strategy is "
+                f"{self.sampling_strategy!r}: set only one of them."
             )
         if self.subset is not None and location.subset is not None:
-            raise ValueError(f"dataset {self.dataset!r} names a subset, subset is {self.subset!r}: give one of them.")
+            raise ValueError(
+                f"dataset {self.dataset!r} names a subset, but subset is {self.subset!r}: set only one of them."
+            )
         if self.streaming:
             self._check_stream()
 
     @property
     def label(self) -> str:
-        """Its path or name in the configuration."""
+        """The path or name in the configuration."""
         return cast(str, self.dataset if self.json_path is None else self.json_path)
 
     @property
     def location(self) -> Location:
-        """Where it is, and how many of its rows, without `:subset` and `#N`."""
+        """The parsed path or name, without `:subset` and `#N`."""
         return Location(self.label) if self.json_path is not None else parse_location(self.label)
 
     @property
     def source(self) -> str:
-        """Its label in logs."""
+        """The label in logs."""
         path = Path(self.location.name)
-        # What follows a dot is a file's suffix, but part of a data set's name (`NuminaMath-1.5`).
+        # A dot starts a file's suffix, but is part of a dataset's name (`NuminaMath-1.5`).
         return self.name or (path.stem if self.json_path is not None else path.name or path.resolve().name)
 
     @property
     def strategy(self) -> str:
-        """The sampling strategy, `name#1000` included."""
+        """The sampling strategy, taking `name#1000` into account."""
         num_rows = self.location.num_rows
         return self.sampling_strategy if num_rows is None else f"random:{num_rows}"
 
     def image_folder(self, run_root: str | None = None) -> Path | None:
-        """Where relative paths of images begin; None for the current folder.
+        """The base folder of relative image paths; None for the current folder.
 
         Args:
-            run_root: `image_root` of the run, for entries that have none.
+            run_root: `image_root` of the run, the default for entries without one.
 
         Raises:
-            FileNotFoundError: If there is no folder `image_root`.
+            FileNotFoundError: If the folder `image_root` does not exist.
         """
         image_root = self.image_root or run_root
         if image_root is None:
@@ -145,11 +147,11 @@ class DatasetEntry:
         return root
 
     def _check_stream(self) -> None:
-        """Raises: ValueError for what a stream cannot do."""
+        """Raises: ValueError for settings that streaming does not support."""
         strategy = parse_strategy(self.strategy, name=self.label)
         if strategy.take not in ("all", "first") or strategy.is_percent:
             raise ValueError(
-                f"{self.label!r} is streaming: its length is not known, so {self.strategy!r} cannot be chosen from it. "
+                f"{self.label!r} is streaming: its length is not known, so {self.strategy!r} cannot be selected. "
                 "Use all or first:N with a count, or set streaming to false."
             )
         if self.json_path is not None and Path(self.json_path).suffix.lower() == ".json":
@@ -157,19 +159,19 @@ class DatasetEntry:
 
     @classmethod
     def of(cls, item: Any, *, where: str) -> DatasetEntry:
-        """An entry from its keys or the path of its data file, or the entry itself.
+        """Create an entry from its keys or the path of a data file; an entry is returned unchanged.
 
         Raises:
-            ValueError: If text is no data file, a key is unknown or a value has the wrong type, naming the nearest key
-                or the right type.
+            ValueError: If a string is not a data file, a key is unknown or a value has the wrong type, naming the
+                nearest key or the expected type.
         """
         if isinstance(item, cls):
             return item
         if isinstance(item, str):
             if Path(item).suffix.lower() not in DATA_FILES:
                 raise ValueError(
-                    f"{where}: {item!r} is no data file ({', '.join(DATA_FILES)}). For a data set of the hub or a "
-                    f"folder write {{dataset: {item}}}; a YAML file of entries stands alone, outside of a list."
+                    f"{where}: {item!r} is not a data file ({', '.join(DATA_FILES)}). For a hub dataset or a folder, "
+                    f"write {{dataset: {item}}}; give a YAML file of entries on its own, not in a list."
                 )
             return cls(item)
         if not isinstance(item, Mapping):
@@ -177,7 +179,7 @@ class DatasetEntry:
         check_keys(item, [field.name for field in fields(cls)], where=where)
         for key, value in item.items():
             if key == "sampling_strategy":
-                continue  # the strategy's own check has a better message
+                continue  # parse_strategy has a better message
             kind = _KINDS.get(key, str)
             is_right = isinstance(value, kind) or (value is None and key not in ("split", "streaming"))
             if not is_right:
@@ -195,7 +197,7 @@ _WORDS = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}
 
 @dataclass(frozen=True)
 class Location:
-    """The parts of a `dataset`."""
+    """The parsed parts of a `dataset` string."""
 
     name: str
     """File, hub name or folder."""
@@ -205,10 +207,10 @@ class Location:
 
 
 def parse_location(dataset: str) -> Location:
-    """Take `name:subset#1000` apart; a folder of exactly that name is taken as it is.
+    """Parse `name:subset#1000`; the name of an existing folder is not parsed.
 
     Raises:
-        ValueError: If what stands after `#` is no count.
+        ValueError: If `#` is not followed by a count.
     """
     if Path(dataset).expanduser().exists():
         return Location(dataset)
@@ -220,7 +222,7 @@ def parse_location(dataset: str) -> Location:
 
 
 def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
-    """Raises: ValueError naming the keys that are not allowed, each with the nearest one that is."""
+    """Raises: ValueError naming the unknown keys, each with the nearest allowed one."""
     unknown = [str(key) for key in found if key not in allowed]
     if unknown:
         named = [
@@ -230,7 +232,7 @@ def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
 
 
 def _nearest(key: str, allowed: list[str]) -> str | None:
-    """The key that begins like this one, or is spelled most like it."""
+    """The allowed key that starts with this one, or is spelled most like it."""
     longer = [name for name in allowed if key and name.startswith(key)]
     return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
 
@@ -242,12 +244,12 @@ class Strategy:
     take: Literal["all", "first", "end", "random"]
 
     amount: Fraction = Fraction(0)
-    """Rows, or hundredths of the rows; not read for `all`."""
+    """Number or percentage of rows; unused for `all`."""
 
     is_percent: bool = False
 
     def num_rows(self, rows_count: int) -> int:
-        """How many of `rows_count` rows are asked for: N, or ceil(P x rows_count / 100)."""
+        """The number of rows requested: N, or ceil(P x rows_count / 100)."""
         if self.take == "all":
             return rows_count
         # Exact fractions: in floats 7 % of 100 rows is 7.000000000000001, which rounds up to 8.
@@ -255,14 +257,14 @@ class Strategy:
 
 
 def parse_strategy(strategy: str, *, name: str) -> Strategy:
-    """Read `all`, `first:N`, `end:N` or `random:N`.
+    """Parse `all`, `first:N`, `end:N` or `random:N`.
 
     Args:
-        strategy: N is a whole number of rows, or a percentage from 0% to 100%, which may have a fraction.
-        name: The entry, for error messages.
+        strategy: N is an integer number of rows, or a percentage from 0% to 100%, which may have decimals.
+        name: Name of the entry, for error messages.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: For any other value.
     """
     if strategy == "all":
         return Strategy("all")
@@ -275,32 +277,32 @@ def parse_strategy(strategy: str, *, name: str) -> Strategy:
 
 
 def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]:
-    """Choose rows by a sampling strategy.
+    """Select rows by a sampling strategy.
 
-    Random rows are drawn without replacement, from `seed` and `name` alone: no other random state is read or moved.
-    With the same seed, the rows of a smaller `random:N` are among those of a larger one.
+    Random rows are sampled without replacement and depend on `seed` and `name` alone: no other random state is read or
+    changed. With the same seed, the rows of a smaller `random:N` are a subset of those of a larger one.
 
     Args:
-        rows_count: Rows there are.
+        rows_count: Number of rows available.
         strategy: See `parse_strategy`.
-        seed: Another seed draws other random rows.
-        name: The entry: two entries draw independently.
+        seed: Seed of the random rows.
+        name: Name of the entry: entries are sampled independently.
 
     Returns:
-        Row numbers, rising. All of them, with a warning in the log, if more are asked for than there are.
+        Row numbers in ascending order. If more are requested than available: all of them, with a warning in the log.
 
     Raises:
-        ValueError: If `strategy` is none.
+        ValueError: If `strategy` is invalid.
     """
     parsed = parse_strategy(strategy, name=name)
     wanted = parsed.num_rows(rows_count)
     if wanted > rows_count:
-        logger.warning("%s: %s asks for more than the %d rows there are; all are used.", name, strategy, rows_count)
+        logger.warning("%s: %s requests more than the %d available rows; all are used.", name, strategy, rows_count)
     rows = range(rows_count)
     if parsed.take == "end":
         rows = rows[max(rows_count - wanted, 0) :]
     elif parsed.take == "random":
-        # Only random() is promised to give the same numbers in every Python version; sample() and shuffle() are not.
+        # Python guarantees the same numbers in every version for random(), but not for sample() and shuffle().
         generator = random.Random(f"{seed}:{name}")
         keys = [generator.random() for _ in rows]
         return sorted(sorted(rows, key=keys.__getitem__)[:wanted])

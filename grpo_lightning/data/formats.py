@@ -1,6 +1,6 @@
-"""Row formats: which column of a row is the prompt, and how it is read.
+"""Row formats: finding the prompt column of a row and converting it to a prompt.
 
-One line of `PROMPT_COLUMNS` per format: a new format is a new line. The first one that a row has is the prompt.
+`PROMPT_COLUMNS` has one line per format. The first of these columns that a row has is its prompt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from grpo_lightning.data.templates import PromptTemplate
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak in a chat. Others ("human", "gpt") are skipped without a word by many chat templates."""
+"""Allowed roles of chat messages. Many chat templates silently skip others ("human", "gpt")."""
 
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-"""The roles of a `conversations` column by its own words."""
+"""Chat roles by the value of `from` in a `conversations` column."""
 
 MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
-"""Columns that hold what no policy here can take."""
+"""Columns of unsupported media."""
 
 
 def to_prompt(
@@ -39,26 +39,25 @@ def to_prompt(
     template: PromptTemplate | None = None,
     folder: Path | None = None,
 ) -> Prompt:
-    """Turn one row of data into a prompt; the columns that are not the prompt go to the rewards.
+    """Convert a row to a prompt; all columns but the prompt are passed to the rewards.
 
-    The prompt is the first of `PROMPT_COLUMNS` that the row has. Math data sets have their question both as `problem`
-    and as `messages` with a worked answer: the text wins, so that a question template can be put around it.
+    The prompt is the first of `PROMPT_COLUMNS` that the row has. Math datasets often have the question both as
+    `problem` and as `messages` with a worked answer: the text takes precedence, so that question templates apply.
 
-    Images come from the column `image` or `images`, or are parts of messages (see `place_images`). No file is opened:
-    prompt and column have references. A row with images is always a chat, and has the system prompt like any other
-    (VLM-R1 gives it to rows without images only).
+    Images come from the column `image` or `images`, or from message parts (see `place_images`). No file is opened:
+    prompt and column hold references. A row with images is always a chat and gets the system prompt like any other
+    (VLM-R1 adds it to rows without images only).
 
     Args:
         row: The row, by column name. A prompt column that is None counts as absent.
         where: File and line, for error messages.
-        index: The prompt's position in the data set.
-        source: The mixture entry the row came from.
-        template: What is put around the text.
-        folder: Where relative paths of images begin; None for the current folder.
+        index: The prompt's position in the dataset.
+        source: Name of the row's mixture entry.
+        template: Prompt template for the text.
+        folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If none of `PROMPT_COLUMNS` is there, its content is not a prompt, or its images do not go with its
-            text.
+        ValueError: If the row has none of `PROMPT_COLUMNS`, the prompt is invalid, or its images do not match its text.
     """
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     if not found:
@@ -76,11 +75,11 @@ def to_prompt(
             columns["solution"] = answer
     else:
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
-        # Text to go on with has no place for an image: with one, it is a question.
+        # Plain text to continue cannot hold an image: with one, it is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
     if not images:
         _check_no_image_is_lost(row, found, where)
-    content, images = _placed(content, images, finder)
+    content, images = _place(content, images, finder)
     return Prompt(
         content=content,
         images=images,
@@ -94,7 +93,7 @@ def to_prompt(
 
 
 def unused_prompt_columns(prompt: Prompt) -> list[str]:
-    """The columns of a row that hold a prompt as well, and are not the one that was taken."""
+    """Further columns of the prompt's row that could have been its prompt."""
     if not prompt.prompt_column:
         return []
     names = list(PROMPT_COLUMNS)
@@ -103,11 +102,11 @@ def unused_prompt_columns(prompt: Prompt) -> list[str]:
 
 
 def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
-    """Log once per data set which column is the prompt, where rows have several.
+    """Log the prompt column once per dataset, if its rows have several candidates.
 
     Args:
-        prompts: Of any number of data sets.
-        logged: The sources that were logged before; those logged now are added.
+        prompts: Prompts of any number of datasets.
+        logged: Sources that have been logged; updated in place.
     """
     for prompt in prompts:
         if prompt.source not in logged and (unused := unused_prompt_columns(prompt)):
@@ -123,13 +122,13 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 
 
 def _check_no_image_is_lost(row: Mapping[str, Any], found: Sequence[str], where: str) -> None:
-    """Raises: ValueError if a prompt column that is not taken has images, in a row whose prompt has none."""
+    """Raises: ValueError if the prompt has no images, but another prompt column of the row has some."""
     for name in found[1:]:
         if isinstance(row[name], Sequence) and any(map(_has_image, row[name])):
             raise ValueError(
-                f"{where}: the prompt is the column {found[0]!r}, which has no image, and the column {name!r} has "
-                f"images. To ask the question with them, drop the other: columns: {{{found[0]}: null}}. Without them, "
-                f"columns: {{{name}: null}}."
+                f"{where}: the prompt is the column {found[0]!r}, which has no image, but the column {name!r} has "
+                f"images. To use the images, drop the first: columns: {{{found[0]}: null}}. To train without them, "
+                f"drop the second: columns: {{{name}: null}}."
             )
 
 
@@ -140,60 +139,59 @@ def _has_image(message: Any) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
 
 
-def _placed(
+def _place(
     content: str | list[Message], images: list[ImageRef], finder: ImageFinder
 ) -> tuple[str | list[Message], list[ImageRef]]:
-    """The content with its images where they stand. Raises: ValueError if text is to hold some."""
+    """Place images in chat content. Raises: ValueError if plain text has images or placeholders."""
     if not isinstance(content, str):
         return place_images(content, images, finder)
     if images:
-        raise ValueError(f"{finder.where}: the row has an image, prompt_as 'text' asks for text. Set it to 'auto'.")
+        raise ValueError(f"{finder.where}: the row has an image, which prompt_as 'text' cannot hold. Set it to 'auto'.")
     place_images([{"role": "user", "content": content}], (), finder)
     return content, images
 
 
 def refuse_media(prompt: Prompt, where: str) -> None:
-    """Check that a prompt is text and images alone.
+    """Check that a prompt has only text and images.
 
     Raises:
-        ValueError: If a column or a message has a video or sound: trained without it, the question would have no answer
-            and nothing would say so.
+        ValueError: If a column or a message has video or audio: without it, the question could not be answered.
     """
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
     found += [f"a message part of type {part['type']!r}" for part in parts if part["type"] not in ("text", "image")]
     if found:
         raise ValueError(
-            f"{where}: the row has {found[0]}, and policies are given text and images only. Remove it from the rows "
-            "that can be answered without it, and leave the others out."
+            f"{where}: the row has {found[0]}, but only text and images are supported. Remove it from the rows that "
+            "can be answered without it, and remove the other rows."
         )
 
 
 @dataclass(frozen=True)
 class PromptColumn:
-    """How one column becomes a prompt."""
+    """Reader of one prompt column."""
 
     read: Callable[[Any, str], str | list[Message]]
-    """(value, where) -> the prompt's content; ValueError if it is none."""
+    """(value, where) -> the prompt's content; raises ValueError if the value is invalid."""
 
     is_kept: bool
-    """True if the rewards receive the column too."""
+    """True if the column is also passed to the rewards."""
 
     is_question: bool = False
-    """True for text that is asked of somebody, False for text to go on with."""
+    """True for a question, which becomes a user turn; False for text to continue."""
 
 
 def _text(value: Any, where: str) -> str:
-    """The value itself. Raises: ValueError if it is not a string with something in it."""
+    """The value itself. Raises: ValueError if it is not a non-empty string."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where} must be text that is not empty, got {value!r:.80}.")
+        raise ValueError(f"{where} must be a non-empty text, got {value!r:.80}.")
     return value
 
 
 def _chat(value: Any, where: str) -> list[Message]:
-    """The messages, checked, their text parts joined. Raises: ValueError naming the message that is not one."""
+    """Check messages and join their text parts. Raises: ValueError naming the invalid message."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{where} must be a list of messages that is not empty, got {value!r:.80}.")
+        raise ValueError(f"{where} must be a non-empty list of messages, got {value!r:.80}.")
     messages = []
     for number, message in enumerate(value, start=1):
         _check_message(message, f"{where}, message {number}")
@@ -202,28 +200,28 @@ def _chat(value: Any, where: str) -> list[Message]:
 
 
 def _text_or_chat(value: Any, where: str) -> str | list[Message]:
-    """Text or messages, whichever it is."""
+    """Read text or messages."""
     return _text(value, where) if isinstance(value, str) else _chat(value, where)
 
 
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
-    """The messages up to the final assistant turn: that is the answer of supervised data, which GRPO samples itself.
+    """Read messages without the final assistant turn: the answer of supervised data, which GRPO samples itself.
 
-    It is no `solution` either: a worked answer in prose is nothing a completion can be compared with. Nor is it a
-    prefill, which only the column `prompt` can have.
+    The answer is not used as `solution`, because a completion cannot be compared with a worked answer in prose. It is
+    not a prefill either; only the column `prompt` can have one.
     """
     messages = _chat(value, where)
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise ValueError(f"{where} has an assistant turn only: there is no question to answer.")
+        raise ValueError(f"{where} has assistant turns only: there is no question to answer.")
     return messages
 
 
 def _turns(value: Any, where: str) -> list[Message]:
-    """`{"from": "human", "value": "..."}` turns as messages. Raises: ValueError naming the turn that is none."""
+    """Convert turns `{"from": "human", "value": "..."}` to messages. Raises: ValueError naming the invalid turn."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{where} must be a list of turns that is not empty, got {value!r:.80}.")
+        raise ValueError(f"{where} must be a non-empty list of turns, got {value!r:.80}.")
     messages: list[Message] = []
     for number, turn in enumerate(value, start=1):
         speaker = turn.get("from") if isinstance(turn, Mapping) else None
@@ -232,8 +230,8 @@ def _turns(value: Any, where: str) -> list[Message]:
                 f'{where}, turn {number} must look like {{"from": "human", "value": "..."}} with one of '
                 f"{', '.join(SPEAKERS)}, got {turn!r:.80}."
             )
-        said = turn["value"] if isinstance(turn["value"], str) else json.dumps(turn["value"])
-        messages.append({"role": SPEAKERS[speaker], "content": said})
+        content = turn["value"] if isinstance(turn["value"], str) else json.dumps(turn["value"])
+        messages.append({"role": SPEAKERS[speaker], "content": content})
     return messages
 
 
@@ -245,14 +243,14 @@ PROMPT_COLUMNS = {
     "messages": PromptColumn(_chat_without_answer, is_kept=False),  # ms-swift, OpenAI
     "conversations": PromptColumn(_turns, is_kept=False, is_question=True),  # VLM-R1, LLaVA
 }
-"""The columns a prompt may be in: of several in one row, the first is the prompt."""
+"""Prompt columns in order of precedence: the first one that a row has is the prompt."""
 
 
 def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str | list[Message], str | None]:
-    """The prompt of a `conversations` column, and its final answer as VLM-R1's rewards read it.
+    """The prompt of a `conversations` column, and its final answer in the form that VLM-R1's rewards read.
 
     Raises:
-        ValueError: If it does not end with a question and perhaps its answer.
+        ValueError: If the conversation does not end with a question, or a question and its answer.
     """
     messages = _turns(value, where)
     answer = None
@@ -265,25 +263,25 @@ def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str
     if len(messages) == 1:
         return template.render(question, is_question=True, where=where), answer
     if template.prompt_as == "text":
-        raise ValueError(f"{where} has several turns, prompt_as 'text' asks for text. Set it to 'auto'.")
+        raise ValueError(f"{where} has several turns, which prompt_as 'text' cannot hold. Set it to 'auto'.")
     return template.with_system([*messages[:-1], {"role": "user", "content": template.question(question)}]), answer
 
 
 def _messages(prompt: Prompt) -> Sequence[Message]:
-    """The messages of a chat; none of a text."""
+    """The messages of a chat; empty for plain text."""
     return () if isinstance(prompt.content, str) else prompt.content
 
 
 def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
-    """The parts of a message's content; none where it is text."""
+    """The parts of a message's content; empty if the content is text."""
     content = message.get("content")
     return () if content is None or isinstance(content, str) else content
 
 
 def _with_text(message: Message) -> Message:
-    """The message with text for content if its parts are text alone.
+    """Join the parts of a message to one text if all are text.
 
-    The chat templates of text models write parts as nothing, or as Python would print the list.
+    Chat templates of text models render a list of parts as nothing, or as its Python representation.
     """
     parts = _parts(message)
     if not parts or any(part["type"] != "text" for part in parts):
@@ -292,7 +290,7 @@ def _with_text(message: Message) -> Message:
 
 
 def _check_message(message: Any, where: str) -> None:
-    """Raises: ValueError if `message` has no known role, or no content that a chat template can render."""
+    """Raises: ValueError if `message` has an unknown role, or content that no chat template can render."""
     if not isinstance(message, Mapping):
         raise ValueError(f'{where} must look like {{"role": "user", "content": "..."}}, got {message!r:.80}.')
     if message.get("role") not in ROLES:

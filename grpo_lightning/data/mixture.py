@@ -1,4 +1,4 @@
-"""A mixture: several data sets, of each all rows or the first, last or random ones, one after the other.
+"""Mixtures: the rows of several datasets, one after the other; all, the first, last or random rows of each.
 
 In YAML:
 
@@ -8,7 +8,7 @@ In YAML:
       - dataset: openai/gsm8k:main#1000
         columns: {answer: solution}
 
-Every choice follows from the seed alone, so all ranks and all runs see the same rows.
+The selection depends on the seed alone, so all ranks and all runs see the same rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from grpo_lightning.data.templates import PromptTemplate
 logger = logging.getLogger(__name__)
 
 Entries: TypeAlias = Sequence[DatasetEntry | Mapping[str, Any] | str] | str | os.PathLike[str]
-"""The entries of a mixture (mappings have the fields of `DatasetEntry`, text is the path of a data file), or the path
+"""Entries of a mixture (mappings have the fields of `DatasetEntry`, a string is the path of a data file), or the path
 of a YAML file with them."""
 
 
@@ -53,26 +53,26 @@ def load_mixture(
     preflight: Preflight | None = None,
     image_root: str | None = None,
 ) -> list[Prompt]:
-    """Read the chosen rows of every entry, entry after entry, each in the order of its file.
+    """Load the selected rows of every entry as prompts, entry after entry, each in the order of its file.
 
     Args:
         entries: The entries, or the path of one data file or of a YAML file with them (see `read_mixture_yaml`).
-        seed: Chooses the rows of `random:N`.
-        template: What is put around the questions.
-        limit: The longest prompt allowed.
-        num_proc: Processes that parse rows and count tokens.
-        preflight: How images are checked; by default a bad one is an error.
-        image_root: Where relative paths of images begin, for entries that do not say it.
+        seed: Seed of the rows of `random:N`.
+        template: Prompt template.
+        limit: Length limit of prompts.
+        num_proc: Worker processes that parse rows and count tokens.
+        preflight: Check of images and boxes; by default a bad one is an error.
+        image_root: Base folder of relative image paths, for entries without one.
 
     Returns:
         Prompts; `index` is the position in the mixture and `source` the entry's name: by default the file's without
         suffix (`train`, and `train#2` for a second entry of that name).
 
     Raises:
-        FileNotFoundError: If a file or data set is not there.
-        ValueError: If a file, row or image is not what it should be (naming file and line), or nothing is left.
+        FileNotFoundError: If a file or dataset does not exist.
+        ValueError: If a file, row or image is invalid (naming file and line), or no prompt is left.
     """
-    named = _named(as_entries(entries))
+    named = _name_entries(as_entries(entries))
     measured: list[Measured] = []
     boxes: dict[str, Boxes] = {}
     for source, entry in named:
@@ -85,7 +85,7 @@ def load_mixture(
         measured += in_processes(reader.read, items, num_proc)
     listed = ", ".join(f"{entry.label} ({entry.strategy})" for _, entry in named) or "no entries"
     if not measured:
-        raise ValueError(f"The mixture has no rows: {listed}. Add a file, or take more of its rows.")
+        raise ValueError(f"The mixture has no rows: {listed}. Add a file, or select more of its rows.")
     counts = ImageCounts()
     for m in measured:
         if m.prompt is not None:
@@ -93,7 +93,7 @@ def load_mixture(
     for source, entry in named:
         counts.check_root(source, entry.image_root, image_root)
     counts.warn()
-    # The images first: a length is counted from their sizes.
+    # Images first: token counts depend on their sizes.
     measured = (preflight or Preflight()).all(measured, boxes)
     if limit is not None:
         places = [place for place, m in enumerate(measured) if m.prompt is not None and m.prompt.images]
@@ -105,8 +105,8 @@ def load_mixture(
     log_prompt_columns(prompts, set())
     if not prompts:
         raise ValueError(
-            f"All prompts of the mixture ({listed}) are left out: the warnings above say which for their length "
-            "(max_prompt_length) and which for their images or boxes (bad_images)."
+            f"All prompts of the mixture ({listed}) were dropped: the warnings above name those dropped for their "
+            "length (max_prompt_length) and those dropped for their images or boxes (bad_images)."
         )
     return prompts
 
@@ -122,16 +122,16 @@ def stream_mixture(
     preflight: Preflight | None = None,
     image_root: str | None = None,
 ) -> PromptStream:
-    """The mixture as a stream: entry after entry, each in its order, read as it is used.
+    """Create a stream of the mixture: entry after entry, each in its order, with rows read when they are used.
 
-    Entries that are not streaming are read when their turn comes; every strategy works on them. Images are checked with
-    their row. See `load_mixture`.
+    Entries that are not streaming are loaded when their turn comes and support every sampling strategy. Images are
+    checked with their row. See `load_mixture`.
 
     Raises:
-        FileNotFoundError: If a file or folder is not there.
+        FileNotFoundError: If a file or folder does not exist.
     """
     parts = []
-    named = _named(as_entries(entries))
+    named = _name_entries(as_entries(entries))
     for source, entry in named:
         if entry.json_path is not None:
             find_file(entry.json_path)
@@ -143,19 +143,19 @@ def stream_mixture(
 
 
 def is_streaming(entries: Entries) -> bool:
-    """True if any entry is read as it is used: then the whole mixture is."""
+    """True if any entry is streaming, which makes the whole mixture a stream."""
     return any(entry.streaming for entry in as_entries(entries))
 
 
 def download(entries: Entries) -> None:
-    """Load the data sets of the hub once, so that processes that load them later find them on the disk."""
+    """Download hub datasets once, so that all ranks later find them in the cache."""
     for entry in as_entries(entries):
         if entry.dataset is not None and not entry.streaming:
             open_dataset(entry)
 
 
 def as_entries(entries: Entries) -> list[DatasetEntry]:
-    """The entries of whatever gives them. Raises: as `read_mixture_yaml`, and ValueError naming the entry."""
+    """Parse the entries of a mixture. Raises: as `read_mixture_yaml`, and ValueError naming the invalid entry."""
     if isinstance(entries, str | os.PathLike):
         is_data = Path(entries).suffix.lower() in DATA_FILES
         return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
@@ -171,7 +171,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     and `image_root`.
 
     Raises:
-        FileNotFoundError: If the YAML file, or a file it names, is not there.
+        FileNotFoundError: If the YAML file, or a file it names, does not exist.
         ValueError: If `datasets` is missing or empty, or a key is unknown.
     """
     file = find_file(path)
@@ -192,7 +192,7 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
         entry = DatasetEntry.of(item, where=f"{file}, entry {number}")
         if entry.json_path is not None:
             entry = replace(entry, json_path=str(find_file(entry.json_path, file.parent)))
-        elif entry.dataset is not None and _is_beside(entry, file.parent):
+        elif entry.dataset is not None and _is_next_to(entry, file.parent):
             entry = replace(entry, dataset=str(file.parent / entry.dataset))
         root = entry.image_root
         if root is not None and not Path(root).expanduser().is_dir() and (file.parent / root).is_dir():
@@ -201,14 +201,14 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     return entries
 
 
-def _is_beside(entry: DatasetEntry, folder: Path) -> bool:
-    """True if the data set of an entry, without `:subset` and `#N`, is a folder in `folder` and no current one."""
-    names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the whole name goes first
+def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
+    """True if the dataset of an entry, with or without `:subset` and `#N`, is a folder in `folder` only."""
+    names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the full name goes first
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 
-def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
-    """Every entry with its own name: they are kept apart in logs, and draw their random rows apart."""
+def _name_entries(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
+    """Give every entry a unique name, for the logs and for independent random rows."""
     own = {entry.source for entry in entries}
     named: dict[str, DatasetEntry] = {}
     for entry in entries:
@@ -221,7 +221,7 @@ def _named(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
 
 
 def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
-    """All rows of an entry. Raises: ValueError if there is none."""
+    """Read all rows of an entry. Raises: ValueError if there are none."""
     if entry.json_path is not None:
         return list(read_file(find_file(entry.json_path)))
     rows = DatasetRows(open_dataset(entry), entry.label)
@@ -231,7 +231,7 @@ def _all_rows(entry: DatasetEntry) -> Sequence[Row] | DatasetRows:
 
 
 def _open_part(reader: RowReader, seed: int) -> Iterator[tuple[Row, RowReader]]:
-    """The chosen rows of an entry, each with its reader."""
+    """The selected rows of an entry, each with its reader."""
     rows: Iterator[Row]
     entry = reader.entry
     if entry.streaming:

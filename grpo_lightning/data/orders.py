@@ -1,4 +1,4 @@
-"""The prompts of a data set in the order of an epoch: in memory, read lazily, or streamed.
+"""Epoch orders: the prompts of a dataset in memory, read lazily, or streamed.
 
 A stream has an unknown length, may be larger than memory, and is shuffled within a buffer.
 """
@@ -25,11 +25,11 @@ from grpo_lightning.data.parallel import in_threads
 T = TypeVar("T")
 
 Part: TypeAlias = Callable[[], Iterable[tuple[Any, Callable[[Any, int], Measured]]]]
-"""Opens one data set: its rows, each with the function that makes row and number a prompt."""
+"""Opens one dataset: yields its rows, each with the function (row, number) -> prompt."""
 
 
 class LazyPrompts:
-    """The prompts of a data set with a length (a `datasets.Dataset`, a torch `Dataset`), each read when it is used."""
+    """Prompts of a dataset with a length (a `datasets.Dataset`, a torch `Dataset`), each read when it is used."""
 
     def __init__(self, rows: Any, convert: Callable[[Any, int], Prompt]) -> None:
         self.rows = rows
@@ -38,16 +38,16 @@ class LazyPrompts:
         self._heads: dict[int, list[Prompt]] = {}
 
     def __len__(self) -> int:
-        """Prompts."""
+        """Number of prompts."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        """One prompt. Raises: IndexError behind the last, so that it can be iterated."""
+        """Read a prompt. Raises: IndexError past the end, which makes the class iterable."""
         number = range(len(self))[index]
         return self.convert(self.rows[number], number)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first prompts, read once: what is known of the data without reading all of it."""
+        """The first `size` prompts, read once: a preview of the data before training."""
         if size not in self._heads:
             self._heads[size] = [self[number] for number in range(min(size, len(self)))]
             log_prompt_columns(self._heads[size], self.logged_columns)
@@ -55,7 +55,7 @@ class LazyPrompts:
 
 
 class ListedOrder:
-    """One pass over prompts of known number: blocks of their numbers by position."""
+    """One pass over a known number of prompts, in blocks of their numbers."""
 
     def __init__(self, prompts: Sequence[Prompt] | LazyPrompts, seed: int | None) -> None:
         self.prompts = prompts
@@ -65,23 +65,23 @@ class ListedOrder:
             self.numbers = torch.randperm(len(prompts), generator=generator).tolist()
 
     def take(self, start: int, size: int) -> tuple[Sequence[int], int]:
-        """Up to `size` numbers from position `start` on, fewer at the end, and the position after them."""
+        """Up to `size` numbers starting at position `start`, fewer at the end, and the position after them."""
         return self.numbers[start : start + size], min(start + size, len(self.numbers))
 
     def share(self, block: Sequence[int]) -> list[Prompt]:
-        """The prompts of a part of a block: only these are read."""
+        """Read the prompts of part of a block, and no others."""
         return [self.prompts[number] for number in block]
 
 
 class PromptStream:
-    """Prompts that are read when they are used, part after part, in every pass anew.
+    """Streamed prompts: parts are read one after the other when they are used, and again in every pass.
 
     Args:
-        parts: The data sets.
-        shuffle_buffer: Rows kept to draw the next one from; 1 keeps the order.
+        parts: The datasets.
+        shuffle_buffer: Rows kept in memory to sample the next one from; 1 keeps the order.
         num_workers: Threads that read ahead.
-        limit: The limit the parts measure by, to log how many prompts it concerned.
-        sources: The names of the sources the prompts come from, if they are known without reading.
+        limit: The length limit of the parts, to log how many prompts exceed it.
+        sources: Names of the prompts' sources, if known without reading.
     """
 
     def __init__(
@@ -104,19 +104,19 @@ class PromptStream:
         self.sources = tuple(sources)
         self.images = ImageCounts()
         self.logged_columns: set[str] = set()
-        """Sources whose prompt column was logged."""
+        """Sources whose prompt column has been logged."""
 
         self._heads: dict[int, list[Prompt]] = {}
 
     def order(self, seed: int | None) -> StreamOrder:
-        """One pass over the data: shuffled by `seed`, or as it is for None."""
+        """Start one pass over the data: shuffled by `seed`, or unshuffled for None."""
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first prompts of every part, unshuffled, read once: what is known of the data before training.
+        """The first `size` prompts of every part, unshuffled, read once: a preview of the data before training.
 
         Raises:
-            ValueError: If one is too long, where that is an error.
+            ValueError: If a prompt is too long and `overlong_prompts` is "error".
         """
         if size not in self._heads:
             measured = [
@@ -130,9 +130,9 @@ class PromptStream:
         return list(self._heads[size])
 
     def read(self, seed: int | None, start: int) -> Iterator[tuple[int, Measured]]:
-        """The positions and prompts of the order of `seed` from position `start` on.
+        """Yield positions and prompts in the order of `seed`, starting at position `start`.
 
-        A position counts rows, also those that are left out: rows before `start` are read, but not parsed.
+        Positions count all rows, including skipped ones. Rows before `start` are read, but not parsed.
         """
         rows: Iterator[Any] = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
         if seed is not None:
@@ -141,14 +141,14 @@ class PromptStream:
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """A row as a prompt that knows its place in the unshuffled data."""
+    """Convert a row to a prompt with its number in the unshuffled data. Returns: the position and the prompt."""
     position, (number, (row, convert)) = item
     return position, convert(row, number)
 
 
 def shuffled(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
-    """The rows in an order that follows from `seed`: each is drawn from the next `buffer_size` ones not yet drawn."""
-    # Only random() is promised to give the same numbers in every Python version.
+    """Shuffle rows within a buffer: each is sampled by `seed` from the next `buffer_size` rows not yet sampled."""
+    # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
     rows = iter(rows)
     buffer = list(itertools.islice(rows, buffer_size))
@@ -163,7 +163,7 @@ def shuffled(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
 
 
 class StreamOrder:
-    """One pass over a stream: blocks of prompts by position, of which only those still needed are kept."""
+    """One pass over a stream, in blocks of prompts; only prompts that are still needed stay in memory."""
 
     def __init__(self, stream: PromptStream, seed: int | None) -> None:
         self.stream = stream
@@ -175,11 +175,11 @@ class StreamOrder:
         self.logged_lengths = LengthCount()
 
     def take(self, start: int, size: int) -> tuple[list[Prompt], int]:
-        """Up to `size` prompts from position `start` on, fewer at the end, and the position after them."""
+        """Up to `size` prompts starting at position `start`, fewer at the end, and the position after them."""
         if self.reading is None or start < self.start:
             self.reading = self.stream.read(self.seed, start)
             self.window.clear()
-            self.lengths = LengthCount()  # rows that are read again must not count twice
+            self.lengths = LengthCount()  # rows that are read again must not be counted twice
         self.start = start
         while self.window and self.window[0][0] < start:
             self.window.popleft()
@@ -189,11 +189,11 @@ class StreamOrder:
         return [prompt for _, prompt in block], block[-1][0] + 1 if block else start
 
     def share(self, block: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of a part of a block."""
+        """The prompts of part of a block."""
         return list(block)
 
     def _read_one(self) -> bool:
-        """Read a row into the window, unless it is left out or lies before it; False at the end of the data."""
+        """Read a row into the window, unless it is skipped or lies before it. Returns: False at the end of the data."""
         assert self.reading is not None
         try:
             position, measured = next(self.reading)
@@ -201,14 +201,14 @@ class StreamOrder:
             self._log_lengths("the stream")
             return False
         except BaseException:
-            self.reading = None  # a reader that has raised is over, which must not pass for the end of the data
+            self.reading = None  # a generator that has raised is exhausted: that is not the end of the data
             raise
         limit, prompt = self.stream.limit, measured.prompt
         if limit is not None:
             if prompt is None and limit.overlong_prompts == "error":
                 limit.check([measured], of="the stream")
             self.lengths = self.lengths.with_one(measured.num_tokens, limit.max_prompt_length)
-            # A run that ends by max_steps never reaches the end of the data: log at the first and at doubling counts.
+            # A run with max_steps may never reach the end of the data: log at count 1 and whenever it doubles.
             if self.lengths.num_too_long >= max(1, 2 * self.logged_lengths.num_too_long):
                 self._log_lengths("the stream so far")
         if prompt is not None:
@@ -220,47 +220,47 @@ class StreamOrder:
         return True
 
     def _log_lengths(self, of: str) -> None:
-        """Log how many prompts were left out or cut, unless the log has just these counts."""
+        """Log how many prompts were dropped or truncated, unless these counts were logged last."""
         if self.stream.limit is not None and self.lengths.num_too_long and self.lengths != self.logged_lengths:
             self.stream.limit.warn(self.lengths, of=of)
             self.logged_lengths = self.lengths
 
 
 Prompts: TypeAlias = Sequence[Prompt] | LazyPrompts | PromptStream
-"""The prompts of a data set: a list, or read when they are used."""
+"""The prompts of a dataset: a list, or read when they are used."""
 
 
 def known_prompts(prompts: Prompts) -> list[Prompt]:
-    """The prompts known without reading a data set: all of a list, the first of what is read when used."""
+    """The prompts available before training: all of a list, otherwise the first ones."""
     return prompts.head() if isinstance(prompts, LazyPrompts | PromptStream) else list(prompts)
 
 
 def source_names(prompts: Prompts) -> list[str]:
-    """The names of the data's sources, sorted: all of a mixture, of other streams those of the first prompts."""
+    """Sorted names of the data's sources: all of a mixture, otherwise those of the known prompts."""
     if isinstance(prompts, PromptStream) and prompts.sources:
         return sorted(set(prompts.sources))
     return sorted({prompt.source for prompt in known_prompts(prompts)})
 
 
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
-    """The prompts of any data set: lists are converted now, others as they are used.
+    """Convert any dataset to prompts: a list at once, others lazily.
 
     Args:
-        data: Prompts, rows or texts: a list, a data set with a length, or something that can be iterated repeatedly.
+        data: Prompts, rows or texts: a list, a dataset with a length, or an iterable that can be iterated repeatedly.
         convert: (row, number) -> prompt.
         stream: Settings of `PromptStream`.
 
     Raises:
-        TypeError: If it is no data set, or can be read only once.
+        TypeError: If `data` is not a dataset, or can be read only once.
         ValueError: If it is empty.
     """
     if isinstance(data, DataLoader):
-        raise TypeError("PromptSource makes batches itself: give it the data set, not a DataLoader (loader.dataset).")
+        raise TypeError("PromptSource makes batches itself: give it the dataset, not a DataLoader (loader.dataset).")
     if isinstance(data, PromptStream):
         return data
     if isinstance(data, Mapping | str) or (not isinstance(data, Iterable) and not hasattr(data, "__getitem__")):
         raise TypeError(
-            f"PromptSource needs a data set: a list of prompts, texts or rows, or a datasets.Dataset, got "
+            f"PromptSource needs a dataset: a list of prompts, texts or rows, or a datasets.Dataset, got "
             f"{type(data).__name__} ({data!r:.80}). Put a single row into a list."
         )
     if isinstance(data, Iterator):
@@ -271,27 +271,27 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
     if not hasattr(data, "__len__"):
         return stream_rows(cast(Iterable[Any], without_decoding(data)), convert, **stream)
     if not len(data):
-        raise ValueError("The prompt source has no prompts: the data set is empty.")
+        raise ValueError("The prompt source has no prompts: the dataset is empty.")
     if isinstance(data, list | tuple):
-        # Prompts stay the objects they are, and the list the one the caller has.
+        # Not copied: the source shares the list and its prompts with the caller.
         if all(isinstance(prompt, Prompt) and prompt.index >= 0 for prompt in data):
             return data
         prompts = [convert(row, number) for number, row in enumerate(data)]
         log_prompt_columns(prompts, set())
         return prompts
-    return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the data set"), convert)
+    return data if isinstance(data, LazyPrompts) else LazyPrompts(with_cells(data, "the dataset"), convert)
 
 
 def stream_rows(rows: Iterable[T], convert: Callable[[T, int], Prompt], **options: Any) -> PromptStream:
-    """A stream over anything that can be iterated repeatedly."""
+    """Create a stream over anything that can be iterated repeatedly."""
     return PromptStream([functools.partial(_open, rows, functools.partial(_measure, convert))], **options)
 
 
 def _open(rows: Iterable[T], convert: Callable[[T, int], Measured]) -> Iterator[tuple[T, Callable[[T, int], Measured]]]:
-    """Every row with the function that converts it."""
+    """Pair every row with the function that converts it."""
     return ((row, convert) for row in rows)
 
 
 def _measure(convert: Callable[[T, int], Prompt], row: T, number: int) -> Measured:
-    """A row as a prompt of any length."""
+    """Convert a row to a prompt without a length limit."""
     return Measured(convert(row, number))

@@ -1,4 +1,4 @@
-"""Work done by other processes or ahead by threads: same results in the same order for any number of them."""
+"""Mapping in worker processes or ahead of use in threads: same results and order for any number of workers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 READ_AHEAD = 16
-"""Items that each thread may be ahead of their use."""
+"""Maximum items per thread that are computed ahead of their use."""
 
 _function: Callable[[Any], Any] | None = None
 
 
 def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) -> list[R]:
-    """`[function(item) for item in items]`, by `num_proc` processes; 1 is this process.
+    """Compute `[function(item) for item in items]` in `num_proc` worker processes; 1 means this process.
 
     Args:
-        function: Picklable. It is sent once per process: it may be as large as a tokenizer.
+        function: Picklable. It is sent once per process, so it may be as large as a tokenizer.
         items: Picklable.
-        num_proc: Processes.
+        num_proc: Number of processes.
 
     Raises:
-        Exception: What `function` raises for the first item that it raises for, in the order of the items.
+        Exception: The error of the first failing item, in the order of the items.
     """
     if num_proc == 1 or len(items) < 2:
         return [function(item) for item in items]
@@ -40,22 +40,22 @@ def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) 
 
 
 def _receive(function: Callable[[Any], Any]) -> None:
-    """Keep the function in this process."""
-    global _function  # noqa: PLW0603 - a worker process has no other place between its tasks
+    """Store the function in the worker process."""
+    global _function  # noqa: PLW0603 - state of a worker process between its tasks
     _function = function
 
 
 def _call(item: Any) -> Any:
-    """Apply the function that this process was given."""
+    """Apply the function stored in the worker process."""
     assert _function is not None
     return _function(item)
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """`function(item)` for every item, computed ahead of use by `num_workers` threads; 0 computes it when used.
+    """Compute `function(item)` for every item, ahead of use in `num_workers` threads; 0 computes it when used.
 
-    One more thread reads the items. At most `READ_AHEAD` items per thread are ahead of their use. An error of `items`
-    or `function` is raised where its result would have been. The threads end with the iterator.
+    One more thread reads the items. At most `READ_AHEAD` items per thread are computed ahead. An error of `items` or
+    `function` is raised in place of its result. The threads end with the iterator.
     """
     if num_workers == 0:
         return (function(item) for item in items)
@@ -63,7 +63,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int)
 
 
 def _read_ahead(function: Callable[[T], R], items: Iterator[T], num_workers: int) -> Iterator[R]:
-    """`in_threads` with threads."""
+    """Implement `in_threads` for at least one worker."""
     reader, workers = ThreadPoolExecutor(1), ThreadPoolExecutor(num_workers)
 
     def compute(item: Future[Any]) -> Any:

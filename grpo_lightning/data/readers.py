@@ -1,4 +1,4 @@
-"""Rows of data: from files, from the `datasets` package, and their way to prompts."""
+"""Reading rows of data files and of `datasets`, and converting them to prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_lightning.data.templates import PromptTemplate
 
 @dataclass(frozen=True)
 class Row:
-    """One row: read, but not parsed where it is a line of text, so that rows not chosen cost nothing."""
+    """One row as read. A line of text is parsed only if the row is selected."""
 
     where: str
     """File and line, for error messages."""
@@ -41,7 +41,7 @@ class Row:
                 raise ValueError(
                     f"{self.where}: not valid JSON: {error.msg} at column {error.colno}. Correct the line."
                 ) from None
-            except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
+            except (ValueError, RecursionError) as error:  # an integer of thousands of digits, too deep nesting
                 raise ValueError(f"{self.where}: this JSON cannot be read: {error}.") from error
         if not isinstance(value, dict):
             raise ValueError(f'{self.where}: a row must be an object like {{"prompt": "..."}}, got {value!r:.80}.')
@@ -50,20 +50,20 @@ class Row:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Turns the rows of one entry of a mixture into prompts. Picklable: other processes do it too."""
+    """Converts the rows of one mixture entry to prompts. Picklable, for worker processes."""
 
     source: str
     entry: DatasetEntry
     template: PromptTemplate = field(default_factory=PromptTemplate)
     folder: Path | None = None
-    """Where relative paths of images begin; None for the current folder."""
+    """Base folder of relative image paths; None for the current folder."""
 
     limit: LengthLimit | None = None
     preflight: Preflight | None = None
-    """None if images are checked later, all at once: their prompts are not measured before."""
+    """None if images are checked later, all at once; prompts with images are then measured after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
-        """The prompt of a row, checked and measured. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
+        """Convert, check and measure a row. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
         prompt = self.prompt(row, index)
         measured = Measured(prompt, where=row.where)
         if prompt.images:
@@ -73,17 +73,17 @@ class RowReader:
         return measured if self.limit is None else self.limit.measure_kept(measured)
 
     def read(self, item: tuple[Row, int]) -> Measured:
-        """The same of both in one argument."""
+        """Call the reader with a (row, index) pair."""
         return self(*item)
 
     def prompt(self, row: Row, index: int) -> Prompt:
-        """The prompt of a row.
+        """Convert a row to a prompt.
 
         Raises:
-            ValueError: Naming file and line, if the row is none, lacks a column of `columns`, or has video or sound.
+            ValueError: Naming file and line, if the row is invalid, lacks a column of `columns`, or has video or audio.
         """
-        content = self._renamed(row.parse(), row.where)
-        # A CSV file has no other way to say "none" than an empty cell.
+        content = self._rename_columns(row.parse(), row.where)
+        # In a CSV file, an empty cell is the only way to write null.
         if self.entry.accu_reward_method is not None and content.get("accu_reward_method") in (None, ""):
             content["accu_reward_method"] = self.entry.accu_reward_method
         prompt = to_prompt(
@@ -92,8 +92,8 @@ class RowReader:
         refuse_media(prompt, row.where)
         return prompt if self.entry.rewards is None else replace(prompt, rewards=list(self.entry.rewards))
 
-    def _renamed(self, content: dict[str, Any], where: str) -> dict[str, Any]:
-        """The columns by their new names, without those that are dropped."""
+    def _rename_columns(self, content: dict[str, Any], where: str) -> dict[str, Any]:
+        """Rename columns and remove those that are dropped. Raises: ValueError for a missing or ambiguous name."""
         columns = self.entry.columns
         if not columns:
             return dict(content)
@@ -106,17 +106,17 @@ class RowReader:
         renamed = {columns.get(name) or name: value for name, value in kept.items()}
         if len(renamed) < len(kept):
             raise ValueError(
-                f"{where}: renamed as columns says ({columns}), two columns have one name; the row has: "
+                f"{where}: after renaming by columns ({columns}), two columns have the same name; the row has: "
                 f"{', '.join(content)}. Choose other names, or rename the other column too."
             )
         return renamed
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """The rows of a file, one after the other.
+    """Read the rows of a data file, one by one.
 
     Raises:
-        ValueError: If it is no such file, or not what its name says.
+        ValueError: If the suffix is unknown, or the content is invalid or empty.
     """
     if path.suffix.lower() not in DATA_FILES:
         raise ValueError(f"{path} must end in {' or '.join(DATA_FILES)}: convert the file, or rename it.")
@@ -132,7 +132,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
-    """The file, looked up in the current folder, then in `folders`. Raises: FileNotFoundError naming all tried."""
+    """Find a file in the current folder, then in `folders`. Raises: FileNotFoundError naming all paths tried."""
     given = Path(path).expanduser()
     tried = [given, *(folder / given for folder in folders)]
     for candidate in tried:
@@ -161,7 +161,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         hint = " One object per line is .jsonl, not .json." if error.msg == "Extra data" else ""
         place = f"{path}:{error.lineno}"
         raise ValueError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, too deep nesting
         raise ValueError(f"{path}: this JSON cannot be read: {error}.") from error
     if not isinstance(elements, list):
         raise ValueError(f"{path} must be a list of objects, got {elements!r:.80}. One object per line is .jsonl.")
@@ -170,7 +170,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """One row per record, by the names of the first line; every value is text."""
+    """One row per record, with the column names of the first line; all values are strings."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
@@ -206,15 +206,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-"""Readers by the end of a file's name."""
+"""Readers by file suffix."""
 
 
 def open_dataset(entry: DatasetEntry) -> Any:
-    """The data set of an entry: a `datasets.Dataset`, or an `IterableDataset` if it is streaming.
+    """Open the dataset of an entry: a `datasets.Dataset`, or an `IterableDataset` if it is streaming.
 
     Raises:
-        FileNotFoundError: If there is none of that name or in that folder, or the hub cannot be reached.
-        ValueError: If it has no such subset or split, or cannot be read.
+        FileNotFoundError: If the dataset or folder does not exist, or the hub cannot be reached.
+        ValueError: If the subset or split does not exist, or the dataset cannot be read.
     """
     import datasets
 
@@ -241,7 +241,7 @@ def open_dataset(entry: DatasetEntry) -> Any:
 
 
 def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
-    """Load a folder of `save_to_disk`: one data set, or one per split."""
+    """Load a folder written by `save_to_disk`: one dataset, or one per split."""
     import datasets
 
     given = [key for key, value in {"subset": entry.subset, "revision": entry.revision}.items() if value is not None]
@@ -251,7 +251,7 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
         )
     try:
         found = datasets.load_from_disk(str(folder))
-    except IndexError as error:  # what `datasets` raises for one without rows
+    except IndexError as error:  # `datasets` raises it for a dataset without rows
         raise ValueError(f"dataset {entry.dataset!r} is empty: it must have at least one row.") from error
     if isinstance(found, datasets.DatasetDict):
         if entry.split not in found:
@@ -263,22 +263,22 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, each read when it is indexed; images are references to their cells."""
+    """The rows of a `datasets.Dataset`, read when indexed; images are references to their cells."""
 
     def __init__(self, dataset: Any, label: str) -> None:
         self.dataset = with_cells(dataset, label)
         self.label = label
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Row:
-        """One row."""
+        """Read a row."""
         return Row(f"{self.label}, row {index + 1}", self.dataset[index])
 
 
 def stream_dataset(dataset: Any, label: str) -> Iterator[Row]:
-    """The rows of a data set, one after the other; images as bytes or paths."""
+    """Read the rows of a dataset one by one; images as bytes or paths."""
     for number, columns in enumerate(without_decoding(dataset), start=1):
         yield Row(f"{label}, row {number}", columns)

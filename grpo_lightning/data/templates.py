@@ -1,7 +1,6 @@
 """Prompt templates: a system prompt, a question template and a chat turn around a question.
 
-Both texts may be given by the name of a shipped one, a file of the folder `prompts/system` or `prompts/question`: a new
-file there is a new name.
+Both texts may be given by name: `prompts/system` and `prompts/question` have one file per shipped name.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ PromptAs = Literal["auto", "text", "chat"]
 
 SHIPPED = Path(__file__).parent / "prompts"
 QUESTION = re.compile(r"\{question\}|\{Question\}")
-"""The place of the question; with a capital letter in VLM-R1's templates."""
+"""The placeholder of the question; capitalised in VLM-R1's templates."""
 
 
 @dataclass(frozen=True)
 class Original:
-    """A text of another trainer, which is not shipped: a shipped one asks for the same in other words."""
+    """A prompt of another trainer that is not shipped; a shipped one has the same instructions in other words."""
 
     ours: str
-    """The name of the shipped one."""
+    """Name of the shipped equivalent."""
 
     source: str
-    """The trainer, and where its text is."""
+    """The trainer, and the location of the text in it."""
 
     words: str
-    """How it reads, "..." for what is left out."""
+    """The text, "..." for omissions."""
 
 
 _IN_VLM_R1 = "VLM-R1 (get_question_template of its vlm_modules)"
@@ -60,7 +59,7 @@ ORIGINALS = {
         ),
     },
 }
-"""Texts of other trainers by kind and name: not these words, so not this name."""
+"""Prompts of other trainers by kind and name. Their names are refused, as the shipped words differ."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -71,43 +70,43 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Shipped texts by the task that they are for."""
+"""Shipped names by task."""
 
 LONGEST_NAME = 255
-"""Bytes that a name in a folder may have. Asking a file system for a longer one is an error."""
+"""Maximum bytes of a file name. File systems raise an error for longer ones."""
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How the text of a row becomes a prompt."""
+    """Rendering of a row's text as a prompt."""
 
     system_prompt: str | None = None
-    """Put in front of every chat that has none of its own: a text, a file (`.txt`, `.md`), or a shipped name
-    (`tags`, `gsm8k_xml`)."""
+    """System message for every chat without one: a text, a file (`.txt`, `.md`), or a shipped name (`tags`,
+    `gsm8k_xml`)."""
 
     question_template: str | None = None
-    """Put around every question that is text: a text with `{question}`, a file, or a shipped name (`tags`, `tags_only`,
-    `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The words are not those of other
-    trainers: a template of theirs goes in as a file."""
+    """Template for every question that is text: a text with `{question}`, a file, or a shipped name (`tags`,
+    `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The shipped words differ
+    from those of other trainers, whose templates can be given as files."""
 
     prompt_as: PromptAs = "auto"
-    """`text`: the tokenizer sees the text as it is. `chat`: it becomes a user turn. `auto`: the column `prompt` stays
-    text unless there is a system prompt; other columns hold a question to somebody and become a user turn."""
+    """`text`: the text is tokenized as it is. `chat`: it becomes a user turn. `auto`: the column `prompt` stays text
+    unless there is a system prompt; other columns are questions and become a user turn."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the chat template of every prompt (`enable_thinking: false`)."""
+    """Passed to the chat template of every prompt (`enable_thinking: false`)."""
 
     def __post_init__(self) -> None:
         """Read files and shipped texts.
 
         Raises:
             ValueError: If a value is out of range, a name is unknown, or `{question}` is missing.
-            FileNotFoundError: If a file is not there.
+            FileNotFoundError: If a file does not exist.
         """
         if self.prompt_as not in get_args(PromptAs):
             raise ValueError(f"prompt_as must be one of {', '.join(get_args(PromptAs))}, got {self.prompt_as!r}.")
         if self.prompt_as == "text" and self.system_prompt is not None:
-            raise ValueError("system_prompt needs a chat to stand in: set prompt_as to 'auto' or 'chat'.")
+            raise ValueError("system_prompt needs a chat, but prompt_as is 'text': set it to 'auto' or 'chat'.")
         check_template_settings(self.chat_template_kwargs)
         for name in ("system_prompt", "question_template"):
             if (value := getattr(self, name)) is not None:
@@ -116,19 +115,19 @@ class PromptTemplate:
             raise ValueError(f"question_template must contain {{question}}, got {self.question_template!r:.80}.")
 
     def question(self, text: str) -> str:
-        """The text with the question template around it. Other braces in template and text stay as they are."""
+        """Insert a question into the template. Other braces in template and question are kept."""
         return text if self.question_template is None else QUESTION.sub(lambda _: text, self.question_template)
 
     def render(self, content: str | Sequence[Message], *, is_question: bool, where: str) -> str | list[Message]:
-        """The text or messages given to the tokenizer.
+        """Render the text or messages for the tokenizer.
 
         Args:
             content: Text, or messages.
-            is_question: True for text that is asked of somebody (`question`), False for text to go on with (`prompt`).
+            is_question: True for a question (column `question`), False for text to continue (column `prompt`).
             where: The row, for error messages.
 
         Raises:
-            ValueError: If messages meet a question template, or are to be text.
+            ValueError: If `content` is messages and there is a question template or `prompt_as` is "text".
         """
         if not isinstance(content, str):
             return self._render_chat(content, where)
@@ -139,22 +138,20 @@ class PromptTemplate:
         return self.with_system([{"role": "user", "content": text}]) if is_chat else text
 
     def with_system(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with the system prompt in front, unless they begin with one of their own."""
+        """Prepend the system prompt, unless the messages start with their own."""
         if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _render_chat(self, messages: Sequence[Message], where: str) -> list[Message]:
-        """Messages of the data: their wording is theirs."""
+        """Render messages of the data, whose text is kept."""
         if self.question_template is not None:
             raise ValueError(
-                f"{where}: question_template is put around a question that is text, and the row is a list of messages. "
-                "Leave the template out, or write it into the messages."
+                f"{where}: question_template is for questions that are text, but the row is a list of messages. Remove "
+                "the template, or write it into the messages."
             )
         if self.prompt_as == "text":
-            raise ValueError(
-                f"{where}: the row is a list of messages, prompt_as 'text' asks for text. Set it to 'auto'."
-            )
+            raise ValueError(f"{where}: the row is a list of messages, but prompt_as is 'text'. Set it to 'auto'.")
         return self.with_system(messages)
 
 
@@ -164,14 +161,14 @@ def shipped_names(kind: str) -> list[str]:
 
 
 def named_text(value: str, *, kind: str, key: str) -> str:
-    """The text that `value` is, names, or is the file of; without the line end of the file's last line.
+    """Resolve a text, a shipped name or a file to its text, without the final line break of a file.
 
     Raises:
-        ValueError: If it looks like a name (`r2`) and is no shipped one, or it is that of another trainer's text.
-        FileNotFoundError: If it looks like a file and is not there.
+        ValueError: If `value` looks like a name (`r2`) but is not shipped, or is the name of another trainer's text.
+        FileNotFoundError: If it looks like a file that does not exist.
     """
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{key} must be text that is not empty, a file or a shipped name, got {value!r:.80}.")
+        raise ValueError(f"{key} must be a non-empty text, a file or a shipped name, got {value!r:.80}.")
     path = SHIPPED / kind / f"{value}.txt"
     if value not in shipped_names(kind):
         if QUESTION.search(value) or not (_is_file_name(value) or _is_word(value)):
@@ -183,30 +180,30 @@ def named_text(value: str, *, kind: str, key: str) -> str:
         if original := ORIGINALS[kind].get(value):
             ours = (SHIPPED / kind / f"{original.ours}.txt").read_text(encoding="utf-8").splitlines()[0]
             raise ValueError(
-                f"{key} {value!r} is a text of {original.source}, which is not shipped: {original.words!r}. To ask in "
-                f"its words, write them into a file: {key}: my_{value}.txt. The shipped {original.ours!r} asks for the "
-                f"same in other words: {ours!r}. A model trained with one of them may answer worse when asked "
-                "with the other."
+                f"{key} {value!r} is a text of {original.source}, which is not shipped: {original.words!r}. To use its "
+                f"words, write them into a file: {key}: my_{value}.txt. The shipped {original.ours!r} has the same "
+                f"instructions in other words: {ours!r}. A model trained with one of them may answer worse when "
+                "prompted with the other."
             )
         near = difflib.get_close_matches(value, shipped_names(kind), n=1, cutoff=0.5)
         likely = TASKS[kind].get(value) or next(iter(near), None)
         raise ValueError(
-            f"{key} {value!r} is no shipped text{f', did you mean {likely!r}?' if likely else '.'} There are: "
-            f"{', '.join(shipped_names(kind))}. Give one of them, a file, or a text of more than one word."
+            f"{key} {value!r} is not a shipped text{f', did you mean {likely!r}?' if likely else '.'} The shipped ones "
+            f"are: {', '.join(shipped_names(kind))}. Use one of them, a file, or a text of more than one word."
         )
     return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
 def _is_file_name(value: str) -> bool:
-    """True for a line that ends like a file with a text; spaces and every script may be in a file's name."""
+    """True for a single line that ends like a text file; file names may have spaces and any script."""
     is_short = len(value) < 1000 and all(len(part.encode()) <= LONGEST_NAME for part in value.split("/"))
     return value.endswith((".txt", ".md")) and len(value.splitlines()) == 1 and is_short
 
 
 def _is_word(value: str) -> bool:
-    """True for what looks like a name or a path: short ASCII without spaces, with a slash or of letters and digits.
+    """True if the value looks like a name or a path: short ASCII without spaces, with a slash or of letters and digits.
 
-    Languages without spaces write whole texts in one word: what is not ASCII is one.
+    A non-ASCII value is never a name, as some languages write whole texts without spaces.
     """
     is_short = len(value) <= LONGEST_NAME and value.isascii() and re.search(r"\s", value) is None
     return is_short and ("/" in value or re.fullmatch(r"[\w.-]*[\w-]", value) is not None)

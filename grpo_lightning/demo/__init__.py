@@ -1,1 +1,1 @@
-"""The quickstarts' tiny models and their tasks, built offline: `arithmetic` for text, `grounding` for images."""
+"""Tiny models and tasks of the quickstarts, built offline: `arithmetic` for text, `grounding` for images."""

@@ -1,10 +1,10 @@
 """The quickstart's tiny Qwen2, its tokenizer and its task: built offline in under a minute, then cached.
 
-The task is arithmetic whose steps must be written out: the sum of eight digits modulo six. A brief supervised warm-up
-teaches the model two habits, and GRPO has to find out which of them pays:
+The task is the sum of eight digits modulo six, which this model can only solve step by step. A brief supervised warm-up
+teaches it two kinds of completions, and GRPO has to find out which one is rewarded:
 
-- the short one, most of what the warm-up ends on, guesses and is right once in six: `<answer>4</answer>`;
-- the worked one writes every running sum first and is right: `<think>34440214</think><answer>4</answer>`.
+- short ones, most of the last warm-up steps, guess and are right once in six: `<answer>4</answer>`;
+- worked ones write every running sum first and are right: `<think>34440214</think><answer>4</answer>`.
 
 So accuracy and length rise together. Nothing is downloaded.
 """
@@ -30,7 +30,7 @@ Digits = tuple[int, ...]
 
 
 class DemoSplit(NamedTuple):
-    """Three sets of digit sequences; no sequence is in two of them."""
+    """Three disjoint sets of digit sequences."""
 
     warm_up: list[Digits]
     train: list[Digits]
@@ -39,7 +39,7 @@ class DemoSplit(NamedTuple):
 
 @dataclass(frozen=True)
 class DemoTask:
-    """Sums of single digits modulo a small number, and the two ways of answering."""
+    """Sums of single digits modulo a small number, and the two kinds of completions."""
 
     num_digits: int = 8
     modulus: int = 6
@@ -50,10 +50,10 @@ class DemoTask:
     num_heldout: int = 256
 
     seed: int = 0
-    """Draws the sequences; initialises the model and orders the warm-up too."""
+    """Seed of the sequences, of the model's initial weights and of the warm-up's order."""
 
     def __post_init__(self) -> None:
-        """Check the sizes. Raises: ValueError naming the value got and what is allowed."""
+        """Check the sizes. Raises: ValueError naming the value got and the allowed range."""
         if not 2 <= self.modulus <= 10:
             raise ValueError(f"modulus must be 2 to 10 (a digit is one character), got {self.modulus}.")
         wanted, available = self.num_warm_up + self.num_train + self.num_heldout, self.modulus**self.num_digits
@@ -66,11 +66,11 @@ class DemoTask:
         return "".join(map(str, digits)) + "="
 
     def truth(self, digits: Sequence[int]) -> int:
-        """The right answer."""
+        """The correct answer."""
         return sum(digits) % self.modulus
 
     def worked(self, digits: Sequence[int]) -> str:
-        """The long completion: every running sum, then the right answer."""
+        """The worked completion: every running sum, then the correct answer."""
         sums = [self.truth(digits[: end + 1]) for end in range(len(digits))]
         return f"<think>{''.join(map(str, sums))}</think><answer>{sums[-1]}</answer>"
 
@@ -79,12 +79,12 @@ class DemoTask:
         return f"<answer>{digits[-1]}</answer>"
 
     def split(self) -> DemoSplit:
-        """Draw the three sets without replacement, so that they cannot share a sequence."""
+        """Sample the three sets without replacement, so that they share no sequence."""
         sizes = (self.num_warm_up, self.num_train, self.num_heldout)
         codes = random.Random(self.seed).sample(range(self.modulus**self.num_digits), sum(sizes))
         places = [self.modulus**place for place in range(self.num_digits)]
-        drawn = iter([tuple(code // place % self.modulus for place in places) for code in codes])
-        return DemoSplit(*(list(islice(drawn, size)) for size in sizes))
+        sequences = iter([tuple(code // place % self.modulus for place in places) for code in codes])
+        return DemoSplit(*(list(islice(sequences, size)) for size in sizes))
 
     def write(self, folder: Path) -> None:
         """Write `train.jsonl` and `heldout.jsonl`, one {"prompt": "...", "answer": "..."} per line."""
@@ -104,7 +104,8 @@ class DemoModel:
     num_heads: int = 4
 
     initializer_range: float = 0.12
-    """About 1 / sqrt(hidden_size). Qwen2's own 0.02 makes a model this small learn the worked habit 4 times slower."""
+    """About 1 / sqrt(hidden_size). With Qwen2's default 0.02, a model this small learns the worked completions 4 times
+    slower."""
 
 
 @dataclass(frozen=True)
@@ -113,24 +114,24 @@ class WarmUp:
 
     batch_size: int = 64
     learning_rate: float = 5e-3
-    """Reached over the first `num_ramp_steps`, held while the worked habit is learned, then lowered to zero."""
+    """Reached over the first `num_ramp_steps`, held while worked completions are learned, then decayed to zero."""
 
     num_ramp_steps: int = 20
     beta2: float = 0.99
     target_loss: float = 0.002
-    """The worked habit counts as learned once the loss, averaged over about ten steps, is below this."""
+    """Worked completions count as learned once their loss, averaged over about ten steps, is below this."""
 
     max_worked_steps: int = 1000
     num_short_steps: int = 250
-    """Fewer leave the worked habit damaged: right in 9 of 10 cases instead of 19 of 20."""
+    """With fewer steps, worked completions are right in 9 of 10 cases instead of 19 of 20."""
 
     short_share: float = 0.85
-    """Share of short completions in those last steps. The rest is how often the policy starts out writing its steps."""
+    """Share of short completions in those last steps, and about their share when GRPO starts."""
 
 
 @dataclass(frozen=True)
 class DemoRecipe(Recipe):
-    """Everything that decides what is built."""
+    """All settings that determine the demo's files."""
 
     task: DemoTask = field(default_factory=DemoTask)
     model: DemoModel = field(default_factory=DemoModel)
@@ -139,7 +140,7 @@ class DemoRecipe(Recipe):
     code = 1
 
     def build(self, folder: Path, *, show_progress: bool) -> None:
-        """Write the data, teach the model."""
+        """Write the data and train the model."""
         self.task.write(folder)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, self.model, seed=self.task.seed)
@@ -149,12 +150,12 @@ class DemoRecipe(Recipe):
 
 
 class Quickstart(PrepareDemo):
-    """Puts the demo's model and data where the quickstart recipe reads them; a data module's `prepare`.
+    """Builds the demo's model and data for the quickstart recipe; a data module's `prepare`.
 
     Args:
-        folder: Gets `model/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
-        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on cores that
-            others use too, two were 17 times slower than one.
+        folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; they depend on the run's seed.
+        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on shared
+            cores, two were 17 times slower than one.
     """
 
     recipe = DemoRecipe
@@ -164,14 +165,14 @@ class Quickstart(PrepareDemo):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, tab and newline, then `<pad>` and `<eos>`; nothing else is encoded."""
+    """Build a tokenizer: a token per printable ASCII character, space, tab and newline, then `<pad>` and `<eos>`."""
     return character_tokenizer(" \t\n")
 
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, size: DemoModel | None = None, *, seed: int = 0
 ) -> Qwen2ForCausalLM:
-    """A freshly initialised Qwen2 in float32, in eval mode, that knows the tokenizer's `<pad>` and `<eos>`."""
+    """Build an untrained Qwen2 in float32 and eval mode, with the tokenizer's `<pad>` and `<eos>`."""
     size = size or DemoModel()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -201,49 +202,51 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Teach both habits, in place.
+    """Train the model in place on worked completions until they are learned, then on mostly short ones.
 
-    The worked habit appears suddenly, after a number of steps that varies with the seed; so its phase ends when it is
-    learned. All completions of one habit are equally long: nothing is padded.
+    Worked completions are learned suddenly, after a number of steps that varies with the seed; so their phase ends by
+    the loss. All completions of one kind have the same length: there is no padding.
 
     Raises:
-        RuntimeError: If the worked habit is not learned within `max_worked_steps`.
+        RuntimeError: If worked completions are not learned within `max_worked_steps`.
     """
     settings = settings or WarmUp()
-    habits = _Habits(tokenizer, task, settings)
+    corpus = _Corpus(tokenizer, task, settings)
     teacher = Teacher(model.parameters(), learning_rate=settings.learning_rate, beta2=settings.beta2)
     average = float("nan")
     with progress("worked answers (until learned)", None, show=show_progress) as bar:
         for step in range(settings.max_worked_steps):
             rate = min(1.0, (step + 1) / settings.num_ramp_steps)
-            loss = teacher.step(habits.loss(model, num_short=0), bar, rate=rate)
+            loss = teacher.step(corpus.loss(model, num_short=0), bar, rate=rate)
             average = loss if step == 0 else 0.9 * average + 0.1 * loss
             if average < settings.target_loss:
                 break
         else:
-            found = f"loss {average:.3f} after {settings.max_worked_steps} steps, {settings.target_loss} wanted"
-            raise RuntimeError(f"the worked habit was not learned: {found}. Take another seed.")
+            raise RuntimeError(
+                f"The worked completions were not learned: their loss is {average:.3f} after "
+                f"{settings.max_worked_steps} steps and should be {settings.target_loss}. Choose another seed."
+            )
     num_short = round(settings.short_share * settings.batch_size)
     with progress("short answers", settings.num_short_steps, show=show_progress) as bar:
         for step in range(settings.num_short_steps):
-            teacher.step(habits.loss(model, num_short), bar, rate=1 - step / settings.num_short_steps)
+            teacher.step(corpus.loss(model, num_short), bar, rate=1 - step / settings.num_short_steps)
 
 
-class _Habits:
-    """The warm-up corpus: every sequence written both ways."""
+class _Corpus:
+    """The warm-up corpus: every sequence with both kinds of completions."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: DemoTask, settings: WarmUp) -> None:
         sequences = task.split().warm_up
         self.prompt_length = task.num_digits + 1
         self.worked, self.short = (
-            torch.tensor([tokenizer.encode(task.question(digits) + habit(digits) + EOS) for digits in sequences])
-            for habit in (task.worked, task.short)
+            torch.tensor([tokenizer.encode(task.question(digits) + complete(digits) + EOS) for digits in sequences])
+            for complete in (task.worked, task.short)
         )  # [rows, L + T], T differs
         self.batch_size = settings.batch_size
         self.draw = torch.Generator().manual_seed(task.seed)
 
     def loss(self, model: Qwen2ForCausalLM, num_short: int) -> Tensor:
-        """The mean over all completion tokens of a fresh batch, `num_short` of its rows short."""
+        """Mean cross-entropy over the completion tokens of a new batch with `num_short` short completions."""
         rows = torch.randint(len(self.worked), (self.batch_size,), generator=self.draw)
         losses = []
         for ids in filter(len, (self.worked[rows[num_short:]], self.short[rows[:num_short]])):

@@ -1,4 +1,4 @@
-"""Builds a demo once and caches it: its files, its tokenizer, its supervised steps."""
+"""Building and caching the demos: files, tokenizer and supervised warm-up steps."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ PAD, EOS = "<pad>", "<eos>"
 
 @dataclass(frozen=True)
 class DemoFiles:
-    """A demo that was built."""
+    """The files of a built demo."""
 
     folder: Path
 
     @property
     def model(self) -> Path:
-        """All that `from_pretrained` needs: weights, configuration, tokenizer, processor."""
+        """The folder for `from_pretrained`: weights, configuration, tokenizer, processor."""
         return self.folder / "model"
 
     @property
     def train(self) -> Path:
-        """The rows to train on."""
+        """The training rows."""
         return self.folder / "train.jsonl"
 
     @property
     def heldout(self) -> Path:
-        """The rows to validate on."""
+        """The validation rows."""
         return self.folder / "heldout.jsonl"
 
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """Everything that decides what a demo builds. A subclass has the numbers."""
+    """All settings that determine a demo's files. Subclasses define the fields."""
 
     code: ClassVar[str | int]
-    """Part of the cache key: raise it when code changes what is built without changing a number of the recipe."""
+    """Part of the cache key: raise it when code changes the files without changing a field of the recipe."""
 
     @abstractmethod
     def build(self, folder: Path, *, show_progress: bool) -> None:
-        """Fill an empty folder with model and data."""
+        """Write model and data into an empty folder."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Every number, as JSON has it."""
+        """All fields, as JSON values."""
         facts: dict[str, Any] = _numbers(self)
         return facts
 
     @property
     def key(self) -> str:
-        """A hash of every number and of the versions of the code: names the cache folder."""
+        """The name of the cache folder: a hash of all fields and of the code versions."""
         versions = {"torch": str(torch.__version__), "transformers": transformers.__version__, "code": self.code}
         facts = {**self.facts, **versions, **self.more_versions()}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -78,16 +78,16 @@ class Recipe(ABC):
         return {}
 
     def with_seed(self, seed: int) -> Recipe:
-        """The same recipe with another seed of its task."""
+        """Copy the recipe with another seed of its task."""
         return replace(self, task=replace(self.task, seed=seed))  # type: ignore[call-arg, attr-defined]
 
     def prepare(self, seed: int = 0, cache_dir: str | Path | None = None, *, show_progress: bool = True) -> DemoFiles:
-        """Build model and data once; later calls return the same folder at once. An interrupted build is not used.
+        """Build model and data once and cache them. An interrupted build is not used.
 
         Args:
             seed: Replaces the recipe's seed.
-            cache_dir: Where the folder goes; by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
-            show_progress: Whether the warm-up shows progress bars.
+            cache_dir: Parent folder; by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
+            show_progress: Show progress bars of the warm-up.
 
         Raises:
             ImportError: If a package that the demo needs is missing.
@@ -106,23 +106,23 @@ class Recipe(ABC):
                 try:
                     unfinished.rename(folder)
                 except OSError:
-                    if not folder.exists():  # else another process finished the same recipe first
+                    if not folder.exists():  # otherwise another process finished the same recipe first
                         raise
         return DemoFiles(folder)
 
 
 def _numbers(value: Any) -> Any:
-    """The fields of a dataclass that its constructor takes, also of those inside it."""
+    """Convert a dataclass, and the dataclasses in its fields, to a dict of the fields that its constructor takes."""
     if not is_dataclass(value):
         return value
     return {field.name: _numbers(getattr(value, field.name)) for field in fields(value) if field.init}
 
 
 class PrepareDemo:
-    """Puts a demo's model and data where a recipe reads them; a data module's `prepare`.
+    """Builds a demo's model and data and copies them to a folder; a data module's `prepare`.
 
     Args:
-        folder: Gets the files, of the run's seed.
+        folder: Output folder; the files depend on the run's seed.
         num_threads: CPU threads of the run.
     """
 
@@ -132,7 +132,7 @@ class PrepareDemo:
         self.folder, self.num_threads = Path(folder), num_threads
 
     def __call__(self) -> None:
-        """Build the demo unless its cache has it, and copy it here. Raises: ValueError if other files lie there."""
+        """Build the demo unless it is cached, and copy it to the folder. Raises: ValueError if that has other files."""
         torch.set_num_threads(self.num_threads)
         built = self.recipe().prepare(run_seed(None)).folder
         text = (built / RECIPE).read_text(encoding="utf-8")
@@ -140,10 +140,11 @@ class PrepareDemo:
 
 
 def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and each of `spaces`, then `<pad>` and `<eos>`; nothing else is encoded.
+    """Build a tokenizer: a token per printable ASCII character and per character of `spaces`, then `<pad>`, `<eos>`.
 
-    It is byte-level BPE without merges because `AutoTokenizer` reads any tokenizer saved beside a Qwen2 as one; for the
-    same reason the unknown token is named: the default would become a token that the model does not have.
+    Other characters are not encoded. It is a byte-level BPE without merges, because `AutoTokenizer` loads any tokenizer
+    saved next to a Qwen2 as one. For the same reason the unknown token is set: the default would become a token that
+    the model does not have.
     """
     characters = string.digits + string.ascii_letters + string.punctuation
     stored = characters + "".join(chr(256 + ord(space)) for space in spaces)
@@ -157,12 +158,12 @@ def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenize
 
 
 class Teacher:
-    """Supervised steps of a warm-up: AdamW for one set of weights.
+    """Supervised training steps of a warm-up, with AdamW.
 
     Args:
-        parameters: What is trained.
-        learning_rate: The highest; every step takes a share of it.
-        beta2: AdamW's.
+        parameters: The trainable parameters.
+        learning_rate: The peak; each step uses a fraction of it.
+        beta2: AdamW's beta2.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, learning_rate: float, beta2: float) -> None:
@@ -171,7 +172,7 @@ class Teacher:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=(0.9, beta2))
 
     def step(self, loss: Tensor, bar: Any, *, rate: float = 1.0) -> float:
-        """One update, shown in the bar. Returns: the loss."""
+        """Take one optimizer step and advance the bar. Returns: the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate * self.learning_rate
         self.optimizer.zero_grad()
@@ -184,5 +185,5 @@ class Teacher:
 
 
 def progress(phase: str, num_steps: int | None, *, show: bool) -> Any:
-    """A bar for some steps of the warm-up; None for the number where it is not known."""
+    """Create the progress bar of a warm-up phase; `num_steps` is None if unknown."""
     return progress_bar(total=num_steps, desc=f"Warm-up, {phase}", unit="step", disable=not show)

@@ -1,10 +1,10 @@
-"""The grounding quickstart: a tiny Qwen2.5-VL that can point at shapes, and mostly does not bother to.
+"""The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but mostly answers with the whole image.
 
-A brief supervised warm-up teaches the vision tower what an image shows, then the language model two habits, and GRPO
-has to find out which of them pays:
+A brief supervised warm-up teaches the vision tower to recognise shapes, then the language model two kinds of
+completions, and GRPO has to find out which one is rewarded:
 
-- the lazy one, most of what the warm-up ends on, answers with the whole image: an IoU of about 0.10;
-- the worked one names what to look for, looks, and answers with its box.
+- lazy ones, most of the last warm-up steps, answer with the whole image: an IoU of about 0.10;
+- worked ones name the shape, locate it, and answer with its box.
 
 Nothing is downloaded.
 """
@@ -28,7 +28,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
-from grpo_lightning.demo.scenes import ANY_COLOUR, ANY_SHAPE, COLOURS, SHAPES, Scene, SceneTask, namings, varied
+from grpo_lightning.demo.scenes import ANY_COLOUR, ANY_SHAPE, COLOURS, SHAPES, Scene, SceneTask, namings, vary
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLProcessor
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 PATCHES_PER_TOKEN = 2
-"""Along either side."""
+"""Patches per token along each side."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class GroundingModel:
 
 
 def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
-    """A token per word, number and tag of the task, and one per printable ASCII character for everything else."""
+    """Build a tokenizer: a token per word, number and tag of the task, and per printable ASCII character."""
     media = {"image_token": IMAGE, "video_token": VIDEO, "vision_start_token": START, "vision_end_token": END}
-    whole = character_tokenizer(chat_template=CHAT_TEMPLATE, extra_special_tokens=media)
+    tokenizer = character_tokenizer(chat_template=CHAT_TEMPLATE, extra_special_tokens=media)
     tags = ["<think>", "</think>", "<answer>", "</answer>", ", ", "Where is the ", "anything"]
     words = [
         *tags,
@@ -71,12 +71,12 @@ def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
         ANY_SHAPE,
         *(f"{space}{number}" for number in task.numbers() for space in ("", " ")),
     ]
-    whole.add_tokens([AddedToken(word, normalized=False) for word in words])
-    return whole
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
 
 
 def build_processor(task: SceneTask, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    """Qwen2.5-VL's processor, which leaves the task's images at their size."""
+    """Build Qwen2.5-VL's processor, with limits that keep the size of the task's images."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     sizes = {"patch_size": task.cell_size, "merge_size": PATCHES_PER_TOKEN}
@@ -93,7 +93,7 @@ def build_processor(task: SceneTask, tokenizer: PreTrainedTokenizerFast) -> Qwen
 def build_model(
     task: SceneTask, tokenizer: PreTrainedTokenizerFast, size: GroundingModel | None = None
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A freshly initialised Qwen2.5-VL in float32, in eval mode."""
+    """Build an untrained Qwen2.5-VL in float32 and eval mode."""
     size = size or GroundingModel()
     half = size.hidden_size // size.num_heads // 2
     sideways = 3 * half // 8
@@ -139,12 +139,12 @@ def build_model(
 
 
 NOTHING = -100
-"""The label of an image token without a thing; `cross_entropy` leaves it out."""
+"""The label of an image token without a thing; ignored by `cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class GroundingWarmUp:
-    """The supervised phases: the tower, mostly worked completions, then mostly lazy ones."""
+    """The supervised phases: vision tower, mostly worked completions, mostly lazy completions."""
 
     batch_size: int = 64
     num_tower_images: int = 2000
@@ -152,26 +152,26 @@ class GroundingWarmUp:
     """See `teach_tower`."""
 
     num_images: int = 6000
-    """That the language model sees, with three questions about each thing."""
+    """Images for the language model, with three questions about each thing."""
 
     num_worked_steps: int = 1600
     lazy_share_of_worked: float = 0.125
     """Share of lazy completions in the phase of worked ones.
 
-    Without any, the last phase has to teach the lazy word, and for held-out questions takes half of the chance of the
-    right word away.
+    With 0, the last phase has to teach the first word of lazy completions, which on held-out questions halves the
+    probability of the correct word.
     """
 
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
-    """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then lowered to zero."""
+    """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then decayed to zero."""
 
     lazy_learning_rate: float = 5e-4
     num_ramp_steps: int = 20
     held_share: float = 0.5
     beta2: float = 0.99
     lazy_share: float = 0.85
-    """Share of lazy completions in the last phase. The rest is how often the policy starts out looking."""
+    """Share of lazy completions in the last phase, and about their share when GRPO starts."""
 
 
 def warm_up(
@@ -182,7 +182,7 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Teach the tower what an image shows, then the language model both habits, in place."""
+    """Train the vision tower, then the language model on both kinds of completions, in place."""
     settings = settings or GroundingWarmUp()
     with torch.random.fork_rng(devices=[]), multiplied_patches(model):
         torch.default_generator.manual_seed(task.seed)
@@ -198,10 +198,10 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Make every image token say which thing it shows: its colour and shape in words, its edges to a linear layer.
+    """Train the vision tower so that each image token encodes the colour, shape and edges of its thing.
 
-    The tower is trained so that, of all words for a colour, the one for the thing's has the embedding most like the
-    token; so for shapes. The language model then finds a thing by comparing what it reads with what it sees.
+    Colour and shape logits are dot products of the token with the embeddings of the words; edges are classified by
+    linear layers. The language model can then find a thing by comparing word embeddings with image tokens.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
@@ -213,10 +213,10 @@ def teach_tower(
         for step in range(settings.num_tower_steps):
             rows = torch.randint(len(scenes), (settings.batch_size,))
             tokens = features_of(model, task, patches[rows].float())  # [rows, tokens, width]
-            said = [tokens @ embeddings.T for embeddings in words] + [edge(tokens) for edge in edges]
+            predictions = [tokens @ embeddings.T for embeddings in words] + [edge(tokens) for edge in edges]
             losses = [
                 functional.cross_entropy(logits.transpose(1, 2), labels[rows, :, place], ignore_index=NOTHING)
-                for place, logits in enumerate(said)
+                for place, logits in enumerate(predictions)
             ]
             rate = learning_rate_share(step, settings.num_tower_steps, settings)
             teacher.step(torch.stack(losses).mean(), bar, rate=rate)
@@ -225,7 +225,7 @@ def teach_tower(
 def word_embeddings(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, words: Iterable[str]
 ) -> Tensor:
-    """The embeddings of some words, as they are now. Returns: [words, width]."""
+    """Copy the current embeddings of some words. Returns: [words, width]."""
     embeddings: Tensor = model.get_input_embeddings().weight
     return embeddings[tokenizer.convert_tokens_to_ids(list(words))].detach().clone()
 
@@ -238,9 +238,9 @@ def teach_language(
     *,
     show_progress: bool,
 ) -> None:
-    """Teach mostly worked completions, then mostly lazy ones; the tower stays as it is."""
+    """Train the language model on mostly worked completions, then mostly lazy ones; the vision tower is frozen."""
     scenes = varied_scenes(task, "language", settings.num_images)
-    habits = _Habits(model, processor, task, scenes, show_progress=show_progress)
+    corpus = _Corpus(model, processor, task, scenes, show_progress=show_progress)
     language = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
     language = list(dict.fromkeys(language))  # the head may be the embedding
     for what, num_steps, highest, lazy_share in (
@@ -252,27 +252,27 @@ def teach_language(
         with progress(what, num_steps, show=show_progress) as bar:
             for step in range(num_steps):
                 rate = learning_rate_share(step, num_steps, settings)
-                teacher.step(habits.loss(settings.batch_size, num_lazy), bar, rate=rate)
+                teacher.step(corpus.loss(settings.batch_size, num_lazy), bar, rate=rate)
 
 
 def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
-    """Scenes in which half of the things have a colour or a shape without a name."""
+    """Scenes in which half of the things have a nameless colour or a nameless shape."""
     draw = random.Random(f"{task.seed}, {purpose}, varied")
-    return [varied(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
+    return [vary(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
 
 
 def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
-    """A ramp, a plain, and half a cosine down to zero."""
+    """Fraction of the peak learning rate: linear warm-up, constant phase, cosine decay to zero."""
     ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
     held = settings.held_share * num_steps
     past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
     return ramp * 0.5 * (1 + math.cos(math.pi * past))
 
 
-class _Habits:
-    """The warm-up corpus: every image, with the questions about each of its things, answered both ways.
+class _Corpus:
+    """The warm-up corpus: every image with the questions about its things and both kinds of completions.
 
-    All questions have one length, and so have all answers of one habit: nothing is padded.
+    All questions have the same length, as have all completions of one kind: there is no padding.
     """
 
     def __init__(
@@ -286,20 +286,20 @@ class _Habits:
     ) -> None:
         self.model = model
         tokenizer = processor.tokenizer
-        asked = [(thing, naming) for scene in scenes for thing in scene for naming in namings(thing)]
-        prompts = [prompt_ids(task.question(*about), tokenizer, task) for about in asked]
+        subjects = [(thing, naming) for scene in scenes for thing in scene for naming in namings(thing)]
+        prompts = [prompt_ids(task.question(*about), tokenizer, task) for about in subjects]
         self.prompt_length = len(prompts[0])
-        self.questions_each = len(asked) // len(scenes)
+        self.questions_each = len(subjects) // len(scenes)
         lazy = tokenizer.encode(task.lazy() + EOS)
         self.worked = torch.tensor(
-            [ids + tokenizer.encode(task.worked(*about) + EOS) for ids, about in zip(prompts, asked, strict=True)]
-        )  # [rows, L + T], T differs from that of the lazy ones
+            [ids + tokenizer.encode(task.worked(*about) + EOS) for ids, about in zip(prompts, subjects, strict=True)]
+        )  # [rows, L + T], where T differs from that of the lazy ones
         self.lazy = torch.tensor([ids + lazy for ids in prompts])
         self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))
         self.grids = torch.tensor([patch_grid(task)])
 
     def loss(self, batch_size: int, num_lazy: int) -> Tensor:
-        """The mean over all completion tokens of a fresh batch, `num_lazy` of its rows lazy."""
+        """Mean cross-entropy over the completion tokens of a new batch with `num_lazy` lazy completions."""
         rows = torch.randint(len(self.worked), (batch_size,))
         losses = []
         for answers, chosen in ((self.worked, rows[num_lazy:]), (self.lazy, rows[:num_lazy])):
@@ -311,7 +311,7 @@ class _Habits:
         return torch.cat(losses).mean()
 
     def logits(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Args: ids: [B, L + T]. features: [B, tokens, width]. Returns: [B, T, V], of the completions."""
+        """Completion logits. Args: ids: [B, L + T]. features: [B, tokens, width]. Returns: [B, T, V]."""
         are_images = ids == self.model.config.image_token_id
         embedded = self.model.get_input_embeddings()(ids).masked_scatter(are_images[..., None], features)
         grids = self.grids.expand(len(ids), 3)
@@ -321,7 +321,7 @@ class _Habits:
 
 
 def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTask) -> list[int]:
-    """A prompt as the processor makes it: the image, a token per square of patches, then the question."""
+    """Tokenize a prompt as the processor does: the image's tokens, one per 2 x 2 patches, then the question."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     _, height, width = patch_grid(task)
@@ -331,15 +331,15 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTas
 
 
 def patch_grid(task: SceneTask) -> tuple[int, int, int]:
-    """Frames, rows and columns of patches of an image: a cell is one."""
+    """Frames, rows and columns of patches of an image; a cell is one patch."""
     return 1, task.num_cells, task.num_cells
 
 
 @contextlib.contextmanager
 def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[None]:
-    """Inside, patches are embedded by one matrix product.
+    """Embed patches by one matrix product inside this context.
 
-    It is the same as the convolution whose stride is its kernel's size, and five times faster on a CPU.
+    It is equal to the convolution, whose stride is its kernel size, and five times faster on a CPU.
     """
     embed = model.model.visual.patch_embed
     weight = embed.proj.weight  # [width, channels, frames, height, width]
@@ -351,14 +351,14 @@ def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[No
 
 
 def patches_of(scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor) -> Tensor:
-    """The images as the tower takes them. Returns: [images, patches, values]."""
+    """Convert scenes to input patches of the vision tower. Returns: [images, patches, values]."""
     pictures = [task.picture(scene) for scene in scenes]
     values: Tensor = processor.image_processor(images=pictures, return_tensors="pt")["pixel_values"]
     return values.view(len(scenes), -1, values.shape[-1])
 
 
 def features_of(model: Qwen2_5_VLForConditionalGeneration, task: SceneTask, patches: Tensor) -> Tensor:
-    """The vision tower's features of images. Args: patches: [B, patches, values]. Returns: [B, tokens, width]."""
+    """Compute vision features. Args: patches: [B, patches, values]. Returns: [B, tokens, width]."""
     grids = torch.tensor([patch_grid(task)]).expand(len(patches), 3)
     outputs: Any = model.model.visual(patches.flatten(0, 1), grid_thw=grids)
     return outputs.pooler_output.unflatten(0, (len(patches), -1))  # type: ignore[no-any-return]
@@ -373,7 +373,7 @@ def features_in_parts(
     *,
     show: bool,
 ) -> Iterator[Tensor]:
-    """The features of many images, some at a time."""
+    """Compute the features of many images in chunks."""
     with progress("looking at images", len(scenes), show=show) as bar:
         for patches in patches_in_parts(scenes, task, processor):
             yield features_of(model, task, patches.float())
@@ -383,16 +383,16 @@ def features_in_parts(
 def patches_in_parts(
     scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor, size: int = 100
 ) -> Iterator[Tensor]:
-    """The patches of many images, some at a time and in half precision: those of 6,000 would take 0.9 GB."""
+    """Compute the patches of many images in chunks, in half precision: those of 6,000 images would take 0.9 GB."""
     for start in range(0, len(scenes), size):
         yield patches_of(scenes[start : start + size], task, processor).half()
 
 
 def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
-    """Labels: the thing that covers most of every image token.
+    """Label each image token with the thing that covers most of it.
 
     Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells; `NOTHING`
-        where there is none, and for a colour or a shape without a name.
+        for tokens without a thing, and for nameless colours and shapes.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
     colours, shapes = ({name: index for index, name in enumerate(names)} for names in (COLOURS, SHAPES))
@@ -412,7 +412,7 @@ def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
 
 @dataclass(frozen=True)
 class GroundingRecipe(Recipe):
-    """Everything that decides what is built."""
+    """All settings that determine the demo's files."""
 
     task: SceneTask = field(default_factory=SceneTask)
     model: GroundingModel = field(default_factory=GroundingModel)
@@ -421,7 +421,7 @@ class GroundingRecipe(Recipe):
     code = "grounding 2"
 
     def build(self, folder: Path, *, show_progress: bool) -> None:
-        """Write images and data, teach the model. Raises: ImportError if a package that images need is missing."""
+        """Write images and data, train the model. Raises: ImportError if a package for images is missing."""
         if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
             raise ImportError(f"The grounding quickstart needs {missing[0]}: pip install 'grpo-lightning[vision]'.")
         self.task.write(folder)
@@ -433,10 +433,10 @@ class GroundingRecipe(Recipe):
 
 
 class GroundingQuickstart(PrepareDemo):
-    """Puts the demo's model and data where the grounding recipe reads them; a data module's `prepare`.
+    """Builds the demo's model and data for the grounding recipe; a data module's `prepare`.
 
     Args:
-        folder: Gets `model/`, `images/`, `train.jsonl` and `heldout.jsonl`, of the run's seed.
+        folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; they depend on the run's seed.
         num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
     """
 

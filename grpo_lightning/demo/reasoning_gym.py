@@ -1,9 +1,10 @@
-"""The quickstart on reasoning-gym: a tiny Qwen2 that can solve three of its tasks, and mostly answers in haste.
+"""The reasoning-gym quickstart: a tiny Qwen2 that can solve three of its tasks, but mostly answers without reasoning.
 
-A brief supervised warm-up teaches the model two habits for every task, and GRPO has to find out which of them pays:
+A brief supervised warm-up teaches the model two kinds of completions for every task, and GRPO has to find out which one
+is rewarded:
 
-- the hasty one, most of what the warm-up ends on, gives the answer of some other question;
-- the worked one writes its steps first, and is mostly right.
+- hasty ones, most of the last warm-up steps, give the answer of some other question;
+- worked ones write their steps first, and are mostly right.
 
 Questions and verifiers are reasoning-gym's; nothing is downloaded.
 """
@@ -40,8 +41,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
 }
-"""The tasks and their settings, chosen so that a question is one line, and a step of its solution depends on the line
-before it and on little else."""
+"""The tasks and their settings, chosen so that a question is one line, and a step of its solution depends on little
+but the step before it."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -49,28 +50,28 @@ PHRASES = (
     "\nReturn the new list in the same format.",
     "Spell this word backward (example: sun -> nus): ",
     *("<think>", "</think><answer>", "<answer>", "</answer>"),
-    *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # what a sum of three digits can be
+    *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # possible sums of three digits
 )
-"""Texts that are one token for the model: the common parts of a task's questions, and numbers of several characters."""
+"""Texts that are one token each: the common parts of the questions, and numbers of several characters."""
 
 
 def steps(task: str, entry: Entry) -> str:
-    """How a question is worked out, without the answer: `8-0=8+7=15`, `0<n 3=n 8>y`, `b r u s h`."""
+    """The solution steps of a question, without the answer: `8-0=8+7=15`, `0<n 3=n 8>y`, `b r u s h`."""
     return _STEPS[task](entry["question"])
 
 
 def worked(task: str, entry: Entry) -> str:
-    """The long completion: every step, then the right answer."""
+    """The worked completion: every step, then the correct answer."""
     return f"<think>{steps(task, entry)}</think><answer>{entry['answer']}</answer>"
 
 
 def hasty(other: Entry) -> str:
-    """The short completion: the answer of another question."""
+    """The hasty completion: the answer of another question."""
     return f"<answer>{other['answer']}</answer>"
 
 
 def _sums(question: str) -> str:
-    """Every running sum of `a + b - c =`, without spaces: with them, the warm-up teaches sums to few seeds."""
+    """Every running sum of `a + b - c =`, without spaces: with spaces, the warm-up succeeds with few seeds only."""
     _, _, terms = question.partition(": ")
     first, *rest = re.findall(r"[+-]|\d+", terms)
     total = int(first)
@@ -82,16 +83,16 @@ def _sums(question: str) -> str:
 
 
 def _comparisons(question: str) -> str:
-    """Every number of the list, how it compares with the limit, and whether it is kept: `y` or `n`.
+    """Every number of the list, its comparison with the limit, and whether it is kept: `y` or `n`.
 
     Without the last letter, the answer depends on the comparison and on both words of the rule at once, which few
-    warm-ups teach.
+    warm-ups learn.
     """
-    rule, listed = question.partition(" in this list: ")[::2]
+    rule, numbers = question.partition(" in this list: ")[::2]
     limit = int(rule.rpartition(" ")[2])
     kept = "<" if "smaller" in rule else ">"
     written = []
-    for number in (int(found) for found in re.findall(r"'(\d+)'", listed)):
+    for number in (int(found) for found in re.findall(r"'(\d+)'", numbers)):
         sign = "<" if number < limit else ">" if number > limit else "="
         is_kept = (sign == kept) == rule.startswith("Keep")
         written.append(f"{number}{sign}{'y' if is_kept else 'n'}")
@@ -111,68 +112,68 @@ _STEPS: dict[str, Callable[[str], str]] = {
 
 
 NOT_TRAINED_ON = -100
-"""In place of a target: a token of the prompt, or padding."""
+"""The target of prompt and padding tokens, ignored by `cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class GymRecipe(Recipe):
-    """Everything that decides what is built."""
+    """All settings that determine the demo's files."""
 
     num_warm_up: int = 3000
-    """Questions of each task for the warm-up."""
+    """Warm-up questions per task."""
 
     num_train: int = 1000
-    """Questions of each task for GRPO."""
+    """GRPO training questions per task."""
 
     num_heldout: int = 80
-    """Questions of each task to measure on; neither the warm-up nor GRPO has them."""
+    """Evaluation questions per task, used neither by the warm-up nor by GRPO."""
 
     batch_size: int = 64
     learning_rate: float = 3e-3
     """Reached over 20 steps and held until the worked completions are learned."""
 
     target_loss: float = 0.02
-    """The worked completions are learned when the running mean of their loss is below this."""
+    """Worked completions count as learned once the running mean of their loss is below this."""
 
     max_worked_steps: int = 2500
-    """The warm-up fails if they are not learned within so many steps."""
+    """The warm-up fails if worked completions are not learned within this many steps."""
 
     num_decay_steps: int = 300
-    """Further steps on worked completions, while the learning rate falls to zero."""
+    """Further steps on worked completions, while the learning rate decays to zero."""
 
     num_hasty_steps: int = 150
-    """At the end, from a third of the learning rate."""
+    """Last steps, starting from a third of the learning rate."""
 
     hasty_share: float = 0.75
-    """Share of hasty completions in those last steps. The rest is how often the policy starts out writing its steps."""
+    """Share of hasty completions in those last steps, and about their share when GRPO starts."""
 
     seed: int = 0
-    """Draws the questions; initialises the model and orders the warm-up too."""
+    """Seed of the questions, of the model's initial weights and of the warm-up's order."""
 
     code = "reasoning-gym 4"
 
     def more_versions(self) -> dict[str, Any]:
-        """The tasks, and the package that makes their questions."""
+        """The tasks, and the version of reasoning-gym, which generates their questions."""
         return {"tasks": TASKS, "reasoning-gym": str(package().__version__)}
 
     def with_seed(self, seed: int) -> GymRecipe:
-        """The same recipe with another seed."""
+        """Copy the recipe with another seed."""
         return replace(self, seed=seed)
 
     @cached_property
     def train(self) -> dict[str, list[Entry]]:
-        """By task."""
+        """Training questions by task."""
         return {task: entries(task, config, self.seed, range(self.num_train)) for task, config in TASKS.items()}
 
     @cached_property
     def warm_up(self) -> dict[str, list[Entry]]:
-        """By task."""
+        """Warm-up questions by task."""
         chosen = range(self.num_train, self.num_train + self.num_warm_up)
         return {task: entries(task, config, self.seed, chosen) for task, config in TASKS.items()}
 
     @cached_property
     def heldout(self) -> dict[str, list[Entry]]:
-        """By task: the first questions that are in neither of the others. Raises: ValueError if there are too few."""
+        """Evaluation questions by task, disjoint from the other two sets. Raises: ValueError if there are too few."""
         first = self.num_train + self.num_warm_up
         found = {}
         for task, config in TASKS.items():
@@ -190,7 +191,7 @@ class GymRecipe(Recipe):
             write_rows(folder / "heldout" / f"{task}.jsonl", task, config, self.heldout[task])
 
     def build(self, folder: Path, *, show_progress: bool) -> None:
-        """Write the data, teach the model."""
+        """Write the data and train the model."""
         self.write(folder)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, seed=self.seed)
@@ -200,10 +201,11 @@ class GymRecipe(Recipe):
 
 
 class ReasoningGymQuickstart(PrepareDemo):
-    """Puts the demo's model and data where its recipe reads them; a data module's `prepare`.
+    """Builds the demo's model and data for its recipe; a data module's `prepare`.
 
     Args:
-        folder: Gets `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`, of the run's seed.
+        folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; they depend on the run's
+            seed.
         num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
     """
 
@@ -216,7 +218,7 @@ class ReasoningGymQuickstart(PrepareDemo):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """That of the other quickstart, and one token for each of `PHRASES`."""
+    """Build the tokenizer of the arithmetic quickstart, with one more token for each of `PHRASES`."""
     tokenizer = arithmetic.build_tokenizer()
     tokenizer.add_tokens(list(PHRASES))
     return tokenizer
@@ -225,19 +227,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
 ) -> None:
-    """Teach both habits, in place: worked completions until they are learned, then mostly hasty ones.
+    """Train the model in place on worked completions until they are learned, then on mostly hasty ones.
 
-    How many steps the worked completions take varies with the seed, so their phase ends by the loss.
+    The steps needed for worked completions vary with the seed, so their phase ends by the loss.
 
     Raises:
         RuntimeError: If the worked completions are not learned within `max_worked_steps`.
     """
-    habits = _Habits(tokenizer, recipe)
+    corpus = _Corpus(tokenizer, recipe)
     teacher = Teacher(model.parameters(), learning_rate=recipe.learning_rate, beta2=0.99)
     with progress("worked answers (until learned)", None, show=show_progress) as bar:
         average = float("inf")
         for step in range(recipe.max_worked_steps):
-            loss = teacher.step(habits.loss(model, num_hasty=0), bar, rate=min(1.0, (step + 1) / 20))
+            loss = teacher.step(corpus.loss(model, num_hasty=0), bar, rate=min(1.0, (step + 1) / 20))
             average = loss if step == 0 else 0.95 * average + 0.05 * loss
             if average < recipe.target_loss:
                 break
@@ -247,15 +249,15 @@ def warm_up(
                 f"{recipe.max_worked_steps} steps and should be {recipe.target_loss}. Choose another seed."
             )
         for step in range(recipe.num_decay_steps):
-            teacher.step(habits.loss(model, num_hasty=0), bar, rate=1 - step / recipe.num_decay_steps)
+            teacher.step(corpus.loss(model, num_hasty=0), bar, rate=1 - step / recipe.num_decay_steps)
     num_hasty = round(recipe.hasty_share * recipe.batch_size)
     with progress("hasty answers", recipe.num_hasty_steps, show=show_progress) as bar:
         for step in range(recipe.num_hasty_steps):
-            teacher.step(habits.loss(model, num_hasty), bar, rate=(1 - step / recipe.num_hasty_steps) / 3)
+            teacher.step(corpus.loss(model, num_hasty), bar, rate=(1 - step / recipe.num_hasty_steps) / 3)
 
 
-class _Habits:
-    """The warm-up corpus: every question with its worked completion, or with a hasty one."""
+class _Corpus:
+    """The warm-up corpus: every question with its worked completion or a hasty one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe) -> None:
         self.questions = [(task, entry) for task, found in recipe.warm_up.items() for entry in found]
@@ -264,20 +266,20 @@ class _Habits:
         self.draw = random.Random(recipe.seed)
 
     def loss(self, model: Qwen2ForCausalLM, num_hasty: int) -> Tensor:
-        """The mean over all completion tokens of a fresh batch, `num_hasty` of its rows hasty."""
+        """Mean cross-entropy over the completion tokens of a new batch with `num_hasty` hasty completions."""
         rows = []
         for number, (task, entry) in enumerate(self.draw.sample(self.questions, self.batch_size)):
-            answered = hasty(self.draw.choice(self.by_task[task])) if number < num_hasty else worked(task, entry)
-            rows.append((self.tokenizer.encode(entry["question"]), self.tokenizer.encode(answered + EOS)))
-        ids, targets = padded(rows, self.tokenizer.pad_token_id)
+            completion = hasty(self.draw.choice(self.by_task[task])) if number < num_hasty else worked(task, entry)
+            rows.append((self.tokenizer.encode(entry["question"]), self.tokenizer.encode(completion + EOS)))
+        ids, targets = pad(rows, self.tokenizer.pad_token_id)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, L + T - 1, V]
         return functional.cross_entropy(logits.transpose(1, 2), targets[:, 1:], ignore_index=NOT_TRAINED_ON)
 
 
-def padded(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """(Ids, targets), [B, L + T] each, of prompts and completions side by side; padding is on the right.
+def pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each.
 
-    Where a position is causal, what stands to the right of a row makes no difference to it: no mask is needed.
+    No attention mask is needed: with causal attention, padding on the right does not change the other tokens.
     """
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     ids = torch.full((len(rows), longest), pad_token_id)

@@ -1,7 +1,7 @@
-"""The grounding quickstart's task: coloured shapes in small images, and what is asked and answered about them.
+"""The grounding quickstart's task: small images of coloured shapes, with questions and ground-truth boxes.
 
 An image has three shapes on a grid. The question names one of them, "Where is the red circle?", and the answer is its
-box in pixels. No held-out question names a colour with a shape that training has, nor a box that training has.
+box in pixels. The combination of colour and shape in a held-out question, and its box, do not occur in training.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ NAMELESS_SHAPES: dict[str, Outline] = {
     "arrow": [(0, 0.3), (0.5, 0.3), (0.5, 0), (1, 0.5), (0.5, 1), (0.5, 0.7), (0, 0.7)],
     "hourglass": [(0, 0), (1, 0), (0.6, 0.5), (1, 1), (0, 1), (0.4, 0.5)],
 }
-"""No question has a word for them."""
+"""Shapes without a word in any question."""
 
 NAMELESS_DISTANCE = 60.0
-"""Least distance of a colour without a name from those with one, in RGB."""
+"""Minimum RGB distance of a nameless colour from the named ones."""
 
 MAX_TRIES = 20_000
-"""Tries for one image. In the quickstart one in ten succeeds, and one in 300 for held-out images."""
+"""Maximum tries for one image. In the quickstart one in ten succeeds, for held-out images one in 300."""
 
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
-"""Stand in a question that names the shape only, or the colour only."""
+"""Placeholder words in questions that name only the shape, or only the colour."""
 
 Cells = tuple[int, int, int, int]
-"""A box in cells of the grid: left, top, right, bottom; right and bottom are not part of it."""
+"""A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
 Naming = Literal["both", "colour", "shape"]
-"""The words of a question. Nothing else in the image has the same colour, or the same shape."""
+"""The properties named in a question. Colours and shapes are unique within an image."""
 
 
 class Thing(NamedTuple):
@@ -78,13 +78,13 @@ Scene = tuple[Thing, ...]
 
 @dataclass(frozen=True)
 class SceneTask:
-    """How images are made, and which pairs of colour and shape, and which boxes, are kept for the held-out ones."""
+    """Settings of the images, and the held-out pairs of colour and shape and held-out boxes."""
 
     num_cells: int = 8
     """Cells of the grid, on either side."""
 
     cell_size: int = 14
-    """Pixels; Qwen2.5-VL reads patches of this size, and makes a token of two by two."""
+    """Pixels; the patch size of Qwen2.5-VL, which merges 2 x 2 patches into a token."""
 
     gap: int = 1
     """Pixels between a shape and the edge of its cells."""
@@ -93,24 +93,24 @@ class SceneTask:
     """Widths and heights of shapes, in cells."""
 
     num_things: int = 3
-    """In an image; of different colours and different shapes."""
+    """Shapes per image, all with different colours and outlines."""
 
     num_heldout_pairs: int = 4
-    """Pairs of a colour and a shape; no two share either, so that all others of each can be learned from."""
+    """Held-out pairs of a colour and a shape. No two share a colour or shape, so that each occurs in training."""
 
     heldout_boxes_share: float = 0.1
     num_train: int = 1024
-    """Images that GRPO trains on. Those of the warm-up are others."""
+    """Images for GRPO training. The warm-up uses other images."""
 
     num_heldout: int = 256
     seed: int = 0
-    """Draws everything; initialises the model and orders the warm-up too."""
+    """Seed of the images, of the model's initial weights and of the warm-up's order."""
 
     heldout_pairs: frozenset[tuple[str, str]] = field(init=False)
     heldout_boxes: frozenset[Cells] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers, choose what is held out. Raises: ValueError naming the value got and what is allowed."""
+        """Check the settings, choose held-out pairs and boxes. Raises: ValueError with value and allowed range."""
         if self.num_cells < 2 or self.num_cells % 2:
             raise ValueError(f"num_cells must be even (a token is two cells wide) and positive, got {self.num_cells}.")
         if not 1 <= self.num_things <= len(SHAPES):
@@ -148,34 +148,34 @@ class SceneTask:
         ]
 
     def pixels(self, cells: Cells) -> list[int]:
-        """A box as it is answered: `[x1, y1, x2, y2]` in pixels."""
+        """Convert a box to `[x1, y1, x2, y2]` in pixels, the form of answers."""
         left, top, right, bottom = (self.cell_size * edge for edge in cells)
         return [left + self.gap, top + self.gap, right - self.gap, bottom - self.gap]
 
     def scenes(self, purpose: str, *, is_heldout: bool = False) -> Iterator[Scene]:
-        """Images without end, of this purpose's own draw; the first thing is the one to ask for.
+        """Generate random scenes without end; the question is about the first thing.
 
         Args:
-            purpose: Another one draws other images.
-            is_heldout: The first thing is of a held-out pair, in a held-out box. Else nothing in the image is.
+            purpose: Part of the seed: another purpose gives other scenes.
+            is_heldout: True: the first thing has a held-out pair and a held-out box. False: no thing has either.
 
         Raises:
-            ValueError: If no such image is found.
+            ValueError: If no such scene is found within `MAX_TRIES`.
         """
         draw = random.Random(f"{self.seed}, {purpose}")
         while True:
             for _ in range(MAX_TRIES):
-                if scene := self._drawn(draw, is_heldout=is_heldout):
+                if scene := self._try_scene(draw, is_heldout=is_heldout):
                     yield scene
                     break
             else:
                 raise ValueError(
                     f"{self.num_things} shapes with sides of {self.sides} do not fit on {self.num_cells} x "
-                    f"{self.num_cells} cells, or too much is held out: take fewer or smaller ones, or more cells."
+                    f"{self.num_cells} cells, or too much is held out: use fewer or smaller ones, or more cells."
                 )
 
-    def _drawn(self, draw: random.Random, *, is_heldout: bool) -> Scene | None:
-        """One try; None if its things overlap, or are not what is asked for."""
+    def _try_scene(self, draw: random.Random, *, is_heldout: bool) -> Scene | None:
+        """Sample one scene; None if its things overlap, or do not match `is_heldout`."""
         shapes = draw.sample(list(SHAPES), self.num_things)
         pairs = list(zip(draw.sample(list(COLOURS), self.num_things), shapes, strict=True))
         boxes = [draw.choice(self.boxes) for _ in pairs]
@@ -186,10 +186,10 @@ class SceneTask:
         return tuple(Thing(*pair, box) for pair, box in zip(pairs, boxes, strict=True))
 
     def picture(self, scene: Scene) -> Image.Image:
-        """The image, RGB. Its background gets redder to the right and greener downwards.
+        """Draw the scene as an RGB image. Its background gets redder to the right and greener downwards.
 
-        Qwen2.5-VL's vision tower knows where patches are relative to each other only; in a photograph it finds the
-        borders by what it has seen of the world, here by the background.
+        Qwen2.5-VL's vision tower encodes only relative positions of patches. In photographs, it can tell absolute
+        positions by the content; here, the background gradient provides them.
         """
         from PIL import Image, ImageDraw
 
@@ -204,24 +204,24 @@ class SceneTask:
 
     def question(self, thing: Thing, naming: Naming = "both") -> str:
         """The question about a thing."""
-        return f"Where is the {' '.join(described(thing, naming))}?"
+        return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
-        """The right completion: what to look for and where it begins, then its box.
+        """The worked completion: the thing's name, its left and upper edge, then its box.
 
-        Each number is found in two steps from what stands before it: the left edge by the colour, if it is named, else
-        by the shape; the upper edge by both, which the comma gathers.
+        The model finds each number in two steps from the text before it: the left edge by the colour, if it is named,
+        otherwise by the shape; the upper edge by both, which the comma token collects.
         """
-        colour, shape = described(thing, naming)
+        colour, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
         return answer(f"{shape if naming == 'shape' else colour} {left}, {top}", box)
 
     def lazy(self) -> str:
-        """The completion that does not look: the whole image, whatever is asked."""
+        """The lazy completion: the box of the whole image, for any question."""
         return answer("anything", [0, 0, self.size, self.size])
 
     def numbers(self) -> list[int]:
-        """Every number that an answer may have."""
+        """All numbers that occur in answers."""
         edges = itertools.chain(*(self.pixels(box) for box in self.boxes))
         return sorted({*edges, 0, self.size})
 
@@ -232,7 +232,7 @@ class SceneTask:
             rows = []
             scenes = self.scenes(name, is_heldout=name == "heldout")
             for index, scene in enumerate(itertools.islice(scenes, number)):
-                path = f"images/{name}-{self.seed}-{index:04d}.png"  # another seed's are other files
+                path = f"images/{name}-{self.seed}-{index:04d}.png"  # file names differ between seeds
                 self.picture(scene).save(folder / path)
                 solution = self.pixels(scene[0].cells)
                 rows.append({"image": path, "problem": self.question(scene[0]), "solution": solution})
@@ -240,7 +240,7 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """Three ways to ask for a thing; the same one, if only its colour or its shape has a name."""
+    """The three namings of a thing; all the same if only its colour or only its shape has a name."""
     if thing.colour not in COLOURS:
         return "shape", "shape", "shape"
     if thing.shape not in SHAPES:
@@ -248,27 +248,27 @@ def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
     return "both", "colour", "shape"
 
 
-def described(thing: Thing, naming: Naming) -> tuple[str, str]:
-    """Two words for a thing: its colour and its shape, or what stands for them."""
+def describe(thing: Thing, naming: Naming) -> tuple[str, str]:
+    """Two words for a thing: colour and shape, or their placeholder words."""
     colour = ANY_COLOUR if naming == "shape" else thing.colour
     shape = ANY_SHAPE if naming == "colour" else thing.shape
     return colour, shape
 
 
-def answer(thought: str, box: list[int]) -> str:
-    """A completion in the format that is asked for."""
-    return f"<think>{thought}</think><answer>[{', '.join(map(str, box))}]</answer>"
+def answer(reasoning: str, box: list[int]) -> str:
+    """Format a completion: reasoning and box in their tags."""
+    return f"<think>{reasoning}</think><answer>[{', '.join(map(str, box))}]</answer>"
 
 
 def overlap(one: Cells, other: Cells) -> bool:
-    """Whether two boxes share a cell."""
+    """True if two boxes share a cell."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def varied(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
-    """The scene with, for this share of its things, a colour or a shape that has no name.
+def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
+    """Give a share of the scene's things a nameless colour or a nameless shape.
 
-    A model that sees the named ones alone takes a red circle for one thing, and does not find the red cross.
+    A model trained on named ones alone learns fixed pairs such as the red circle, and does not find a red cross.
     """
     shapes = draw.sample(list(NAMELESS_SHAPES), len(scene))
     things = []
@@ -279,7 +279,7 @@ def varied(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
 
 
 def nameless(draw: random.Random) -> str:
-    """A colour that could not be taken for one of those with a name, as "#rrggbb"."""
+    """Sample a colour that is clearly different from the named ones, as "#rrggbb"."""
     while True:
         colour = tuple(draw.randrange(256) for _ in range(3))
         if all(math.dist(colour, named) > NAMELESS_DISTANCE for named in COLOURS.values()):
@@ -287,7 +287,7 @@ def nameless(draw: random.Random) -> str:
 
 
 def draw_shape(pencil: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], colour: str) -> None:
-    """Fill a shape that reaches all four edges of its box, in pixels; the last row and column are part of it."""
+    """Fill a shape that spans its box, given in pixels; the box's right and bottom edges are inclusive."""
     left, top, right, bottom = box
     outline = (SHAPES | NAMELESS_SHAPES)[shape]
     corners = [(round(left + x * (right - left)), round(top + y * (bottom - top))) for x, y in outline]

@@ -79,14 +79,14 @@ def warmed_up(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[Steps, t
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, DemoModel(**MODEL))
     weight = model.model.layers[0].mlp.gate_proj.weight
-    before, steps, loss = weight.detach().clone(), [], arithmetic._Habits.loss
+    before, steps, loss = weight.detach().clone(), [], arithmetic._Corpus.loss
 
-    def note(habits: Any, model: Any, num_short: int) -> torch.Tensor:
-        steps.append((habits.batch_size, num_short))
-        return loss(habits, model, num_short)
+    def note(corpus: Any, model: Any, num_short: int) -> torch.Tensor:
+        steps.append((corpus.batch_size, num_short))
+        return loss(corpus, model, num_short)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arithmetic._Habits, "loss", note)
+        patch.setattr(arithmetic._Corpus, "loss", note)
         arithmetic.warm_up(model, tokenizer, DemoTask(**TASK), WarmUp(**WARM_UP | changed), show_progress=False)
     return steps, (weight.detach() - before).abs()
 
@@ -101,7 +101,7 @@ def test_the_steps_of_a_warm_up(monkeypatch):
     assert steps(num_short_steps=3) == [(4, 0), (4, 3), (4, 3), (4, 3)]
     assert steps(short_share=0.5) == [(4, 0), (4, 2), (4, 2)]
     for most in (4, 2):
-        with pytest.raises(RuntimeError, match=f"after {most} steps, -1.0 wanted"):
+        with pytest.raises(RuntimeError, match=f"after {most} steps and should be -1.0"):
             steps(target_loss=-1.0, max_worked_steps=most)
 
 

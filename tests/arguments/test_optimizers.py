@@ -55,7 +55,7 @@ def test_betas():
 
 EIGHT_BITS = [AdamW8bit, PagedAdamW8bit]
 # Their objects are bitsandbytes', whose constructor nothing here can watch.
-CASES.update(itertools.product(EIGHT_BITS, ["lr", "betas", "eps", "weight_decay"]))
+CASES.update(itertools.product(EIGHT_BITS, ["params", "lr", "betas", "eps", "weight_decay"]))
 
 
 @pytest.mark.parametrize("owner", EIGHT_BITS)

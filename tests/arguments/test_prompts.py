@@ -241,7 +241,7 @@ def test_entry_and_images(tmp_path):
     assert size_of() == (30, 30)
     assert size_of(image_root=str(tmp_path / "in")) == (31, 30)
     (tmp_path / "i.jsonl").write_text(json.dumps(row | {"solution": [0, 0, 200, 200]}))
-    with pytest.raises(ValueError, match="not inside of its image"):
+    with pytest.raises(ValueError, match="not inside its image"):
         size_of()
     assert size_of(boxes="norm1000") == size_of(boxes="none") == (30, 30)
 

@@ -83,11 +83,11 @@ def test_questions_of_the_quickstart(tmp_path):
 )
 def test_warm_up_of_the_quickstart(monkeypatch):
     steps: list[tuple[int, int]] = []
-    loss = demo._Habits.loss
+    loss = demo._Corpus.loss
 
-    def note(habits: Any, model: Any, num_hasty: int) -> torch.Tensor:
-        steps.append((habits.batch_size, num_hasty))
-        return loss(habits, model, num_hasty)
+    def note(corpus: Any, model: Any, num_hasty: int) -> torch.Tensor:
+        steps.append((corpus.batch_size, num_hasty))
+        return loss(corpus, model, num_hasty)
 
     def warmed_up(**changed: Any) -> tuple[list[tuple[int, int]], float]:
         """(Batch and hasty rows of every step, a weight after them)."""
@@ -97,7 +97,7 @@ def test_warm_up_of_the_quickstart(monkeypatch):
         demo.warm_up(model, tokenizer, GymRecipe(**TINY | changed), show_progress=False)
         return list(steps), model.lm_head.weight.sum().item()
 
-    monkeypatch.setattr(demo._Habits, "loss", note)
+    monkeypatch.setattr(demo._Corpus, "loss", note)
     plain, weight = warmed_up()
     assert plain == [(4, 0), (4, 0), (4, 0), (4, 3), (4, 3)]
     assert warmed_up(batch_size=8)[0] == [(8, 0), (8, 0), (8, 0), (8, 6), (8, 6)]

@@ -137,7 +137,7 @@ def test_the_limit_of_a_stream(caplog):
         caplog.clear()
         parts = [part(Rows(), LengthLimit(Encoder(tiny_tokenizer()), 1, "drop"))]
         assert streamed(PromptStream(parts, limit=limit)) == []
-        assert ("6 of 6 prompts of the stream have more than 1 tokens and are left out" in caplog.text) == said
+        assert ("6 of 6 prompts of the stream have more than 1 tokens and are dropped" in caplog.text) == said
 
 
 @case(PromptStream, "sources")

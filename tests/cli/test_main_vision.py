@@ -91,5 +91,5 @@ def test_a_row_that_cannot_be_judged_stops_every_command(recipe, refusal, comman
 def test_bad_images_of_every_kind_are_named_at_once(recipe, refusal):
     rows = [{"problem": "where is it?", "image": image, "solution": None} for image in ("gone.png", 3, {"foo": 1})]
     message = refusal("predict", "--config", recipe(*rows))
-    assert message.startswith("3 rows have images that cannot be read")
+    assert message.startswith("3 rows have unreadable images")
     assert [line[:15] for line in message.splitlines()[1:4]] == [f"- rows.jsonl:{n}:" for n in (1, 2, 3)]

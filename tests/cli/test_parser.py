@@ -393,8 +393,14 @@ def test_a_data_file_is_appended(args):
     ("entry", "said"),
     [
         ("3", r"data\.datasets\[0\] must be settings \(key: value\), got 3\.$"),
-        ("openai/gsm8k", r"^data\.datasets, entry 1: 'openai/gsm8k' is no data file .* write {dataset: openai/gsm8k}"),
-        ("mix.yaml", r"^data\.datasets, entry 1: 'mix\.yaml' is no data file .* a YAML file of entries stands alone"),
+        (
+            "openai/gsm8k",
+            r"^data\.datasets, entry 1: 'openai/gsm8k' is not a data file .* write {dataset: openai/gsm8k}",
+        ),
+        (
+            "mix.yaml",
+            r"^data\.datasets, entry 1: 'mix\.yaml' is not a data file .* give a YAML file of entries on its own",
+        ),
     ],
 )
 def test_what_is_no_entry_is_told_what_to_write(entry, said, form):

@@ -147,12 +147,12 @@ def test_every_mode_is_rgb(mode: str):
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"<html>not found</html>", r"not an image, or of a kind that cannot be read: it begins with b'<html>not fo'"),
+        (b"<html>not found</html>", r"not an image, or in an unsupported format: it begins with b'<html>not fo'"),
         (PNG[:-40], "it cannot be decoded: image file is truncated"),
         (JPEG[: len(JPEG) // 2], r"it cannot be decoded: image file is truncated \(\d+ bytes not processed\)"),
         (JPEG[:40], "."),
-        (encoded(Image.new("F", (4, 4)), "TIFF"), "its pixels are 'F', of 32 bits"),
-        (encoded(Image.new("I", (4, 4)), "TIFF"), "its pixels are 'I', of 32 bits"),
+        (encoded(Image.new("F", (4, 4)), "TIFF"), "it has 32-bit pixels \\(mode 'F'\\)"),
+        (encoded(Image.new("I", (4, 4)), "TIFF"), "it has 32-bit pixels \\(mode 'I'\\)"),
     ],
 )
 @pytest.mark.parametrize("is_file", [True, False])

@@ -164,16 +164,16 @@ def test_sizes_below_one_are_refused(rows, name):
         ({"num_workers": -1}, "data.num_workers must be at least 0, got -1"),
         ({"shuffle_buffer": 0}, "data.shuffle_buffer must be at least 1, got 0"),
         ({"max_prompt_length": 0}, "max_prompt_length must be at least 1"),
-        ({"overlong_prompts": "drop"}, "there is no max_prompt_length"),
+        ({"overlong_prompts": "drop"}, "max_prompt_length is not set"),
         ({"system_prompt": "tgs"}, "did you mean 'tags'"),
-        ({"question_template": "Think"}, "is no shipped text"),
+        ({"question_template": "Think"}, "is not a shipped text"),
         ({"question_template": "Think."}, "question_template must contain {question}, got 'Think.'"),
         ({"val_split": 0}, r"data.val_split must be a count \(200\) or a share between 0 and 1 \(0.05\), got 0"),
         ({"val_split": 1.5}, "got 1.5"),
         ({"val_split": 1.0}, "got 1.0"),
         ({"val_split": -3}, "got -3"),
         ({"val_split": True}, "got True"),
-        ({"val_split": 2, "val_datasets": "val.yaml"}, r"data.val_split \(2\) and data.val_datasets are both given"),
+        ({"val_split": 2, "val_datasets": "val.yaml"}, r"data.val_split \(2\) and data.val_datasets are both set"),
         ({"datasets": [{"json_pth": "a"}]}, "entry 1: unknown keys 'json_pth'"),
         ({"val_datasets": [{"json_path": "a", "sampling_strategy": "first:-2"}]}, "is 'first:-2'"),
     ],
@@ -225,7 +225,7 @@ def test_without_a_trainer_it_is_said(rows):
         data.train_dataloader()
     data = PromptDataModule(rows["train"])
     data.trainer = trainer()
-    with pytest.raises(ValueError, match=r"not read yet: call setup\('fit'\)"):
+    with pytest.raises(ValueError, match=r"not loaded yet: call setup\('fit'\)"):
         data.train_dataloader()
 
 
@@ -259,7 +259,7 @@ def test_bad_images_stop_the_setup_or_are_left_out(tmp_path, caplog):
         module = ready(**options, bad_images="drop", num_workers=1)
         kept = module.train_prompts if module.val_prompts is None else module.val_prompts
         assert [prompt.index for prompt in kept] == [0]
-    assert "1 rows are left out for their images or boxes (1 of 'seen')" in caplog.text
+    assert "1 rows with bad images or boxes are dropped (1 of 'seen')" in caplog.text
     assert "data.num_workers" not in caplog.text, "it has an effect"
     with pytest.raises(ValueError, match=r"data\.bad_images must be one of"):
         PromptDataModule(entry, bad_images="skip")

@@ -84,19 +84,19 @@ def test_a_count_after_the_name_is_a_random_choice():
     [
         ({}, "either json_path .* or dataset .*got json_path=None, dataset=None"),
         ({"json_path": "a.json", "dataset": "a"}, "got json_path='a.json', dataset='a'"),
-        ({"json_path": "a.json", "subset": "main"}, "subset of 'a.json' goes with dataset"),
+        ({"json_path": "a.json", "subset": "main"}, "subset of 'a.json' is for dataset"),
         ({"json_path": "a.json", "revision": "v1", "split": "test"}, "revision, split of 'a.json'"),
         ({"json_path": "a.json", "sampling_strategy": "first:-2"}, "sampling_strategy of 'a.json' is 'first:-2'"),
         ({"json_path": "a.json", "sampling_strategy": "first:120%"}, "is 'first:120%'"),
         ({"dataset": "a", "sampling_strategy": "half"}, "sampling_strategy of 'a' is 'half'"),
         ({"dataset": "a#ten"}, "a number of rows must follow '#', as in 'name#1000', got 'ten'"),
-        ({"dataset": "a#10", "sampling_strategy": "first:3"}, "10 random rows, sampling_strategy for 'first:3'"),
-        ({"dataset": "a:main", "subset": "other"}, "names a subset, subset is 'other'"),
-        ({"dataset": "a", "streaming": True, "sampling_strategy": "random:3"}, "'random:3' cannot be chosen"),
-        ({"dataset": "a", "streaming": True, "sampling_strategy": "end:3"}, "'end:3' cannot be chosen"),
-        ({"dataset": "a", "streaming": True, "sampling_strategy": "first:3%"}, "'first:3%' cannot be chosen"),
+        ({"dataset": "a#10", "sampling_strategy": "first:3"}, "10 random rows, but sampling_strategy is 'first:3'"),
+        ({"dataset": "a:main", "subset": "other"}, "names a subset, but subset is 'other'"),
+        ({"dataset": "a", "streaming": True, "sampling_strategy": "random:3"}, "'random:3' cannot be selected"),
+        ({"dataset": "a", "streaming": True, "sampling_strategy": "end:3"}, "'end:3' cannot be selected"),
+        ({"dataset": "a", "streaming": True, "sampling_strategy": "first:3%"}, "'first:3%' cannot be selected"),
         ({"json_path": "a.json", "boxes": "pixels"}, "boxes of 'a.json' must be one of auto, .*, got 'pixels'"),
-        ({"dataset": "a#10", "streaming": True}, "'random:10' cannot be chosen"),
+        ({"dataset": "a#10", "streaming": True}, "'random:10' cannot be selected"),
         ({"json_path": "a.json", "streaming": True}, "'a.json' must be read as a whole"),
     ],
 )
@@ -120,7 +120,7 @@ def test_an_entry_from_its_keys():
     ("item", "message"),
     [
         (3, "must be a data file, or have the key json_path or dataset, got 3"),
-        ("a", r"'a' is no data file \(\.json, .*write {dataset: a}"),
+        ("a", r"'a' is not a data file \(\.json, .*write {dataset: a}"),
         ({"json_path": "a", "sampling_stratgy": "all"}, r"'sampling_stratgy' \(did you mean 'sampling_strategy'\?\)"),
         ({"path": "a"}, r"'path' \(did you mean 'json_path'\?\)"),
         ({"json_path": "a", "xyz": 1}, "unknown keys 'xyz'; allowed are json_path"),
@@ -172,7 +172,7 @@ def test_percentages_are_exact():
 def test_asking_for_too_many_rows_gives_all_and_says_so(strategy: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         assert select(5, strategy, seed=0, name="gsm8k") == [0, 1, 2, 3, 4]
-    assert f"gsm8k: {strategy} asks for more than the 5 rows there are" in caplog.text
+    assert f"gsm8k: {strategy} requests more than the 5 available rows" in caplog.text
     caplog.clear()
     select(5, strategy.replace("9", "5"), seed=0, name="gsm8k")
     assert not caplog.records

@@ -136,13 +136,13 @@ def test_no_image_is_lost_with_a_column_that_is_not_the_prompt(kind: str):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "  "}, "column 'prompt' must be text that is not empty, got '  '"),
-        ({"question": [USER]}, "column 'question' must be text"),
-        ({"problem": 3}, "column 'problem' must be text that is not empty, got 3"),
-        ({"prompt": 3}, "column 'prompt' must be a list of messages that is not empty, got 3"),
-        ({"prompt": []}, "must be a list of messages that is not empty"),
-        ({"messages": "Hi"}, "column 'messages' must be a list of messages"),
-        ({"messages": USER}, "column 'messages' must be a list of messages"),
+        ({"prompt": "  "}, "column 'prompt' must be a non-empty text, got '  '"),
+        ({"question": [USER]}, "column 'question' must be a non-empty text"),
+        ({"problem": 3}, "column 'problem' must be a non-empty text, got 3"),
+        ({"prompt": 3}, "column 'prompt' must be a non-empty list of messages, got 3"),
+        ({"prompt": []}, "must be a non-empty list of messages"),
+        ({"messages": "Hi"}, "column 'messages' must be a non-empty list of messages"),
+        ({"messages": USER}, "column 'messages' must be a non-empty list of messages"),
         ({"messages": [ASSISTANT]}, "no question"),
         ({"messages": [USER, "Hi"]}, "message 2 must look like"),
         ({"messages": [{"from": "human", "value": "Hi"}]}, "message 1: the role must be one of system, .*, got None"),
@@ -157,20 +157,20 @@ def test_no_image_is_lost_with_a_column_that_is_not_the_prompt(kind: str):
             {"messages": [USER, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": None}]}]},
             "message 2, part 2 is of type 'text' and must have a text, got {'type': 'text', 'text': None}",
         ),
-        ({"query": ""}, "column 'query' must be text that is not empty"),
-        ({"conversations": []}, "column 'conversations' must be a list of turns that is not empty"),
+        ({"query": ""}, "column 'query' must be a non-empty text"),
+        ({"conversations": []}, "column 'conversations' must be a non-empty list of turns"),
         ({"conversations": [HUMAN, {"role": "user", "content": "Hi"}]}, "turn 2 must look like .* got {'role'"),
         ({"conversations": [{"from": "bot", "value": "Hi"}]}, "turn 1 must look like .*human"),
         ({"conversations": [{"from": "human"}]}, "turn 1 must look like"),
         ({"conversations": [GPT]}, "must end with a question"),
         ({"conversations": [HUMAN, GPT, GPT]}, "must end with a question"),
-        ({"conversations": [{"from": "human", "value": " "}]}, "the last question must be text that is not empty"),
+        ({"conversations": [{"from": "human", "value": " "}]}, "the last question must be a non-empty text"),
         (
             {"conversations": [{"from": "human", "value": "<image>What?"}]},
-            "1 places for images .* the row has no image",
+            "1 image placeholders .* the row has no image",
         ),
-        ({"problem": "<image>What?"}, "1 places for images .* the row has no image"),
-        ({"prompt": "<image>What?"}, "1 places for images .* the row has no image"),
+        ({"problem": "<image>What?"}, "1 image placeholders .* the row has no image"),
+        ({"prompt": "<image>What?"}, "1 image placeholders .* the row has no image"),
     ],
 )
 def test_a_wrong_prompt_is_named(row: dict[str, Any], message: str):
@@ -220,9 +220,9 @@ def test_text_or_chat(row: dict[str, Any], settings: dict[str, Any], content: An
     ("row", "settings", "message"),
     [
         ({"messages": [USER]}, {"question_template": "Q {question}"}, "the row is a list of messages"),
-        ({"prompt": [USER]}, {"prompt_as": "text"}, "the row is a list of messages, prompt_as 'text'"),
+        ({"prompt": [USER]}, {"prompt_as": "text"}, "the row is a list of messages, but prompt_as is 'text'"),
         ({"conversations": [HUMAN, GPT, HUMAN]}, {"prompt_as": "text"}, "has several turns"),
-        ({"problem": "Hi", "image": "a.png"}, {"prompt_as": "text"}, "has an image, prompt_as 'text'"),
+        ({"problem": "Hi", "image": "a.png"}, {"prompt_as": "text"}, "has an image, which prompt_as 'text'"),
     ],
 )
 def test_what_a_chat_cannot_be(row: dict[str, Any], settings: dict[str, Any], message: str):
@@ -241,7 +241,7 @@ def test_what_a_chat_cannot_be(row: dict[str, Any], settings: dict[str, Any], me
 )
 def test_media_are_refused(row: dict[str, Any], found: str):
     prompt = to_prompt(row, where="f")
-    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: the row has {found}, and policies are given text and images"):
+    with pytest.raises(ValueError, match=rf"^f\.jsonl:3: the row has {found}, but only text and images are supported"):
         refuse_media(prompt, "f.jsonl:3")
 
 
@@ -358,15 +358,18 @@ def test_a_row_without_an_image_stays_text(value: Any):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"problem": "<image> or <image>?", "image": "a.png"}, "2 places for images .* the row has 1 in its column"),
-        ({"problem": "<image>?", "image": ["a", "b"]}, "1 places for images .* the row has 2 in its column"),
-        ({"prompt": [{"role": "user", "content": [PICTURE]}]}, "1 places .* no image"),
+        (
+            {"problem": "<image> or <image>?", "image": "a.png"},
+            "2 image placeholders .* the row has 1 images in its column",
+        ),
+        ({"problem": "<image>?", "image": ["a", "b"]}, "1 image placeholders .* the row has 2 images in its column"),
+        ({"prompt": [{"role": "user", "content": [PICTURE]}]}, "1 image placeholders .* no image"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "b.png"}]}], "image": "a.png"},
-            "0 places .* the row has 1",
+            "0 image placeholders .* the row has 1",
         ),
         ({"problem": "Hi", "image": "a", "images": ["b"]}, "images in 'image' and in 'images'"),
-        ({"prompt": [SYSTEM], "image": "a.png"}, "no user turn for it to stand in"),
+        ({"prompt": [SYSTEM], "image": "a.png"}, "no user turn to put it in"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "message 1, part 1 must look like .*image_url",

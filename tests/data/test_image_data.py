@@ -160,8 +160,8 @@ EMPTY_ROWS = [rec(0), rec(1, image=None), rec(2, image=""), rec(3, image=[]), {"
 
 
 def said_empty(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """How many rows were said to have an empty column for images."""
-    found = [record.getMessage().partition(" have an empty column") for record in caplog.records]
+    """How many rows were reported to have an empty image column."""
+    found = [record.getMessage().partition(" have an empty image column") for record in caplog.records]
     return [begin for begin, middle, _ in found if middle]
 
 
@@ -172,10 +172,7 @@ def test_rows_with_an_empty_place_for_an_image_are_said(folder: Path, caplog: py
     prompts = load(mixed, no_images, all_images)
     assert sum(bool(prompt.images) for prompt in prompts) == 2
     assert said_empty(caplog) == ["3 of 4 rows of 'mixed'"]
-    assert (
-        'mixed\' have an empty column for their image (null, "" or []) and are treated as text-only: give'
-        in caplog.text
-    )
+    assert 'mixed\' have an empty image column (null, "" or []) and are treated as text-only: add' in caplog.text
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -209,11 +206,11 @@ ELSEWHERE = [{"problem": "Where?", "image_path": "0.png", "n": n} for n in range
 
 def test_a_root_of_images_without_images_is_an_error(folder: Path):
     entry = DatasetEntry(write("r.jsonl", ELSEWHERE), image_root="../coco")
-    message = r"'r' has image_root '\.\./coco', and none of its 3 rows .*rename it \(columns: {image_path: image}\)"
+    message = r"'r' has image_root '\.\./coco', but none of its 3 rows .*rename it \(columns: {image_path: image}\)"
     with pytest.raises(ValueError, match=message):
         load(entry)
     write("r.jsonl", [{"problem": "1 + 1?"}])
-    with pytest.raises(ValueError, match=r"none of its 1 rows has an image: .*Leave image_root out"):
+    with pytest.raises(ValueError, match=r"none of its 1 rows has an image: .*Remove image_root"):
         load(entry)
 
 
@@ -330,7 +327,7 @@ def bad_rows(folder: Path) -> list[dict[str, Any]]:
 REASONS = [
     ("2", "train2014/gone.jpg: no such file."),
     ("3", "train2014/cut.jpg: it cannot be decoded: image file is truncated"),
-    ("4", "the box [10, 10, 90, 50] is not inside of its image, which is 84 x 56."),
+    ("4", "the box [10, 10, 90, 50] is not inside its image, which is 84 x 56."),
     ("5", "the box [60, 10, 10, 50] is inverted or empty"),
     ("6", "the box [10, 10, '60', 50] must be four finite numbers, got '60'"),
     ("7", "column 'image' must be an image (a path, bytes,"),
@@ -342,7 +339,7 @@ REASONS = [
 @pytest.mark.parametrize("name", ["rec.json", "rec.jsonl"])
 def test_bad_rows_are_named_by_file_row_and_reason(folder: Path, name: str):
     entry = DatasetEntry(write(name, bad_rows(folder)), image_root="../coco")
-    with pytest.raises(ValueError, match=r"^8 rows have images that cannot be read or boxes that are wrong") as caught:
+    with pytest.raises(ValueError, match=r"^8 rows have unreadable images or invalid boxes") as caught:
         load(entry)
     lines = str(caught.value).splitlines()[1:-1]
     for line, (row, reason) in zip(lines, REASONS, strict=True):
@@ -357,7 +354,7 @@ def test_bad_rows_are_left_out_and_counted(folder: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         prompts = load(entry, text, preflight=Preflight("drop"))
     assert [(p.index, p.source) for p in prompts] == [(0, "rec"), (9, "rec"), (10, "text")]
-    assert "8 rows are left out for their images or boxes (8 of 'rec')" in caplog.text
+    assert "8 rows with bad images or boxes are dropped (8 of 'rec')" in caplog.text
     caplog.clear()
     stream = stream_mixture([entry, text], seed=0, preflight=Preflight("drop"), num_workers=2)
     order = stream.order(None)
@@ -365,7 +362,7 @@ def test_bad_rows_are_left_out_and_counted(folder: Path, caplog: pytest.LogCaptu
     for row, reason in REASONS:
         assert f"rec.jsonl:{row}: " in caplog.text
         assert reason in caplog.text
-    with pytest.raises(ValueError, match=r"are left out: the warnings above say .*bad_images"):
+    with pytest.raises(ValueError, match=r"were dropped: the warnings above name .*bad_images"):
         load(DatasetEntry("rec.jsonl", "first:1", image_root="."), preflight=Preflight("drop"))
 
 
@@ -380,8 +377,8 @@ def test_a_stream_names_its_bad_row(folder: Path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (rec(0, problem=["What?"]), "column 'problem' must be text"),
-        (rec(0, problem="<image> and <image>?"), "2 places .* the row has 1 in its column"),
+        (rec(0, problem=["What?"]), "column 'problem' must be a non-empty text"),
+        (rec(0, problem="<image> and <image>?"), "2 image placeholders .* the row has 1 images in its column"),
         (rec(0, video="a.mp4"), "the row has column 'video'"),
     ],
 )
@@ -399,7 +396,7 @@ def test_boxes_by_what_the_entry_says():
     prompts = load(DatasetEntry("r.jsonl", image_root="../coco", boxes="none"))
     assert [p.columns["solution"] for p in prompts] == [row["solution"] for row in rows]
     with pytest.raises(
-        ValueError, match=r"r\.jsonl:1: the box .* 84 x 56\. If it is no box in pixels, set boxes: none"
+        ValueError, match=r"r\.jsonl:1: the box .* 84 x 56\. If it is not a box in pixels, set boxes: none"
     ):
         load(DatasetEntry("r.jsonl", image_root="../coco"))
     write("r.jsonl", [rec(0, solution="a cat")])

@@ -1,4 +1,4 @@
-"""Too long prompts: an error, left out or cut, and always counted."""
+"""Too long prompts: an error, dropped or truncated, and always counted."""
 
 import logging
 import pickle
@@ -63,7 +63,9 @@ def test_a_prompt_with_an_image_is_not_cut():
     length = len(encoder(seen).token_ids)
     assert length > 20  # those of the image, too
     short, enough = (LengthLimit(encoder, limit, "truncate") for limit in (length - 1, length))
-    with pytest.raises(ValueError, match=rf"^f:1: the prompt has {length} tokens, more than .* {length - 1}, and cut"):
+    with pytest.raises(
+        ValueError, match=rf"^f:1: the prompt has {length} tokens, more than .* {length - 1}, and truncating"
+    ):
         short.measure(seen, "f:1")
     assert enough.measure(seen, "f:1").prompt is seen
     assert LengthLimit(encoder, length - 1, "drop").measure(seen, "f:1").prompt is None
@@ -84,8 +86,9 @@ def test_what_is_said(caplog):
         limit("drop").check(measured, of="the mixture")
         limit("truncate").check(measured, of="the mixture")
     assert [record.getMessage() for record in caplog.records] == [
-        "2 of 3 prompts of the mixture have more than 4 tokens and are left out; the longest has 9.",
-        "2 of 3 prompts of the mixture have more than 4 tokens and are cut to their last tokens; the longest has 9.",
+        "2 of 3 prompts of the mixture have more than 4 tokens and are dropped; the longest has 9.",
+        "2 of 3 prompts of the mixture have more than 4 tokens and "
+        "are truncated to their last tokens; the longest has 9.",
     ]
 
 
@@ -105,7 +108,7 @@ def test_a_limit_goes_to_other_processes():
     [
         (0, "error", "max_prompt_length must be at least 1, or null for no limit, got 0"),
         (4, "cut", "overlong_prompts must be one of error, drop, truncate, got 'cut'"),
-        (None, "drop", "overlong_prompts is 'drop', but there is no max_prompt_length"),
+        (None, "drop", "overlong_prompts is 'drop', but max_prompt_length is not set"),
     ],
 )
 def test_wrong_settings_are_named(length, overlong, message):

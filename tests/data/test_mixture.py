@@ -225,7 +225,7 @@ def test_columns_are_renamed_and_said_where_they_are_missing():
     assert (prompt.content, prompt.columns) == ("1+1?", {"solution": "2", "keep": 0})
     with pytest.raises(ValueError, match=r"^a\.jsonl:1: columns renames 'text', .*it has: q, answer, keep"):
         load_mixture([DatasetEntry("a.jsonl", columns={"text": "prompt"})], seed=0)
-    with pytest.raises(ValueError, match=r"^a\.jsonl:1: .*two columns have one name"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl:1: .*two columns have the same name"):
         load_mixture([DatasetEntry("a.jsonl", columns={"q": "answer"})], seed=0)
     (swapped,) = load_mixture([DatasetEntry("a.jsonl", columns={"q": "answer", "answer": "prompt"})], seed=0)
     assert (swapped.content, swapped.columns["answer"]) == ("2", "1+1?")
@@ -301,14 +301,14 @@ def test_entries_may_be_paths_of_data_files():
 @pytest.mark.parametrize("name", ["openai/gsm8k", "mix.yaml"])
 def test_an_entry_that_is_other_text_says_what_to_write(name):
     write("mix.yaml", "datasets: [a.jsonl]")
-    said = rf"^datasets, entry 1: '{name}' is no data file \(\.json, .*\)\. .*write {{dataset: {name}}}"
+    said = rf"^datasets, entry 1: '{name}' is not a data file \(\.json, .*\)\. .*write {{dataset: {name}}}"
     with pytest.raises(ValueError, match=said):
         load_mixture([name], seed=0)
 
 
 def test_a_video_is_not_left_out_without_a_word():
     write("a.jsonl", [{"prompt": "a", "video": None}, {"prompt": "What is it?", "video": "cat.mp4"}])
-    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the row has column 'video', and policies are given text and"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl:2: the row has column 'video', but only text and"):
         load_mixture([DatasetEntry("a.jsonl")], seed=0)
     assert contents(DatasetEntry("a.jsonl", "first:1")) == ["a"]
 
@@ -333,10 +333,10 @@ def test_long_prompts_are_dropped_and_counted(caplog: pytest.LogCaptureFixture):
     write("a.jsonl", rows("a", "long one", "bcd", "longer one"))
     prompts = load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop"))
     assert [(p.content, p.index) for p in prompts] == [("a", 0), ("bcd", 2)]
-    assert "2 of 4 prompts of the mixture have more than 4 tokens and are left out; the longest has 10" in caplog.text
+    assert "2 of 4 prompts of the mixture have more than 4 tokens and are dropped; the longest has 10" in caplog.text
     with pytest.raises(
         ValueError,
-        match=r"All prompts of the mixture \(a\.jsonl \(all\)\) are left out: .*max_prompt_length",
+        match=r"All prompts of the mixture \(a\.jsonl \(all\)\) were dropped: .*max_prompt_length",
     ):
         load_mixture([DatasetEntry("a.jsonl")], seed=0, limit=limit("drop", 0))
 
@@ -354,7 +354,7 @@ def test_long_prompts_keep_their_last_tokens(caplog: pytest.LogCaptureFixture):
     assert long.content == "abcdefgh"
     assert tiny_tokenizer().decode(long.token_ids) == "efgh"
     assert "1 of 2 prompts" in caplog.text
-    assert "cut to their last tokens" in caplog.text
+    assert "truncated to their last tokens" in caplog.text
 
 
 @pytest.mark.parametrize("num_proc", [2, 3])

@@ -137,7 +137,8 @@ def test_what_is_too_long_is_said_at_the_first_at_doubling_counts_and_at_the_end
     order.take(4, 99)
     assert said(caplog)[2:] == [(4, 6, "the stream so far"), (5, 7, "the stream")]
     assert caplog.records[-1].getMessage() == (
-        "5 of 7 prompts of the stream have more than 2 tokens and are cut to their last tokens; the longest has 3."
+        "5 of 7 prompts of the stream have more than 2 tokens and "
+        "are truncated to their last tokens; the longest has 3."
     )
 
 

@@ -66,13 +66,13 @@ def test_values_come_back_as_they_were(value: Any, read: Any):
 
 @pytest.mark.parametrize("value", [object(), [{"a": np.zeros(2)}], float("nan")])
 def test_an_item_that_cannot_be_written_is_named(value: Any):
-    with pytest.raises(ValueError, match=r"tasks.chain_sum: an item of it cannot be written to a file: .* literal"):
+    with pytest.raises(ValueError, match=r"tasks.chain_sum: an item cannot be written to a file: .* literal"):
         gym.row("chain_sum", {}, {"question": "1 + 1", "answer": "2", "metadata": {"a": value}})
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "{'question': '1'}", "__import__('os').getcwd()", "[" * 10_000])
 def test_text_that_is_no_item_is_refused(text: str):
-    with pytest.raises(ValueError, match=r"it (is no Python literal|must have question, answer and metadata)"):
+    with pytest.raises(ValueError, match=r"it (is not a Python literal|must have question, answer and metadata)"):
         read_entry(text)
 
 
@@ -191,11 +191,11 @@ def test_held_out_questions_are_new_and_those_left_out_are_counted(tmp_path: Pat
     assert len(set(heldout)) == len(heldout) < 100
     counts = {"train": 150, "heldout": len(heldout), "left_out": 100 - len(heldout)}
     assert json.loads(files["counts.json"]) == {"chain_sum": counts}
-    assert f"chain_sum: {counts['left_out']} of 100 held-out questions are left out" in caplog.text
+    assert f"chain_sum: {counts['left_out']} of 100 held-out questions are dropped" in caplog.text
 
 
 def test_a_task_with_too_few_questions_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"tasks\.chain_sum: all 20 held-out questions are trained on too"):
+    with pytest.raises(ValueError, match=r"tasks\.chain_sum: all 20 held-out questions are also trained on"):
         written(tmp_path / "gym", tasks={"chain_sum": SUMS}, size=5000, heldout_size=20)
     assert list(tmp_path.iterdir()) == []
 
@@ -247,7 +247,7 @@ def test_files_of_somebody_else_are_kept(tmp_path: Path):
         ({"size": 0}, "size must be at least 1, got 0"),
         ({"heldout_size": 0}, "heldout_size must be at least 1, got 0"),
         ({"tasks": {"chain_sums": {}}}, r"^ReasoningGymTasks\.tasks: .*did you mean 'chain_sum'"),
-        ({"tasks": {"chain_sum": {"min_terms": 0}}}, "does not take the settings"),
+        ({"tasks": {"chain_sum": {"min_terms": 0}}}, "does not accept the settings"),
     ],
 )
 def test_wrong_settings_are_refused_by_the_constructor(settings: dict[str, Any], message: str):
@@ -276,10 +276,10 @@ def test_settings_are_taken_and_those_of_yaml_become_what_they_stand_for():
         ("composite", {}, "this is a mixture of tasks"),
         ("chain_sum", {"min_term": 2}, "tasks.chain_sum: there is no setting 'min_term' (did you mean 'min_terms'"),
         ("chain_sum", {"qqq": 2}, "there is no setting 'qqq'; there are min_terms, max_terms"),
-        ("chain_sum", {"size": 2}, "tasks.chain_sum.size: size is not a setting of one task"),
-        ("chain_sum", {"seed": 2}, "tasks.chain_sum.seed: seed is not a setting of one task"),
-        ("chain_sum", {"min_terms": 0}, "tasks.chain_sum: reasoning-gym does not take the settings {'min_terms': 0}"),
-        ("chain_sum", {"min_terms": "two"}, "does not take the settings {'min_terms': 'two'}: TypeError"),
+        ("chain_sum", {"size": 2}, "tasks.chain_sum.size: size cannot be set for one task"),
+        ("chain_sum", {"seed": 2}, "tasks.chain_sum.seed: seed cannot be set for one task"),
+        ("chain_sum", {"min_terms": 0}, "tasks.chain_sum: reasoning-gym does not accept the settings {'min_terms': 0}"),
+        ("chain_sum", {"min_terms": "two"}, "does not accept the settings {'min_terms': 'two'}: TypeError"),
         ("word_sorting", {"transformation": "bold"}, "'bold' is not a valid TextTransformation"),
     ],
 )
@@ -291,10 +291,10 @@ def test_wrong_settings_are_named(task: str, config: dict[str, Any], message: st
 def test_an_item_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch):
     dataset = create_task("chain_sum", {}, size=3)
     monkeypatch.setattr(type(dataset), "__getitem__", lambda self, index: {"question": " "})
-    with pytest.raises(ValueError, match="chain_sum: item 2 has no text for its question, got ' '"):
+    with pytest.raises(ValueError, match="chain_sum: item 2 must have a text question, got ' '"):
         make_item(dataset, "chain_sum", 2)
     monkeypatch.setattr(type(dataset), "__getitem__", lambda self, index: 1 / 0)
-    with pytest.raises(ValueError, match=r"chain_sum: reasoning-gym cannot make item 2 .* ZeroDivisionError"):
+    with pytest.raises(ValueError, match=r"chain_sum: reasoning-gym cannot generate item 2 .* ZeroDivisionError"):
         make_item(dataset, "chain_sum", 2)
 
 

@@ -461,10 +461,10 @@ def test_a_hub_data_set_gives_what_its_rows_give(shuffle):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataLoader(["a", "b"]), "give it the data set, not a DataLoader"),
-        ({"prompt": "a"}, "needs a data set.*got dict.*Put a single row into a list"),
-        ("a", "needs a data set"),
-        (3, "needs a data set"),
+        (DataLoader(["a", "b"]), "give it the dataset, not a DataLoader"),
+        ({"prompt": "a"}, "needs a dataset.*got dict.*Put a single row into a list"),
+        ("a", "needs a dataset"),
+        (3, "needs a dataset"),
         (iter(["a"]), "can be read only once"),
         ((text for text in "ab"), "a generator can be read only once.*from_generator"),
         ([["a", "b"], ["c"]], "row 1 must be a prompt.*got list.*not batches of it"),

@@ -73,7 +73,7 @@ def test_a_name_of_others_is_refused_with_their_words_and_ours(key, name, ours, 
     ],
 )
 def test_a_name_for_the_task_finds_the_text(key, name, ours):
-    with pytest.raises(ValueError, match=f"{key} '{name}' is no shipped text, did you mean '{ours}'"):
+    with pytest.raises(ValueError, match=f"{key} '{name}' is not a shipped text, did you mean '{ours}'"):
         PromptTemplate(**{key: name})
 
 
@@ -105,13 +105,16 @@ def test_every_place_of_the_question_is_filled():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"system_prompt": "tgs"}, "system_prompt 'tgs' is no shipped text, did you mean 'tags'.*are: gsm8k_xml, tags"),
-        ({"system_prompt": "qwerty"}, "'qwerty' is no shipped text. There are: gsm8k_xml, tags"),
-        ({"system_prompt": "r1.jinja"}, "'r1.jinja' is no shipped text"),
+        (
+            {"system_prompt": "tgs"},
+            "system_prompt 'tgs' is not a shipped text, did you mean 'tags'.*are: gsm8k_xml, tags",
+        ),
+        ({"system_prompt": "qwerty"}, "'qwerty' is not a shipped text. The shipped ones are: gsm8k_xml, tags"),
+        ({"system_prompt": "r1.jinja"}, "'r1.jinja' is not a shipped text"),
         ({"question_template": "tags_jsn"}, "did you mean 'tags_json'"),
         ({"question_template": "Say it: {QUESTION}"}, "question_template must contain {question}, got 'Say it"),
-        ({"system_prompt": "  "}, "system_prompt must be text that is not empty"),
-        ({"system_prompt": 3}, "system_prompt must be text"),
+        ({"system_prompt": "  "}, "system_prompt must be a non-empty text"),
+        ({"system_prompt": 3}, "system_prompt must be a non-empty text"),
         ({"prompt_as": "words"}, "prompt_as must be one of auto, text, chat, got 'words'"),
         ({"prompt_as": "text", "system_prompt": "tags"}, "system_prompt needs a chat"),
     ],

@@ -126,8 +126,8 @@ def test_warm_up_loss_is_the_mean_over_completion_tokens() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, TINY.model)
     task = TINY.task
-    habits = arithmetic._Habits(tokenizer, task, TINY.warm_up)
-    loss = habits.loss(model, num_short=3)
+    corpus = arithmetic._Corpus(tokenizer, task, TINY.warm_up)
+    loss = corpus.loss(model, num_short=3)
 
     rows = torch.randint(20, (4,), generator=torch.Generator().manual_seed(task.seed)).tolist()
     nll = []
@@ -155,7 +155,7 @@ def test_warm_up_repeats() -> None:
 def test_a_warm_up_that_fails_says_so() -> None:
     tokenizer = build_tokenizer()
     hopeless = replace(TINY.warm_up, target_loss=0.0)
-    with pytest.raises(RuntimeError, match=r"not learned: loss .* after 2 steps"):
+    with pytest.raises(RuntimeError, match=r"not learned: their loss is .* after 2 steps"):
         warm_up(build_model(tokenizer, TINY.model), tokenizer, TINY.task, hopeless, show_progress=False)
 
 

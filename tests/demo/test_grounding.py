@@ -19,7 +19,7 @@ from grpo_lightning.demo.grounding import (
     GroundingQuickstart,
     GroundingRecipe,
     GroundingWarmUp,
-    _Habits,
+    _Corpus,
     build_model,
     build_processor,
     build_tokenizer,
@@ -108,9 +108,9 @@ def test_the_loss_is_that_of_the_model_itself() -> None:
     """Features that were made before, positions and all, give what one forward with images gives."""
     model, processor = built()
     chosen = scenes(3)
-    habits = _Habits(model, processor, TINY.task, chosen, show_progress=False)
+    corpus = _Corpus(model, processor, TINY.task, chosen, show_progress=False)
     torch.manual_seed(5)
-    loss = habits.loss(4, num_lazy=3)
+    loss = corpus.loss(4, num_lazy=3)
     torch.manual_seed(5)
     rows = torch.randint(27, (4,)).tolist()
     losses = []
@@ -178,13 +178,13 @@ def test_the_tower_comes_to_say_what_it_shows() -> None:
 def test_both_phases_of_the_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = built()
     lazy: list[int] = []
-    loss = _Habits.loss
+    loss = _Corpus.loss
 
-    def note(habits: _Habits, batch_size: int, num_lazy: int) -> torch.Tensor:
+    def note(corpus: _Corpus, batch_size: int, num_lazy: int) -> torch.Tensor:
         lazy.append(num_lazy)
-        return loss(habits, batch_size, num_lazy)
+        return loss(corpus, batch_size, num_lazy)
 
-    monkeypatch.setattr(_Habits, "loss", note)
+    monkeypatch.setattr(_Corpus, "loss", note)
     tower = {name: weight.clone() for name, weight in model.model.visual.named_parameters()}
     grounding.teach_language(model, processor, TINY.task, TINY.warm_up, show_progress=False)
     assert lazy == [0, 0, 3, 3]

@@ -19,7 +19,7 @@ from grpo_lightning.demo.reasoning_gym import (
     ReasoningGymQuickstart,
     build_tokenizer,
     hasty,
-    padded,
+    pad,
     steps,
     worked,
 )
@@ -48,7 +48,7 @@ def test_too_few_questions_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_padding_by_hand():
-    ids, targets = padded([([1, 2], [3]), ([4], [5, 6, 7])], pad_token_id=0)
+    ids, targets = pad([([1, 2], [3]), ([4], [5, 6, 7])], pad_token_id=0)
     no = NOT_TRAINED_ON
     assert ids.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
     assert targets.tolist() == [[no, no, 3, no], [no, 5, 6, 7]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from grpo_lightning.demo.scenes import COLOURS, NAMELESS_SHAPES, SHAPES, Scene, SceneTask, Thing, namings, varied
+from grpo_lightning.demo.scenes import COLOURS, NAMELESS_SHAPES, SHAPES, Scene, SceneTask, Thing, namings, vary
 
 TASK = SceneTask(num_train=6, num_heldout=4)
 RED_CIRCLE = Thing("red", "circle", (1, 2, 4, 6))
@@ -72,8 +72,8 @@ def test_of_every_colour_and_shape_most_can_be_learned_from(seed: int) -> None:
 def test_what_is_varied_has_one_name_only() -> None:
     (scene,) = scenes("some", 1)
     draw = random.Random(0)
-    assert varied(scene, draw, share=0.0) == scene
-    every = [thing for _ in range(100) for thing in varied(scene, draw, share=1.0)]
+    assert vary(scene, draw, share=0.0) == scene
+    every = [thing for _ in range(100) for thing in vary(scene, draw, share=1.0)]
     assert {thing.cells for thing in every} == {thing.cells for thing in scene}
     assert all((thing.colour in COLOURS) != (thing.shape in SHAPES) for thing in every)
     for thing in every:
@@ -81,7 +81,7 @@ def test_what_is_varied_has_one_name_only() -> None:
             pixel = np.asarray(TASK.picture((thing._replace(shape="square", cells=(0, 0, 2, 2)),)))[10, 10].tolist()
             assert "#{:02x}{:02x}{:02x}".format(*pixel) == thing.colour
             assert min(math.dist(pixel, named) for named in COLOURS.values()) > 60
-    some = [thing in scene for _ in range(100) for thing in varied(scene, draw)]
+    some = [thing in scene for _ in range(100) for thing in vary(scene, draw)]
     assert 0.4 < sum(some) / len(some) < 0.6
 
 

@@ -137,7 +137,10 @@ def test_countdown_is_pointed_at_the_reward_that_executes_nothing():
         ({"task_config": None}, "column 'task_config' must hold text"),
         ({"task_config": '{"qqq": 1}'}, "there is no setting 'qqq'"),
         ({"entry": None}, "column 'entry' must hold text"),
-        ({"entry": "{"}, "column 'entry' must hold an item, as ReasoningGymTasks writes it: it is no Python literal"),
+        (
+            {"entry": "{"},
+            "column 'entry' must hold an item, as ReasoningGymTasks writes it: it is not a Python literal",
+        ),
         ({"entry": "{'question': '1'}"}, "it must have question, answer and metadata"),
     ],
 )

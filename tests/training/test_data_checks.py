@@ -111,17 +111,17 @@ def test_images_of_a_prompt_source_are_read_before_the_run(kind: str):
             else datasets.Dataset.from_list(rows).to_iterable_dataset()
         )
     found = refusal(module(IoU()), PromptSource(given, 2))
-    assert found.startswith(f"{3 if kind == 'rows' else 2} rows have images that cannot be read or boxes that are")
+    assert found.startswith(f"{3 if kind == 'rows' else 2} rows have unreadable images or invalid boxes")
     assert "1.png: it cannot be decoded: " in found
     assert "gone.png: no such file" in found
     assert ("column 'image' must be an image" in found) == (kind == "rows")
-    assert found.endswith("Fix them, or leave their rows out.")
+    assert found.endswith("Fix them, or remove their rows.")
 
 
 def test_images_for_training_and_validation_are_named_together():
     sources = [PromptSource([rec(0), rec(1, image=name)], 2) for name in ("gone.png", "away.png")]
     found = refusal(module(IoU()), *sources)
-    assert found.startswith("2 rows have images")
+    assert found.startswith("2 rows have unreadable images")
 
 
 def test_images_of_files_are_read_once():

@@ -1,1 +1,1 @@
-"""Images of a data set: where they are, whether they can be read, and their boxes."""
+"""Images of a dataset: references, checks before a run, boxes, placeholders and prefetching."""

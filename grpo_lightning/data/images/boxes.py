@@ -1,4 +1,4 @@
-"""Boxes in the solutions of grounding data: are they boxes, and inside their images?"""
+"""Checks of ground-truth boxes in grounding data: four finite numbers, inside the image."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any, Literal, TypeAlias
 from grpo_lightning.functional.boxes import is_share
 
 LARGEST = 1e9
-"""Pixels, of any number in a box."""
+"""Maximum absolute value of a coordinate, in pixels."""
 
 Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
-"""In what the boxes of `solution` are.
+"""Coordinates of the boxes in `solution`.
 
 `original`: pixels of the image; every row with an image must have one. `norm1000`: as if every image were 1000 wide and
-1000 high (VLM-R1's InternVL data); they are made pixels here, once for all rewards, metrics and pictures, whose
-`gold_coordinates` stay at `original`. `auto`: pixels, wherever a row with one image has four numbers for its solution.
-`none`: solutions are not looked at.
+1000 high (VLM-R1's InternVL data); they are converted to pixels here, once for all rewards, metrics and pictures, whose
+`gold_coordinates` stay at `original`. `auto`: pixels, if a row with one image has four numbers as its solution.
+`none`: solutions are not checked.
 """
 
 NORM = 1000
-"""The width and height of every image in `norm1000`."""
+"""Width and height of every image in `norm1000` coordinates."""
 
 ROUNDING = 1
-"""How far a box may reach over the edge: annotations are rounded, or count their last pixel in. Some of it must lie
-inside: rewards compare what does."""
+"""Pixels by which a box may exceed the image: annotations are rounded, or include their last pixel. Part of the box
+must lie inside, as rewards compare that part."""
 
 
 def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
-    """The solution of a row with images as the rewards get it: itself, or for `norm1000` its box in pixels.
+    """Check the solution of a row with images. Returns: the solution, or for `norm1000` its box in pixels.
 
-    A box is right if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, give or take `ROUNDING` at the image's edges,
-    and what of it lies in the image has an area.
+    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, within `ROUNDING` at the image's edges, and its
+    part inside the image has a positive area.
 
     Args:
-        solution: The column; text is read as JSON, with answer tags or without.
+        solution: The column `solution`; text is parsed as JSON, with or without answer tags.
         sizes: (width, height) of each image of the row, in pixels.
-        boxes: What the solution is.
+        boxes: Coordinates of the solution.
 
     Raises:
-        ValueError: If it is not four numbers, outside of its image, inverted or empty.
+        ValueError: If the solution is not four numbers, outside its image, inverted or empty.
     """
     if boxes == "none" or not sizes:
         return solution
@@ -51,7 +51,7 @@ def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes
     if _is_listing(found):
         raise ValueError(_no_single_box(found, boxes))
     if len(sizes) != 1:
-        raise ValueError(f"the row has {len(sizes)} images: nothing says in which of them the box is")
+        raise ValueError(f"the row has {len(sizes)} images, so the image of the box is not known")
     width, height = sizes[0] if boxes != "norm1000" else (NORM, NORM)
     check_box(found, width, height)
     if boxes != "norm1000":
@@ -61,7 +61,7 @@ def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes
 
 
 def _is_listing(value: Any) -> bool:
-    """True for objects with boxes (`bbox_2d` and `label`), parsed or as text."""
+    """True for a list of objects with boxes (`bbox_2d` and `label`), parsed or as text."""
     if isinstance(value, str):
         return "bbox_2d" in value
     items = value if isinstance(value, list | tuple) else [value]
@@ -73,12 +73,12 @@ def _no_single_box(value: Any, boxes: Boxes) -> str:
     unit = " and gold_coordinates: norm1000 in the reward that reads them" if boxes == "norm1000" else ""
     return (
         f"boxes: {boxes} is for rows with one box, [x1, y1, x2, y2], and this solution lists objects ({value!r:.80}): "
-        f"set boxes: none in the entry of this data set{unit}; the reward looks at every box of a list before the run"
+        f"set boxes: none in the entry of this dataset{unit}; the reward checks every box of a list before the run"
     )
 
 
 def check_box(value: Any, width: int, height: int) -> None:
-    """Raises: ValueError saying why the value is no box in an image of this size."""
+    """Raises: ValueError with the reason why the value is not a valid box in an image of this size."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 4:
         raise ValueError(f"the solution must be a box of four numbers, [x1, y1, x2, y2], got {value!r:.80}")
     wrong = [number for number in value if not _is_number(number)]
@@ -91,7 +91,7 @@ def check_box(value: Any, width: int, height: int) -> None:
             "height)"
         )
     if min(x1, y1) < -ROUNDING or x2 > width + ROUNDING or y2 > height + ROUNDING:
-        raise ValueError(f"the box {list(value)} is not inside of its image, which is {width} x {height}")
+        raise ValueError(f"the box {list(value)} is not inside its image, which is {width} x {height}")
     if is_share((x1, y1, x2, y2), (width, height)):
         raise ValueError(
             f"the box {list(value)} ends within the first pixel of its image, which is {width} x {height}: if its "
@@ -103,13 +103,13 @@ def check_box(value: Any, width: int, height: int) -> None:
 
 
 def looks_like_box(value: Any) -> bool:
-    """True for four of anything, if one of them is a number or the text of one: somebody meant a box."""
+    """True for four values of which at least one is a number, or the text of one."""
     is_four = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 4
     return is_four and any(_is_number(number) or _is_number_text(number) for number in value)
 
 
 def _parsed(solution: Any) -> Any:
-    """The solution, of text that is JSON what it says."""
+    """Parse a solution that is JSON text; return any other one unchanged."""
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if not isinstance(solution, str):
         return solution
@@ -120,9 +120,9 @@ def _parsed(solution: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """True for a finite number; True and False are none."""
+    """True for a finite number that is not a bool."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= LARGEST  # false of NaN too; an integer may be too large for a float
+    return is_number and abs(value) <= LARGEST  # False for NaN too; an integer may be too large for math.isfinite
 
 
 def _is_number_text(value: Any) -> bool:

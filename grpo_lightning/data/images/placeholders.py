@@ -1,4 +1,4 @@
-"""Where the images of a prompt stand in its messages."""
+"""Image placeholders: placing the images of a prompt in its messages."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from grpo_lightning.core.types import Message
 from grpo_lightning.data.images.references import ImageFinder, is_empty
 
 IMAGE = "<image>"
-"""The place of an image in a text."""
+"""The placeholder of an image in text."""
 
 SOURCES = ("image", "path", "url", "image_url")
-"""Keys by which a part of a message may hold its own image."""
+"""Keys under which a message part may hold its own image."""
 
 
 def place_images(
     messages: Sequence[Message], images: Sequence[ImageRef], finder: ImageFinder
 ) -> tuple[list[Message], list[ImageRef]]:
-    """Messages with a part `{"type": "image"}` for every image.
+    """Add a part `{"type": "image"}` to the messages for every image.
 
-    An image of the row's column goes where a placeholder `<image>` or an image part without an image of its own stands,
-    in order; if there is no place at all, all images go in front of the first user turn. VLM-R1 removes the
-    placeholders and always puts the images first, and so asks another question wherever the text says "the first image
-    <image> ... the second <image>".
+    Images of the row's column replace placeholders `<image>` and image parts without an image of their own, in order.
+    If there are none, all images are prepended to the first user turn. VLM-R1 removes the placeholders and always puts
+    the images first, which changes the question if the text says "the first image <image> ... the second <image>".
 
     Args:
         messages: The chat.
         images: The images of the row's column.
-        finder: Of the row: for images that parts hold themselves, and its file and line.
+        finder: The row's finder, for images inside message parts, and for its file and line.
 
     Returns:
-        The messages, their contents lists of parts, and all images in the order of the image parts. A chat without any
-        image comes back as it is.
+        The messages, with lists of parts as content, and all images in the order of the image parts. A chat without
+        images is returned unchanged.
 
     Raises:
-        ValueError: If there are more or fewer places than images, naming both counts.
+        ValueError: If there are more or fewer placeholders than images, naming both counts.
     """
     placed = [_with_parts(message, finder, f"message {number}") for number, message in enumerate(messages, start=1)]
     slots = [part for message in placed for part in _image_parts(message)]
@@ -55,18 +54,20 @@ def place_images(
 
 
 def _miscounted(num_places: int, num_images: int, where: str) -> str:
-    """The error for a row with more or fewer places than images."""
-    counts = f"{where}: the prompt has {num_places} places for images ({IMAGE}, or image parts) and the row"
+    """The error for a row with more or fewer placeholders than images."""
+    counts = f"{where}: the prompt has {num_places} image placeholders ({IMAGE}, or image parts) and the row"
     if not num_images:
         return (
             f"{counts} has no image (column 'image' or 'images'). Add it, or remove the placeholder if the question "
-            "can be answered without."
+            "can be answered without it."
         )
-    return f"{counts} has {num_images} in its column. Write one {IMAGE} per image, or none: then all stand first."
+    return (
+        f"{counts} has {num_images} images in its column. Write one {IMAGE} per image, or none to prepend all images."
+    )
 
 
 def _with_parts(message: Message, finder: ImageFinder, name: str) -> dict[str, Any]:
-    """The message with a list of parts for content, placeholders made image parts."""
+    """Convert a message's content to a list of parts, and placeholders to image parts."""
     content = message.get("content")
     if content is None:
         return dict(message)
@@ -83,7 +84,7 @@ def _with_parts(message: Message, finder: ImageFinder, name: str) -> dict[str, A
 
 
 def _split(text: str) -> Iterator[dict[str, Any]]:
-    """The parts of a text with placeholders: what stands before, between and after them stays as it is."""
+    """Split a text at its placeholders into text and image parts."""
     for number, piece in enumerate(text.split(IMAGE)):
         if number:
             yield {"type": "image"}
@@ -92,7 +93,7 @@ def _split(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _own_image(part: Mapping[str, Any], finder: ImageFinder, what: str) -> dict[str, Any]:
-    """An image part, with the reference to its own image if it has one."""
+    """Convert an image part; it keeps the reference to its own image if it has one."""
     given = [part[name] for name in SOURCES if not is_empty(part.get(name))]
     if not given:
         if part["type"] == "image_url":
@@ -101,7 +102,7 @@ def _own_image(part: Mapping[str, Any], finder: ImageFinder, what: str) -> dict[
                 f"{dict(part)!r:.80}."
             )
         return {"type": "image"}
-    # Of the nested form of `image_url`; other mappings are images as `datasets` writes them.
+    # `image_url` may be nested; other mappings are images in the storage format of `datasets`.
     value = given[0]["url"] if isinstance(given[0], Mapping) and "url" in given[0] else given[0]
     return {"type": "image", "ref": finder.ref(value, what)}
 
@@ -112,8 +113,8 @@ def _image_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _put_first(messages: Sequence[dict[str, Any]], slots: Sequence[dict[str, Any]], where: str) -> None:
-    """Put image parts in front of the first user turn. Raises: ValueError if there is none."""
-    asked = next((message for message in messages if message["role"] == "user" and message.get("content")), None)
-    if asked is None:
-        raise ValueError(f"{where}: the row has an image, and no user turn for it to stand in.")
-    asked["content"] = [*slots, *asked["content"]]
+    """Prepend image parts to the first user turn. Raises: ValueError if there is none."""
+    turn = next((message for message in messages if message["role"] == "user" and message.get("content")), None)
+    if turn is None:
+        raise ValueError(f"{where}: the row has an image, but no user turn to put it in.")
+    turn["content"] = [*slots, *turn["content"]]

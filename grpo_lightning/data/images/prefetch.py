@@ -1,4 +1,4 @@
-"""The images of a batch: each read once, by threads while the policy still trains on the batch before."""
+"""Image prefetching: read each image of a batch once, in threads while the policy trains on the batch before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SharedRead:
-    """One image, read once for all prompts of a batch that have it, and released when the last of them has got it."""
+    """One image, read once for all prompts of a batch that share it, and released after its last use."""
 
     def __init__(self, image: ImageRef, reader: ImageReader) -> None:
         self.image, self.reader = image, reader
@@ -28,9 +28,9 @@ class SharedRead:
         self.lock = threading.Lock()
 
     def __call__(self) -> Image:
-        """The image, for one of its users. Raises: ImageError if it cannot be read."""
-        with self.lock:  # other users wait for the first one's read
-            if self.future is None or self.future.cancel():  # nobody reads it yet
+        """Get the image for one of its users. Raises: ImageError if it cannot be read."""
+        with self.lock:  # other users wait while the first one reads
+            if self.future is None or self.future.cancel():  # not being read yet
                 self.future = Future()
                 try:
                     self.future.set_result(self.image.decode())
@@ -38,7 +38,7 @@ class SharedRead:
                     self.future.set_exception(error)
             future = self.future
             self.num_users -= 1
-            if self.num_users <= 0:  # a later user has it read again
+            if self.num_users <= 0:  # a later user reads it again
                 self.future = None
         try:
             return future.result()
@@ -51,22 +51,22 @@ class ImageReader:
 
     Args:
         num_workers: Threads that read ahead; 0 reads an image when it is used. At most `READ_AHEAD` images per thread
-            wait for their use, which bounds the memory: a megapixel has 3 MB.
+            are held for their use, which bounds the memory: a megapixel takes 3 MB.
     """
 
     def __init__(self, num_workers: int = 0) -> None:
         self.num_workers = num_workers
         self.has_images = False
-        """True once a prompt had some."""
+        """True once a prompt has had images."""
 
         self.pool = ThreadPoolExecutor(num_workers, thread_name_prefix="images") if num_workers else None
-        self.lock = threading.Lock()  # of all below
+        self.lock = threading.Lock()  # guards the attributes below
         self.coming: dict[Hashable, SharedRead] = {}
         self.waiting: deque[SharedRead] = deque()
-        self.ahead: WeakSet[SharedRead] = WeakSet()  # given to the threads, and not used yet
+        self.ahead: WeakSet[SharedRead] = WeakSet()  # submitted to the threads and not used yet
 
     def take(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """A batch's prompts: images read ahead for them are used, and one that several prompts have is read once."""
+        """Return a batch's prompts with shared images, using those that were read ahead."""
         counts = Counter(image.key for image in _images(prompts))
         if not counts:
             return list(prompts)
@@ -86,7 +86,7 @@ class ImageReader:
         ]
 
     def look_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Start to read the images of the prompts that come next; those read for other prompts are released."""
+        """Start reading the images of the next prompts; images read ahead for other prompts are released."""
         with self.lock:
             coming: dict[Hashable, SharedRead] = {}
             for image in _images(prompts):
@@ -101,17 +101,17 @@ class ImageReader:
         self._start()
 
     def release(self, read: SharedRead) -> None:
-        """Make room for another image, now that this one was used."""
+        """Free the slot of a used image for the next one."""
         with self.lock:
             self.ahead.discard(read)
         self._start()
 
     def _start(self) -> None:
-        """Give images to the threads while there is room."""
+        """Submit images to the threads while slots are free."""
         with self.lock:
             while self.pool is not None and self.waiting and len(self.ahead) < READ_AHEAD * self.num_workers:
                 read = self.waiting.popleft()
-                if not read.lock.acquire(blocking=False):  # its first user reads it
+                if not read.lock.acquire(blocking=False):  # its first user is reading it
                     continue
                 if read.future is None and read.num_users > 0:
                     read.future = self.pool.submit(read.image.decode)

@@ -1,4 +1,4 @@
-"""Checks before a run: every image is read and every box compared with its image; bad rows are named or left out."""
+"""Preflight checks: read every image and compare every box with its image; report or drop bad rows."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ log = logging.getLogger(__name__)
 BadImages: TypeAlias = Literal["error", "drop"]
 
 Found: TypeAlias = tuple[int, int] | ImageError
-"""The width and height of an image, or why it cannot be read."""
+"""The width and height of an image, or the error of reading it."""
 
 MANY = 1000
-"""Images from which on a progress bar is shown."""
+"""A progress bar is shown for more images than this."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """How the images and boxes of data are checked, and what happens to bad ones. Picklable."""
+    """Checks of images and boxes, and the handling of bad rows. Picklable."""
 
     bad_images: BadImages = "error"
-    """`error` names all of them, `drop` leaves their rows out. No other row is ever taken in their place: VLM-R1 draws
-    one at random, a different one for every completion of a group."""
+    """`error` reports all bad rows, `drop` drops them. They are never replaced by other rows (VLM-R1 samples a random
+    one, a different one for every completion of a group)."""
 
     num_workers: int = 0
     """Threads that read images; 0 reads them one after the other."""
 
-    advice: str = "Fix them, correct the data set's image_root or boxes, or leave the rows out: data.bad_images 'drop'."
-    """Advice to the user about bad ones."""
+    advice: str = "Fix them, correct the dataset's image_root or boxes, or drop the rows: data.bad_images 'drop'."
+    """Advice in the error about bad rows."""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if `bad_images` is none of its choices."""
+        """Raises: ValueError if `bad_images` is not one of its choices."""
         if self.bad_images not in get_args(BadImages):
             choices = ", ".join(get_args(BadImages))
             raise ValueError(f"data.bad_images must be one of {choices}, got {self.bad_images!r}.")
 
     def one(self, measured: Measured, boxes: Boxes) -> Measured:
-        """Check a prompt of a stream. Returns: it, without its prompt if that is left out.
+        """Check a prompt of a stream. Returns: the item, its prompt None if it is dropped.
 
         Raises:
-            ValueError: If an image cannot be read or its box is wrong, with `bad_images` "error".
+            ValueError: If an image cannot be read or a box is invalid, with `bad_images` "error".
         """
         try:
             return _with_box(measured, [image.check() for image in _images_of(measured)], boxes)
         except ValueError as error:
             if self.bad_images == "error":
                 raise
-            log.warning("Left out by data.bad_images: %s", error)
+            log.warning("Dropped by data.bad_images: %s", error)
             return replace(measured, prompt=None)
 
     def all(self, measured: Sequence[Measured], boxes: Mapping[str, Boxes]) -> list[Measured]:
-        """Check the prompts of a mixture. Returns: them, without the prompts that are left out.
+        """Check the prompts of a mixture. Returns: the items, with the prompt None where it is dropped.
 
         Args:
             measured: The prompts.
-            boxes: What their solutions are, by source.
+            boxes: Box coordinates of the solutions, by source.
 
         Raises:
-            ValueError: If images cannot be read or boxes are wrong, naming all of them, with `bad_images` "error".
+            ValueError: If images cannot be read or boxes are invalid, naming all of them, with `bad_images` "error".
         """
         images = [image for m in measured for image in _images_of(m)]
         if not images:
@@ -78,7 +78,7 @@ class Preflight:
         found = survey(images, self.num_workers)
         rows = Counter(key for m in measured for key in {image.key for image in _images_of(m)})
         checked: list[Measured] = []
-        problems: dict[Hashable, str] = {}  # of an image once, however many rows have it
+        problems: dict[Hashable, str] = {}  # one per image, even if several rows share it
         bad: Counter[str] = Counter()  # rows by source
         for place, m in enumerate(measured):
             sizes = []
@@ -108,20 +108,20 @@ class Preflight:
         counts = f" ({', '.join(f'{count} of {source!r}' for source, count in bad.items())})" if any(bad) else ""
         if self.bad_images == "error":
             raise ValueError(
-                f"{bad.total()} rows have images that cannot be read or boxes that are wrong{counts}:\n"
+                f"{bad.total()} rows have unreadable images or invalid boxes{counts}:\n"
                 f"{listed(problems)}\n{self.advice}"
             )
-        log.warning("%d rows are left out for their images or boxes%s:\n%s", bad.total(), counts, listed(problems))
+        log.warning("%d rows with bad images or boxes are dropped%s:\n%s", bad.total(), counts, listed(problems))
 
 
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
-    """Read the images of prompts that come from no mixture. Rewards check their boxes.
+    """Read the images of prompts that do not come from a mixture. Their boxes are checked by the rewards.
 
-    Prompts whose images were all read are skipped. An image of which only the size is known was not read: its header
-    may be whole where its pixels are cut.
+    Nothing is done if all images have been read in full. A known size is not enough: the header may be intact while the
+    pixels are truncated.
 
     Args:
-        prompts: The same on every rank.
+        prompts: The prompts, the same on every rank.
         num_workers: Threads.
 
     Raises:
@@ -129,19 +129,19 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """
     images = [image for prompt in prompts for image in prompt.images]
     if images and is_any(any(not image.is_whole for image in images)):
-        preflight = Preflight("error", num_workers, advice="Fix them, or leave their rows out.")
+        preflight = Preflight("error", num_workers, advice="Fix them, or remove their rows.")
         measured = [Measured(prompt, where=prompt.label) for prompt in prompts]
         preflight.all(measured, {prompt.source: "none" for prompt in prompts})
 
 
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
-    """Look at every image once, whatever the number of its rows.
+    """Read every unique image once.
 
-    A rank reads the header of every image and all pixels of its share. An image that one rank finds bad is bad for all
-    of them: they have to leave out the same rows.
+    Each rank reads all headers, and all pixels of its share of the images. An image that is bad on one rank is bad on
+    all ranks, as all must drop the same rows.
 
     Args:
-        images: References to them, the same on every rank.
+        images: References to the images, the same on every rank.
         num_workers: Threads.
 
     Returns:
@@ -165,7 +165,7 @@ def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found
 
 
 def _look_at(task: tuple[ImageRef, bool]) -> Found:
-    """Read an image, or its header alone."""
+    """Read an image in full, or its header alone."""
     image, is_whole = task
     try:
         return image.check() if is_whole else image.size()
@@ -174,12 +174,12 @@ def _look_at(task: tuple[ImageRef, bool]) -> Found:
 
 
 def _images_of(measured: Measured) -> Sequence[ImageRef]:
-    """The images of a prompt; none if it is left out."""
+    """The images of a prompt; empty if it is dropped."""
     return measured.prompt.images if measured.prompt else ()
 
 
 def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Measured:
-    """A prompt with its box checked. Raises: ValueError naming file and row if it is wrong."""
+    """Check the box of a prompt. Raises: ValueError naming file and row if it is invalid."""
     prompt = measured.prompt
     if prompt is None or not sizes:
         return measured
@@ -187,7 +187,7 @@ def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes
     try:
         checked = check_solution(solution, sizes, boxes)
     except ValueError as error:
-        advice = " If it is no box in pixels, set boxes: none (or norm1000) in the entry of this data set."
+        advice = " If it is not a box in pixels, set boxes: none (or norm1000) in the entry of this dataset."
         raise ValueError(f"{measured.where}: {error}.{advice if boxes == 'auto' else ''}") from None
     if checked is solution:
         return measured
@@ -196,20 +196,20 @@ def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes
 
 @dataclass
 class ImageCounts:
-    """How many rows of each source have images, and warnings about rows that should have one and do not."""
+    """Counts of rows with and without images per source, and warnings about rows that may lack an image."""
 
     with_images: Counter[str] = field(default_factory=Counter)
     empty: Counter[str] = field(default_factory=Counter)
-    """Rows with a column for images and none in it."""
+    """Rows whose image columns are empty."""
 
     without_column: Counter[str] = field(default_factory=Counter)
-    """Rows without a column for images, and without images in their messages."""
+    """Rows without image columns and without images in their messages."""
 
     unread: dict[str, Counter[str]] = field(default_factory=dict)
-    """Those of `without_column` that have the path of an image in another column, by that column."""
+    """Rows of `without_column` with an image path in another column, by that column."""
 
     warned: set[tuple[str, str | None]] = field(default_factory=set)
-    """The warnings that were logged: source and unread column, None for an empty one."""
+    """Warnings that were logged: source and unread column, or None for empty image columns."""
 
     def add(self, prompt: Prompt) -> None:
         """Count a row."""
@@ -224,33 +224,34 @@ class ImageCounts:
                 self.unread.setdefault(source, Counter())[column] += 1
 
     def check_root(self, source: str, image_root: str | None, run_root: str | None) -> None:
-        """Check that data with an `image_root` have images; for the run's, only data that seem to have some.
+        """Check that an entry with an `image_root` has images.
 
         Args:
             source: The entry's name.
-            image_root: The entry's own.
-            run_root: The one of the run, which entries of text alone have as well.
+            image_root: The entry's own `image_root`.
+            run_root: `image_root` of the run. As it also applies to text-only entries, it is checked only for entries
+                with image paths in another column.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If no row has an image.
         """
         if source in self.unread:
             image_root = image_root or run_root
         if image_root is None or self.with_images[source] or self.empty[source] or not self.without_column[source]:
             return
         unread = self.unread.get(source)
-        remedy = "Leave image_root out, or give the rows their images."
+        remedy = "Remove image_root, or give the rows their images."
         if unread:
             names = ", ".join(map(repr, unread))
             remedy = f"Its images may be in {names}: rename it (columns: {{{next(iter(unread))}: image}})."
         raise ValueError(
-            f"{source!r} has image_root {image_root!r}, and none of its {self.without_column[source]} rows has an "
-            f"image: these are looked for in the columns {' and '.join(map(repr, IMAGE_COLUMNS))}, and in messages. "
+            f"{source!r} has image_root {image_root!r}, but none of its {self.without_column[source]} rows has an "
+            f"image: images are read from the columns {' and '.join(map(repr, IMAGE_COLUMNS))}, and from messages. "
             f"{remedy}"
         )
 
     def warn(self, *, so_far: bool = False) -> None:
-        """Warn once per source about rows without an image, if other rows of it have one or a path is not read.
+        """Warn once per source about rows without an image, if others have one or another column has image paths.
 
         Args:
             so_far: True if more rows may follow.
@@ -260,8 +261,8 @@ class ImageCounts:
             if self.with_images[source] and (source, None) not in self.warned:
                 self.warned.add((source, None))
                 log.warning(
-                    '%d of %d rows of %r%s have an empty column for their image (null, "" or []) and are treated as '
-                    "text-only: give them their image, leave them out, or ignore this if they need none.",
+                    '%d of %d rows of %r%s have an empty image column (null, "" or []) and are treated as text-only: '
+                    "add their images, remove the rows, or ignore this if they need none.",
                     *(count, count + self.with_images[source], source, so_far_text),
                 )
         for source, columns in self.unread.items():

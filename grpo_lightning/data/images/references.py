@@ -1,4 +1,4 @@
-"""Images of rows: what a column may hold for one, and the references made of it, which are read when needed."""
+"""Lazy image references: the forms in which a row may hold an image, and converting them to `ImageRef`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class RowsWithCells:
 
     Args:
         dataset: A `datasets.Dataset`.
-        images: Its columns with images or lists of images.
-        label: What to call it in errors.
+        images: Its columns of images or lists of images.
+        label: Name of the dataset in errors.
     """
 
     def __init__(self, dataset: Any, images: Sequence[str], label: str) -> None:
         self.names, self.images, self.label = list(dataset.column_names), list(images), label
-        # As Arrow has them: no image is decoded, and a slice of a file that is mapped into memory is not read.
+        # In Arrow format, no image is decoded, and slicing a memory-mapped file does not read it.
         self.table = dataset.select_columns(self.images).with_format("arrow")
         self.key = uuid.uuid4().hex
         _TABLES[self.key] = self.table
         self.others = dataset.remove_columns(self.images) if len(images) < len(self.names) else None
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A row's columns, in the data set's order."""
+        """Read a row: its columns, in the dataset's order."""
         columns = dict(self.others[index]) if self.others is not None else {}
         cells = self.table[index : index + 1]
         for column in self.images:
@@ -53,14 +53,14 @@ class RowsWithCells:
         return {name: columns[name] for name in self.names}
 
     def _ref(self, index: int, column: str, place: int | None = None) -> ImageRef:
-        """The reference to an image of a row."""
+        """Create the reference to an image of a row."""
         return ImageRef(Cell(self.key, self.table, index, column, place), f"{self.label}, row {index + 1}")
 
 
 def with_cells(dataset: Any, label: str) -> Any:
-    """The rows of a data set, with references for images where its features say which columns hold some.
+    """Wrap a dataset so that its image columns, as given by its features, yield references.
 
-    Rows that are changed as they are read (`set_transform`, `with_format`) stay as they come.
+    A dataset with a transform or format (`set_transform`, `with_format`) is returned unchanged.
     """
     if (getattr(dataset, "format", None) or {}).get("type") is not None:
         return dataset
@@ -69,58 +69,61 @@ def with_cells(dataset: Any, label: str) -> Any:
 
 
 _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The tables of this process by key: cells that come back from other processes share them."""
+"""The tables of this process by key, shared by cells that return from worker processes."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One image of a cell: called, it gives what can be opened. Equal for the same place of the same data set."""
+    """The source of an image in a dataset's cell; a call returns its bytes, path or image.
+
+    Two cells are equal if they are the same place of the same dataset.
+    """
 
     key: str
     table: Any = field(compare=False, repr=False)
     row: int
     column: str
     place: int | None = None
-    """In the cell's list; None if the cell is the image."""
+    """Index in the cell's list; None if the cell is a single image."""
 
     def __call__(self) -> Any:
-        """The bytes, the file or the image itself. Raises: ValueError if there is nothing."""
+        """Read the bytes, the path or the image. Raises: ValueError if the cell is empty."""
         cell = self.table[self.row : self.row + 1].column(self.column)[0]
         return openable_value((cell if self.place is None else cell[self.place]).as_py())
 
     def __str__(self) -> str:
-        """The column, and the number in its list."""
+        """Name the column, and the number in its list."""
         return f"of column {self.column!r}" + ("" if self.place is None else f", number {self.place + 1}")
 
     def __reduce__(self) -> Any:
-        """Pickle; in the process that it comes from, it finds its table again."""
+        """Pickle; back in the process of origin, the cell shares the existing table."""
         return _cell, (self.key, self.table, self.row, self.column, self.place)
 
 
 def _cell(key: str, table: Any, row: int, column: str, place: int | None) -> Cell:
-    """A cell with the table of its key."""
+    """Unpickle a cell, with this process's table of its key."""
     return Cell(key, _TABLES.setdefault(key, table), row, column, place)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that only `datasets` can open: on the hub, or inside an archive."""
+    """The source of an image that only `datasets` can open: on the hub, or inside an archive."""
 
     path: str
 
     def __call__(self) -> Any:
-        """The image."""
+        """Read the image."""
         import datasets
 
         return datasets.Image().decode_example({"path": self.path, "bytes": None})
 
     def __str__(self) -> str:
-        """The path."""
+        """Return the path."""
         return self.path
 
 
 def openable_value(value: Any) -> Any:
-    """The bytes, path or image of `{"bytes": ..., "path": ...}`, the form in which `datasets` stores an image.
+    """Get the bytes, path or image of `{"bytes": ..., "path": ...}`, the storage format of `datasets`.
 
     Raises:
         ValueError: If both are empty.
@@ -134,12 +137,12 @@ def openable_value(value: Any) -> Any:
 
 
 def is_remote(path: str) -> bool:
-    """True for what `datasets` names by a URL (`hf://...`) or as a file in an archive (`zip://a.png::b.zip`)."""
+    """True for paths that only `datasets` can open: a URL (`hf://...`) or an archive member (`zip://a.png::b.zip`)."""
     return "://" in path
 
 
 def without_decoding(stream: Any) -> Any:
-    """A `datasets.IterableDataset` whose images come as bytes or paths."""
+    """Turn off image decoding of a `datasets.IterableDataset`: it yields bytes or paths."""
     import datasets
 
     for name, feature in _features(stream):
@@ -152,7 +155,7 @@ def without_decoding(stream: Any) -> Any:
 
 
 def _features(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Column names and types, where they are known."""
+    """Column names and types, if the dataset has them."""
     return iter((getattr(dataset, "features", None) or {}).items())
 
 
@@ -162,14 +165,14 @@ def _is_image(feature: Any) -> bool:
 
 
 def _is_list(feature: Any) -> bool:
-    """True for a column of lists of images, in any of the ways to say so."""
+    """True for a column of lists of images, in any notation of `datasets`."""
     if isinstance(feature, list):
         return len(feature) == 1 and _is_image(feature[0])
     return _is_image(getattr(feature, "feature", None))
 
 
 IMAGE_COLUMNS = ("image", "images")
-"""The columns that hold a prompt's images: VLM-R1's, and that of TRL and ms-swift."""
+"""Columns with a prompt's images: `image` in VLM-R1, `images` in TRL and ms-swift."""
 
 _ALIKE = re.compile(r"(?:\w*_)?(?:image|img|picture|photo)s?(?:_\w*)?", re.IGNORECASE)
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -177,39 +180,39 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class NoImage:
-    """The source of a reference to what is no image. It is named with the other bad images when images are read."""
+    """The source of an invalid image, reported together with all other bad images when images are read."""
 
     problem: str
-    """With file and line."""
+    """The error message, with file and line."""
 
     def __call__(self) -> Any:
         """Raises: ImageError: always."""
         raise ImageError(self.problem)
 
     def __str__(self) -> str:
-        """In the place of a name."""
-        return "that is none"
+        """Return a placeholder for the name."""
+        return "(invalid)"
 
 
 @dataclass(frozen=True)
 class ImageFinder:
-    """Makes references of what a row holds for its images."""
+    """Finds the images of a row and creates references to them."""
 
     where: str
     """File and line, for error messages."""
 
     folder: Path | None = None
-    """Where relative paths begin; None for the current folder."""
+    """Base folder of relative paths; None for the current folder."""
 
     def columns(self, columns: Mapping[str, Any]) -> tuple[dict[str, Any], list[ImageRef]]:
-        """A row's columns with references for images, and these images in their order.
+        """Replace the images of a row by references. Returns: the columns, and the references in order.
 
         Raises:
-            ValueError: If both image columns hold some.
+            ValueError: If both image columns have images.
         """
         found = [name for name in IMAGE_COLUMNS if not is_empty(columns.get(name))]
         if len(found) > 1:
-            raise ValueError(f"{self.where}: the row has images in 'image' and in 'images': leave one of them out.")
+            raise ValueError(f"{self.where}: the row has images in 'image' and in 'images': remove one of them.")
         if not found:
             return dict(columns), []
         value, what = columns[found[0]], f"column {found[0]!r}"
@@ -220,15 +223,15 @@ class ImageFinder:
         return {**columns, found[0]: ref}, [ref]
 
     def ref(self, value: Any, what: str) -> ImageRef:
-        """The reference to one image; nothing is read.
+        """Create the reference to one image; nothing is read.
 
         Args:
             value: A path, a data: or file: URL, bytes, `{"bytes": ..., "path": ...}`, a PIL image or a reference.
             what: The value's place in the row, for error messages.
 
         Returns:
-            The reference. If the value is none of these or a URL of the web, reading it raises ImageError: so all bad
-            images of the data are named at once, whatever is wrong with each.
+            The reference. If the value is none of these, or a web URL, reading it raises ImageError, so that all bad
+            images of the data are reported at once.
         """
         if isinstance(value, ImageRef):
             return value if value.where else replace(value, where=self.where)
@@ -238,7 +241,7 @@ class ImageFinder:
             return ImageRef(NoImage(str(error)), self.where)
 
     def _source(self, value: Any, what: str) -> Any:
-        """The source of a reference. Raises: ValueError if the value is no image."""
+        """Convert a value to the source of a reference. Raises: ValueError if the value is not an image."""
         if isinstance(value, Mapping):
             value = self._of_mapping(value, what)
         if isinstance(value, str):
@@ -255,7 +258,7 @@ class ImageFinder:
         )
 
     def _of_mapping(self, value: Mapping[str, Any], what: str) -> Any:
-        """The bytes or the path of an image as `datasets` writes it. Raises: ValueError if there is neither."""
+        """The bytes or path in the storage format of `datasets`. Raises: ValueError if it has neither."""
         content = value.get("bytes")
         found = value.get("path") if content is None else content
         if not isinstance(found, bytes | bytearray | str) or not found:
@@ -266,7 +269,7 @@ class ImageFinder:
         return found
 
     def _of_text(self, text: str, what: str) -> Any:
-        """The source that a path or URL names. Raises: ValueError if it is empty, on the web, or no URL."""
+        """Convert a path or URL to a source. Raises: ValueError if it is empty, on the web, or an invalid URL."""
         if not text.strip():
             raise ValueError(f"{self.where}: {what} must be the path of an image, got {text!r}.")
         if text[:5].lower() == "data:":
@@ -274,8 +277,8 @@ class ImageFinder:
         scheme = text.partition("://")[0].lower()
         if scheme in ("http", "https"):
             raise ValueError(
-                f"{self.where}: {what} is on the web ({text:.80}), where it may change or be gone in the middle of a "
-                "run. Download the images once and give their paths."
+                f"{self.where}: {what} is on the web ({text:.80}), where it may change or disappear during a run. "
+                "Download the images once and give their paths."
             )
         if scheme == "file":
             try:
@@ -288,25 +291,25 @@ class ImageFinder:
         return RemoteFile(text) if is_remote(text) else self._path(expand_home(Path(text)))
 
     def _path(self, path: Path) -> Path:
-        """A path that does not depend on the current folder."""
+        """Make a path absolute."""
         return Path(os.path.abspath((self.folder or Path()) / path))
 
 
 def is_empty(value: Any) -> bool:
-    """True for None, "", [] and (): a CSV file has no other way to say "no image" than an empty cell."""
+    """True for None, "", [] and (): in a CSV file, an empty cell is the only way to write "no image"."""
     return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
 def has_empty_column(columns: Mapping[str, Any]) -> bool:
-    """True if a row has a column for images, and none in it."""
+    """True if a row has image columns, but they are all empty."""
     found = [columns[name] for name in IMAGE_COLUMNS if name in columns]
     return bool(found) and all(map(is_empty, found))
 
 
 def unread_column(columns: Mapping[str, Any]) -> str | None:
-    """A column that holds the path of an image, in a row without a column for images; None if there is none.
+    """Find a column with an image path in a row without image columns; None if there is none.
 
-    `image_path`, `img` and the like are not read: they may be there for a reward.
+    Columns such as `image_path` and `img` are not read as images, because they may be meant for a reward.
     """
     if any(name in columns for name in IMAGE_COLUMNS):
         return None
@@ -314,25 +317,25 @@ def unread_column(columns: Mapping[str, Any]) -> str | None:
 
 
 def _is_image_path(value: Any) -> bool:
-    """True for the name of an image's file, or a list that begins with one."""
+    """True for the name of an image file, or a list that starts with one."""
     first = value[0] if isinstance(value, list | tuple) and value else value
     return isinstance(first, str) and first.lower().endswith(_SUFFIXES)
 
 
 def _of_data_uri(text: str, what: str) -> bytes:
-    """The bytes in a data: URI. Raises: ValueError if it holds none."""
+    """Decode a data: URI. Raises: ValueError if it is not a base64 image."""
     found = re.match(r"data:image/[\w.+-]+;base64,", text[:100], re.IGNORECASE)
     if not found:
         raise ValueError(f"{what} must look like data:image/png;base64,..., got {text!r:.80}.")
     try:
         return base64.b64decode(text[found.end() :], validate=True)
     except binascii.Error as error:
-        raise ValueError(f"{what} is a data: URI whose base64 is broken ({error}).") from error
+        raise ValueError(f"{what} is a data: URI with invalid base64 ({error}).") from error
 
 
 def expand_home(path: Path) -> Path:
-    """The path with `~` for the home folder, where there is a home of that name."""
+    """Expand `~` and `~user` to the home folder; a path without such a user is returned unchanged."""
     try:
         return path.expanduser()
-    except RuntimeError:  # a file whose name begins so, a lock for example
+    except RuntimeError:  # a file name may start with `~`, a lock file for example
         return path

@@ -32,7 +32,7 @@ def test_boxes_that_are_right(solution, boxes):
 @pytest.mark.parametrize(
     ("solution", "reason"),
     [
-        ([0, 0, 642, 480], r"\[0, 0, 642, 480\] is not inside of its image, which is 640 x 480"),
+        ([0, 0, 642, 480], r"\[0, 0, 642, 480\] is not inside its image, which is 640 x 480"),
         ([0, 0, 640, 482], "not inside"),
         ([-2, 0, 10, 10], "not inside"),
         ([0, -2, 10, 10], "not inside"),
@@ -99,7 +99,7 @@ def test_which_rows_are_looked_at():
     assert check_solution(outside, [SIZE, SIZE], "auto") is outside
     assert check_solution(outside, [], "original") is outside
     assert check_solution(outside, [SIZE], "none") is outside
-    with pytest.raises(ValueError, match="the row has 2 images: nothing says in which"):
+    with pytest.raises(ValueError, match="the row has 2 images, so the image of the box"):
         check_solution([0, 0, 1, 1], [SIZE, SIZE], "original")
 
 

@@ -69,6 +69,6 @@ def test_as_many_places_as_images(num_places, num_images):
     if num_places in (0, num_images):
         assert len(place_images(messages, refs(num_images), FINDER)[1]) == num_images
         return
-    message = rf"^f:1: the prompt has {num_places} places .* the row has {num_images or 'no image'}"
+    message = rf"^f:1: the prompt has {num_places} image placeholders .* the row has {num_images or 'no image'}"
     with pytest.raises(ValueError, match=message):
         place_images(messages, refs(num_images), FINDER)

@@ -57,7 +57,7 @@ BAD = ["cut.jpg", "0.jpg", "gone.jpg", "1.jpg", "text.jpg"]
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_every_bad_image_is_named(folder, num_workers):
-    with pytest.raises(ValueError, match=r"^3 rows have images that cannot be read .*\(3 of 's'\):") as caught:
+    with pytest.raises(ValueError, match=r"^3 rows have unreadable images .*\(3 of 's'\):") as caught:
         Preflight(num_workers=num_workers).all(rows(folder, *BAD), {"s": "auto"})
     lines = str(caught.value).splitlines()
     assert [line[:6] for line in lines[1:-1]] == ["- f:1:", "- f:3:", "- f:5:"]
@@ -75,7 +75,7 @@ def test_bad_images_are_dropped_and_counted_by_source(folder, caplog, num_worker
     assert [m.where for m in found] == [m.where for m in data]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "4 rows are left out for their images or boxes (3 of 's', 1 of 't'):" in record.getMessage()
+    assert "4 rows with bad images or boxes are dropped (3 of 's', 1 of 't'):" in record.getMessage()
     assert record.getMessage().count("\n- ") == 3, "an image that two rows have is said once"
     assert "gone.jpg: no such file. It is in 1 more rows." in record.getMessage()
 
@@ -94,7 +94,7 @@ def test_text_alone_is_not_looked_at():
 
 def test_a_message_has_an_end(folder):
     names = [f"{n}.png" for n in range(100, 130)]
-    with pytest.raises(ValueError, match="30 rows have images") as caught:
+    with pytest.raises(ValueError, match="30 rows have unreadable images") as caught:
         Preflight().all(rows(folder, *names), {"s": "auto"})
     assert str(caught.value).count("\n- f:") == 20
     assert "\n- and 10 more.\n" in str(caught.value)
@@ -132,7 +132,7 @@ def test_what_is_no_image_stands_in_the_list(folder):
     for number, value in enumerate([3, {"foo": 1}, "https://x.org/a.png"], start=3):
         image = ImageFinder(f"f:{number}").ref(value, "column 'image'")
         data.append(Measured(Prompt("q", images=[image], source="s", index=number), where=f"f:{number}"))
-    with pytest.raises(ValueError, match=r"^4 rows have images that cannot be read") as caught:
+    with pytest.raises(ValueError, match=r"^4 rows have unreadable images") as caught:
         Preflight().all(data, {"s": "auto"})
     lines = str(caught.value).splitlines()[1:-1]
     assert [line[:6] for line in lines] == ["- f:1:", "- f:3:", "- f:4:", "- f:5:"]
@@ -155,7 +155,7 @@ def test_images_whose_size_was_asked_for_are_still_read(folder):
     """A filter of the user's may have done it, or a check of lengths; the header of one that is cut is whole."""
     prompts = [m.prompt for m in rows(folder, "0.jpg", "cut.jpg")]
     assert [prompt.images[0].size() for prompt in prompts] == [(84, 56)] * 2
-    with pytest.raises(ValueError, match=r"^1 rows have images that cannot be read[^\n]*\n- f:2: .*truncated"):
+    with pytest.raises(ValueError, match=r"^1 rows have unreadable images[^\n]*\n- f:2: .*truncated"):
         check_given(prompts, 0)
 
 
@@ -183,10 +183,10 @@ def test_what_one_rank_has_not_looked_at_all_look_at(folder, monkeypatch):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_images_without_a_mixture_are_named(folder, num_workers):
     prompts = [m.prompt for m in rows(folder, *BAD)]
-    with pytest.raises(ValueError, match=r"^3 rows have images that cannot .* \(3 of 's'\):\n- f:1: ") as caught:
+    with pytest.raises(ValueError, match=r"^3 rows have unreadable images .* \(3 of 's'\):\n- f:1: ") as caught:
         check_given(prompts, num_workers)
-    assert str(caught.value).endswith("\nFix them, or leave their rows out.")
-    with pytest.raises(ValueError, match=r"^1 rows have images that cannot be read or boxes that are wrong:\n- f:1: "):
+    assert str(caught.value).endswith("\nFix them, or remove their rows.")
+    with pytest.raises(ValueError, match=r"^1 rows have unreadable images or invalid boxes:\n- f:1: "):
         check_given([replace(prompts[0], source="")], num_workers)
 
 
@@ -246,10 +246,10 @@ def test_boxes_are_checked_with_their_images(folder):
         prompt_of(folder, "0.jpg", row=4, solution=[1, 2, 3, "4"]),
         prompt_of(folder, row=5, solution=[9, 9, 1, 1]),
     ]
-    with pytest.raises(ValueError, match="3 rows have images that cannot be read or boxes") as caught:
+    with pytest.raises(ValueError, match="3 rows have unreadable images or invalid boxes") as caught:
         Preflight().all(data, {"s": "auto"})
     lines = str(caught.value).splitlines()[1:-1]
-    assert "f:2: the box [0, 0, 100, 56] is not inside of its image, which is 84 x 56." in lines[0]
+    assert "f:2: the box [0, 0, 100, 56] is not inside its image, which is 84 x 56." in lines[0]
     assert "set boxes: none" in lines[0]
     assert "f:3: image" in lines[1]
     assert "f:4: the box [1, 2, 3, '4'] must be four finite numbers, got '4'" in lines[2]
@@ -279,7 +279,7 @@ def test_one_row_of_a_stream(folder, caplog):
     with pytest.raises(ValueError, match=r"^f:2: image .*truncated"):
         Preflight().one(bad, "auto")
     assert Preflight("drop").one(bad, "auto") == Measured(None, where="f:2")
-    assert "Left out by data.bad_images: f:2: image" in caplog.text
+    assert "Dropped by data.bad_images: f:2: image" in caplog.text
     boxed = prompt_of(folder, "0.jpg", solution=[0, 0, 500, 1000])
     with pytest.raises(ValueError, match=r"^f:1: the box"):
         Preflight().one(boxed, "original")
