@@ -360,7 +360,7 @@ def test_an_unknown_method_names_the_known_ones():
     for no_text in (["mcq"], {"a": 1}, 3):
         with pytest.raises(ValueError, match=r"Unknown method .* in the column 'accu_reward_method'"):
             ByMethod()(completions=["a"], solution=["b"], accu_reward_method=[no_text])
-    with pytest.raises(ValueError, match="no method 'vlm'"):
+    with pytest.raises(ValueError, match="Unknown method 'vlm'"):
         ByMethod(default="vlm")
     assert score(ByMethod(), row, on_error="none").failures["accuracy/exception"] == 1
 

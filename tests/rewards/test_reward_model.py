@@ -167,7 +167,7 @@ def test_too_long_is_not_scorable_and_said(folder, caplog):
     with caplog.at_level(logging.WARNING, "grpo_lightning"):
         found = scored(RewardModel(folder), pairs, log_metric=lambda *metric: logged.append(metric))
     assert found == [pytest.approx(plain(folder, pairs[:1])[0], abs=1e-5), None, None]
-    assert f"1 of 3 sequences have more than the {limit} tokens that the model takes, {limit + 1} the" in caplog.text
+    assert f"1 of 3 sequences exceed the model's limit of {limit} tokens (longest: {limit + 1})" in caplog.text
     assert logged == [("reward_model/too_long", pytest.approx(1 / 3))]
 
 
@@ -240,7 +240,7 @@ def test_names_and_arguments_are_checked(folder, tmp_path):
     with pytest.raises(ValueError, match=r"has no tokenizer: set RewardModel.tokenizer"):
         RewardModel(tmp_path).check(8)
     RewardModel(tmp_path, folder).check(8)
-    with pytest.raises(ValueError, match="max_length is 999, and the model takes 256 tokens"):
+    with pytest.raises(ValueError, match="max_length is 999, but the model takes 256 tokens"):
         RewardModel(folder, max_length=999).check(8)
     for arguments, message in [
         ({"model": 7}, "must be a hub name, a folder or a Transformers model, got 7"),

@@ -205,9 +205,9 @@ def test_columns_are_checked_before_the_first_batch():
     rewards.validate_prompts(having(["answer", "solution", "id"]))
     with pytest.raises(ValueError, match=r"'needs_answer' needs the data column 'answer', .*have only: solution, id"):
         rewards.validate_prompts(having(["solution", "id"]))
-    with pytest.raises(ValueError, match=r"'exact_match' needs the data column 'solution', .*have: answer"):
+    with pytest.raises(ValueError, match=r"'exact_match' needs the data column 'solution', .*have only: answer"):
         rewards.validate_prompts(having(["answer"]))
-    with pytest.raises(ValueError, match="have: none"):
+    with pytest.raises(ValueError, match="have only: none"):
         rewards.validate_prompts(having([]))
     with pytest.raises(ValueError, match=r"\['completions'\] have the names of reward arguments"):
         rewards.validate_prompts(having(["answer", "solution", "completions"]))
@@ -244,7 +244,7 @@ def test_prompts_are_checked_source_by_source():
                 Prompt("p", columns={"answer": "1"}, index=1, source="math"),
             ]
         )
-    with pytest.raises(ValueError, match="of 'math' name the reward 'exact'"):
+    with pytest.raises(ValueError, match="of 'math' name an unknown reward 'exact'"):
         rewards.validate_prompts(
             [text, Prompt("p", columns={"answer": "1"}, index=0, source="math", rewards=["exact"])]
         )

@@ -74,7 +74,7 @@ def test_a_plan_without_weights(recipe, said, monkeypatch):
     assert "2 prompts per rank x 1 rank x 4 completions = 8 completions per rollout" in out
     assert "splits its 8 into 2 x 2 = 4 micro-batches" in out
     assert "of about 2 completions" in out
-    assert "trained for 2 x 3 = 6 optimizer steps" in out
+    assert "used for 2 x 3 = 6 optimizer steps" in out
     assert "10 prompts: 5 rollouts = 30 optimizer steps per epoch" in out
     assert "6 optimizer steps, 2 prompts sampled for, 8 completions, 0.2 epochs (max_steps 6)" in out
     assert "No validation data" in out

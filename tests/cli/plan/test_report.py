@@ -37,7 +37,7 @@ def test_tokens_and_chunks():
         in whole
     )
     assert "policy.chunk_size null: all 8 completions in one forward" in whole
-    assert "3 forwards of at most 3 completions. Their activations are all kept" in token_text(chunk_size=3)
+    assert "3 forwards of at most 3 completions. All their activations are kept" in token_text(chunk_size=3)
     assert "3 completions, each recomputed in the backward pass" in token_text("chunks", chunk_size=3)
     assert "8 x (10 + 6) = 128 tokens (dense path)" in token_text(path="dense")
 

@@ -100,7 +100,7 @@ def test_a_frozen_tower(recipe, said):
     out = said(recipe(freeze_vision_modules=True))
     assert "projector: frozen (policy.freeze_vision_modules)." in out
     assert "comes on top" not in out
-    assert "frozen, as policy.lora trains the language model alone" in said(recipe(lora={"rank": 2}))
+    assert "frozen, because policy.lora trains the language model only" in said(recipe(lora={"rank": 2}))
 
 
 @pytest.mark.parametrize(
