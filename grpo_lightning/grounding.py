@@ -1,4 +1,4 @@
-"""Metrics of referring expression comprehension for `Validation.metrics`: how well a policy points at things."""
+"""Grounding metrics for `Validation.metrics`: mean IoU and accuracy of referring expression comprehension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from grpo_lightning.core.types import Box, Group, Prompt
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.rewards.boxes.frame import BoxFrame, GivenCoordinates, GoldCoordinates, frame_of
-from grpo_lightning.rewards.boxes.parsing import last_box, right_box
+from grpo_lightning.rewards.boxes.parsing import gold_box, last_box
 from grpo_lightning.rewards.boxes.rewards import IoU
 from grpo_lightning.training.evaluation import Evaluation
 
@@ -24,29 +24,29 @@ log = logging.getLogger(__name__)
 
 
 class Target(NamedTuple):
-    """The one box that a prompt asks for."""
+    """The ground-truth box of a prompt, with its coordinate frame."""
 
     right: Box
     frame: BoxFrame
 
     @property
     def box(self) -> Box:
-        """The right box in pixels of the image in the data, clipped to it."""
+        """The ground-truth box in pixels of the image in the data, clipped to the image."""
         return as_box(self.frame.right([self.right]))
 
-    def answered(self, text: str) -> Box | None:
-        """The last box of a completion, likewise; None if it has none, or it lies outside the image."""
+    def predicted_box(self, text: str) -> Box | None:
+        """The last box of a completion, in the same pixels; None if it has none, or it lies outside the image."""
         found = last_box(text)
         given = self.frame.given([found])
         return None if found is None or not (given[0, 2:] > given[0, :2]).all() else as_box(given)
 
     def overlap(self, text: str) -> float:
-        """IoU of a completion's last box and the right one; 0 if it has no box."""
+        """IoU of a completion's last box and the ground-truth box; 0 if it has no box."""
         return iou(self.frame.given([last_box(text)]), self.frame.right([self.right])).item()
 
 
 def as_box(boxes: Tensor) -> Box:
-    """The first of some boxes, as numbers."""
+    """Convert the first row of a [n, 4] tensor to a box."""
     x1, y1, x2, y2 = boxes[0].tolist()
     return x1, y1, x2, y2
 
@@ -54,37 +54,37 @@ def as_box(boxes: Tensor) -> Box:
 def target_of(
     group: Group, answer_column: str, coordinates: GivenCoordinates = "auto", gold: GoldCoordinates = "original"
 ) -> Target | None:
-    """The box that a prompt asks for; None if it does not have one image, and one box in that column.
+    """The ground-truth box of a group's prompt; None unless it has exactly one image, and one box in the column.
 
     Args:
         group: The prompt and its completions.
-        answer_column: The column with the right box.
+        answer_column: The data column with the ground-truth box.
         coordinates: The coordinates of answers, as in the reward `IoU`.
-        gold: The coordinates of the data, likewise.
+        gold: The coordinates of the data, as in the reward `IoU`.
     """
-    right = right_of(group.prompt, answer_column)
+    right = prompt_box(group.prompt, answer_column)
     return None if right is None else Target(right, frame_of(group.image_views, coordinates, gold))
 
 
-def right_of(prompt: Prompt, answer_column: str) -> Box | None:
-    """The right box of a prompt with one image; None of others, and of those that ask for something else."""
+def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
+    """The ground-truth box of a prompt in the units of the data; None unless it has one image and one box."""
     if len(prompt.images) != 1:
         return None
     try:
-        return right_box(prompt.columns.get(answer_column), answer_column)
-    except ValueError:  # the answer to another kind of question; boxes were checked when the data were read
+        return gold_box(prompt.columns.get(answer_column), answer_column)
+    except ValueError:  # another kind of question; boxes were checked when the data were loaded
         return None
 
 
 class BoxMetric(Metric, ABC):
-    """The mean of a number over the completions of all prompts that ask for a box, over all ranks.
+    """Base class: the mean of a score over the completions of all prompts with a ground-truth box, over all ranks.
 
-    Such a prompt has one image, and one box in `answer_column`. Others are not counted, with a warning. A completion
-    without a box is wrong, never left out.
+    Such a prompt has one image, and one box in `answer_column`. Other prompts are skipped with a warning. A completion
+    without a box is wrong, not skipped.
 
     Args:
-        answer_column: The column with the right box.
-        coordinates: The coordinates of answers, as in the reward `IoU`: "auto" are those of the policy's family.
+        answer_column: The data column with the ground-truth box.
+        coordinates: The coordinates of answers, as in the reward `IoU`; "auto" uses those of the policy's family.
         gold_coordinates: The coordinates of the data: "original" pixels or "norm1000".
     """
 
@@ -101,9 +101,9 @@ class BoxMetric(Metric, ABC):
         coordinates: GivenCoordinates = "auto",
         gold_coordinates: GoldCoordinates = "original",
     ) -> None:
-        """Raises: ValueError if a convention is unknown."""
+        """Raises: ValueError if a coordinate convention is unknown."""
         super().__init__()
-        IoU(answer_column, coordinates=coordinates, gold_coordinates=gold_coordinates)  # checks them
+        IoU(answer_column, coordinates=coordinates, gold_coordinates=gold_coordinates)  # checks the arguments
         self.answer_column = answer_column
         self.coordinates: GivenCoordinates = coordinates
         self.gold_coordinates: GoldCoordinates = gold_coordinates
@@ -114,14 +114,14 @@ class BoxMetric(Metric, ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of its number in logs."""
+        """The name of the metric in logs."""
 
     @abstractmethod
     def score(self, overlap: float) -> float:
-        """The number of a completion, given the IoU of its box and the right one."""
+        """Score a completion by the IoU of its box and the ground-truth box."""
 
     def update(self, evaluation: Evaluation) -> None:
-        """Add an evaluation. Raises: ValueError if a right box lies outside its image."""
+        """Add an evaluation. Raises: ValueError if a ground-truth box lies outside its image."""
         for group in evaluation.groups:
             target = target_of(group, self.answer_column, self.coordinates, self.gold_coordinates)
             if target is None:
@@ -133,25 +133,25 @@ class BoxMetric(Metric, ABC):
             self.num_prompts += 1
 
     def compute(self) -> dict[str, float]:
-        """The mean by its name; empty if no prompt asks for a box."""
+        """The mean under its name; empty if no prompt has a ground-truth box."""
         if self.num_others:
             counted = int(self.num_prompts)
             warn_once(
-                f"{self.name} counts {counted} of {counted + int(self.num_others)} prompts: the others do not have one "
-                f"image, and one box in the column {self.answer_column!r}."
+                f"{self.name} covers {counted} of {counted + int(self.num_others)} prompts: the others do not have one "
+                f"image and one box in the column {self.answer_column!r}."
             )
         return {self.name: (self.total / self.num_completions).item()} if self.num_completions else {}
 
 
 class MeanIoU(BoxMetric):
-    """`iou`: the mean intersection over union of the answered box and the right one.
+    """`iou`: the mean intersection over union of the predicted and the ground-truth box.
 
-    The reward `IoU` has the same mean, under the same name: this is for runs without it.
+    The reward `IoU` already logs the same mean under the same name; use this metric for runs without that reward.
     """
 
     @property
     def name(self) -> str:
-        """As that of the reward."""
+        """The name of the metric, the same as the reward's."""
         return "iou"
 
     def score(self, overlap: float) -> float:
@@ -160,13 +160,13 @@ class MeanIoU(BoxMetric):
 
 
 class RECAccuracy(BoxMetric):
-    """`rec_accuracy@0.5`: the share of completions whose box overlaps the right one by more than half (IoU).
+    """`rec_accuracy@0.5`: the fraction of completions whose box has an IoU above 0.5 with the ground-truth box.
 
-    The accuracy of referring expression comprehension (RefCOCO); VLM-R1's evaluation counts likewise: above the
-    threshold, not at it, and a missing box is wrong.
+    The accuracy of referring expression comprehension (RefCOCO). As in VLM-R1's evaluation, the IoU must exceed the
+    threshold, and a missing box is wrong.
 
     Args:
-        threshold: IoU above which a box is right, at least 0 and below 1.
+        threshold: A box is correct if its IoU is above this; at least 0 and below 1.
         answer_column: As in `BoxMetric`.
         coordinates: As in `BoxMetric`.
         gold_coordinates: As in `BoxMetric`.
@@ -180,7 +180,7 @@ class RECAccuracy(BoxMetric):
         coordinates: GivenCoordinates = "auto",
         gold_coordinates: GoldCoordinates = "original",
     ) -> None:
-        """Raises: ValueError if the threshold is out of range, or a convention is unknown."""
+        """Raises: ValueError if the threshold is out of range, or a coordinate convention is unknown."""
         super().__init__(answer_column, coordinates=coordinates, gold_coordinates=gold_coordinates)
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, got {threshold}.")
@@ -188,7 +188,7 @@ class RECAccuracy(BoxMetric):
 
     @property
     def name(self) -> str:
-        """With the threshold."""
+        """The name of the metric, with the threshold."""
         return f"rec_accuracy@{self.threshold:g}"
 
     def score(self, overlap: float) -> float:
@@ -198,5 +198,5 @@ class RECAccuracy(BoxMetric):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning the first time: there is a metric for every validation and every kind of completions."""
+    """Log a warning once: there is a metric object for each validation and each kind of completions."""
     log.warning("%s", message)

@@ -77,8 +77,8 @@ def test_prompts_that_ask_for_no_box_are_not_counted_and_said(caplog):
     assert value(MeanIoU(), boxes, *others) == {"iou": 1.0}
     assert value(MeanIoU(), *others) == {}
     assert value(MeanIoU(), boxes, *others) == {"iou": 1.0}
-    assert caplog.text.count("iou counts 1 of 5 prompts: the others do not have one image, and one box in") == 1
-    assert caplog.text.count("iou counts 0 of 4 prompts") == 1
+    assert caplog.text.count("iou covers 1 of 5 prompts: the others do not have one image and one box in") == 1
+    assert caplog.text.count("iou covers 0 of 4 prompts") == 1
 
 
 def test_a_right_box_outside_its_image_is_an_error():

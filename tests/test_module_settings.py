@@ -71,7 +71,7 @@ def test_sampling_from_another_distribution_is_said(caplog, field):
 
 def test_a_missing_column_fails_before_the_weights_load():
     module = GRPOLightningModule(NOT_THERE, [matches_answer])
-    with pytest.raises(ValueError, match=r"'matches_answer' needs the data column 'answer'.* they have: solution"):
+    with pytest.raises(ValueError, match=r"'matches_answer' needs the data column 'answer'.* have only: solution"):
         fit(module, [{"prompt": "1 + 1 =", "solution": "2"}], max_epochs=1)
     with pytest.raises(ValueError, match="'matches_answer' needs the data column 'answer'"):
         make_trainer().validate(module, make_source(module))

@@ -347,7 +347,7 @@ def test_headers_state_the_memory_that_plan_computes_without_hub_and_data(recipe
         names = re.findall(r"(?:name|init_args: \{model): ([A-Za-z][\w-]+/[\w.-]+)", recipe.read_text())
         assert names
         for name in names:
-            assert f"{name} cannot be read here: its sizes are those that this package knows" in out
+            assert f"{name} cannot be loaded here: using the sizes known to this package" in out
         found = number(r"It fits: ([\d.]+) of", out)
         assert found == pytest.approx(number(r"about (\d+) GiB", written), abs=0.6), recipe.stem
         if "reward model's" in written:

@@ -24,7 +24,7 @@ from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.types import Box, Message, Prompt
 from grpo_lightning.data.orders import known_prompts
 from grpo_lightning.data.source import PromptSource, as_prompt_batch
-from grpo_lightning.grounding import right_of, target_of
+from grpo_lightning.grounding import prompt_box, target_of
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates
 
@@ -167,7 +167,7 @@ class DrawBoxes(L.Callback):
         chosen: list[Prompt] = []
         num_others = 0
         for prompt in prompts:
-            if right_of(prompt, self.answer_column) is None:
+            if prompt_box(prompt, self.answer_column) is None:
                 num_others += 1
             else:
                 chosen.append(prompt)
@@ -193,7 +193,7 @@ class DrawBoxes(L.Callback):
             assert target is not None, "only prompts that ask for a box were chosen"
             png, size = thumbnail(group.prompt.images[0])
             text = group.completions[0].text
-            answer = Answer(target.answered(text), target.overlap(text))
+            answer = Answer(target.predicted_box(text), target.overlap(text))
             yield Panel(question(group.prompt.content), png, size, target.box, answer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Rewards: what a completion is worth.
+"""Rewards: functions and classes that score completions.
 
-The names load on first use: a process that runs a reward loads what that reward needs, and not torch for one of text.
+Names are imported on first use, so that a worker process that runs a text reward does not import torch.
 """
 
 from importlib import import_module
@@ -67,10 +67,10 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name where it is defined (PEP 562). Raises: AttributeError if there is none of that name."""
+    """Import a name on first use (PEP 562). Raises: AttributeError if the name does not exist."""
     if name not in _HOMES:
         raise AttributeError(
-            f"module 'grpo_lightning.rewards' has no attribute {name!r}; there are: {', '.join(__all__)}."
+            f"module 'grpo_lightning.rewards' has no attribute {name!r}; available: {', '.join(__all__)}."
         )
     value = getattr(import_module(f"grpo_lightning.rewards.{_HOMES[name]}"), name)
     globals()[name] = value  # the next access is a plain attribute
@@ -78,5 +78,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names to complete, those not loaded yet included."""
+    """Names for tab completion, including those not imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
-"""Is the answer mathematically equal to the right one?
+"""Mathematical equality of an answer and the ground truth, by math-verify.
 
-Comparing is math-verify's work, in a process that can be killed: sympy may compute for ever, and not even a signal
-interrupts a large power (signals also work in the main thread only).
+math-verify runs in a process that can be killed: sympy may compute forever, and not even a signal interrupts a large
+power (signals also work in the main thread only).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from grpo_lightning.rewards.answers import (
     AnswerReward,
-    after_thought,
+    after_reasoning,
     between_answer_tags,
     chat_answer,
+    gold_answer,
     in_box,
     readable,
-    right_answer,
 )
 from grpo_lightning.rewards.base import Content, Reward, WeightedReward, completion_text
 from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
@@ -33,10 +33,10 @@ from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 logger = logging.getLogger(__name__)
 
 MOST_UNDECIDED = 4
-"""Comparisons with one right answer that may fail or take too long in a call."""
+"""Maximum number of failed or timed-out comparisons per ground-truth answer in a call."""
 
 MAX_NESTING = 30
-"""Deeper brackets are no answer, and the LaTeX parser takes seconds on "((((((" instead of failing."""
+"""Texts with deeper brackets are not parsed: the LaTeX parser takes seconds on "((((((" instead of failing."""
 
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
@@ -56,7 +56,7 @@ _UNIT = re.compile(  # cm^2, km/h, m/s^2: with fewer parts, units are words
 )
 _CURRENCY = re.compile(
     r"\\{1,2}\$|[\u20a0-\u20bf\u00a3\u00a5\u0e3f]"
-)  # \$, and the signs of euro, pound, yen and others
+)  # \$, and the symbols of euro, pound, yen and others
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]+)(?<!\s)\*\*(?![\w(])")
 _SEPARATOR = re.compile(r"[ \u00a0\u2009\u202f]|\\[,! ;]")
 _GROUPED = re.compile(rf"(?<![0-9.,^_])[0-9]{{1,3}}(?:(?:{_SEPARATOR.pattern})[0-9]{{3}})+(?![0-9])")
@@ -80,22 +80,23 @@ _SYMBOLS = str.maketrans(
 
 
 class Accuracy(AnswerReward):
-    r"""1 if the completion's answer equals the row's answer as mathematics, else 0: `\frac{1}{2}` is 0.5.
+    r"""1 if the completion's answer is mathematically equal to the ground truth, else 0: `\frac{1}{2}` equals 0.5.
 
-    The answer of a completion is what its last `<answer>...</answer>` holds, else its last `\boxed{...}`, else what is
-    announced near the end ("the final answer is $x$"), follows `####`, or is bold, else the end of its last line, if it
-    is not truncated. No answer is a wrong one, and so is what cannot be read, and what tries several: "3 and 4", or a
-    line each. A row whose right answer cannot be read as mathematics is not scorable, nor is a completion whose
-    comparison fails or takes too long; both give a warning.
+    The answer is read from the last `<answer>...</answer>` of the completion, otherwise from its last `\boxed{...}`,
+    otherwise from an announcement near the end ("the final answer is $x$"), the text after `####` or bold text,
+    otherwise from the end of the last line, if the completion is not truncated. Missing, unparsable and multiple
+    answers ("3 and 4", or one per line) are wrong. A row whose ground truth cannot be parsed as mathematics is not
+    scorable, and neither is a completion whose comparison fails or times out; both log a warning.
 
-    Comparing is done by math-verify (extra `math`) in a process of its own, from any thread. After four answers to a
-    question whose comparisons took too long, further ones are not compared, and not scorable: a call must end.
+    math-verify (extra `math`) compares in a separate process and can be called from any thread. After four failed or
+    timed-out comparisons for a question, its remaining answers are not compared and not scorable, so that a call ends.
 
     Args:
-        answer_column: The data column with the right answer, text or a number: all of it, or the part after `####`,
+        answer_column: The data column with the ground truth, text or a number: all of it, or the part after `####`,
             between answer tags or in `\boxed{}`.
-        timeout_seconds: For one comparison.
-        max_answer_characters: A longer answer is not read; an announced one must be among the last so many.
+        timeout_seconds: Time limit of one comparison.
+        max_answer_characters: Longer answers are not parsed; an announced answer must be within the last so many
+            characters.
     """
 
     def __init__(
@@ -115,80 +116,80 @@ class Accuracy(AnswerReward):
     def __call__(
         self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Compare. Args: completions, finish_reasons: [B]. Returns: [B], None where it is not scorable."""
-        golds = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
+        """Score completions. Args: completions, finish_reasons: [B]. Returns: [B] 0 or 1, None if not scorable."""
+        golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
         decided: dict[tuple[str, str], float | None] = {}  # completions of a group often agree
-        undecided: Counter[str] = Counter()  # by right answer
+        undecided: Counter[str] = Counter()  # by ground truth
         values = []
         for text, gold, reason in zip(texts, golds, finish_reasons or ["stop"] * len(texts), strict=True):
             question = (gold, self._answer(text, reason))
             if question not in decided:
-                is_asked = bool(gold) and undecided[gold] < MOST_UNDECIDED
-                decided[question] = self._score(*question, undecided) if is_asked else None
+                is_compared = bool(gold) and undecided[gold] < MOST_UNDECIDED
+                decided[question] = self._score(*question, undecided) if is_compared else None
             values.append(decided[question])
         return values
 
     def warm_up(self) -> None:
-        """Start the process that compares."""
+        """Start the comparison process."""
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare an answer with the right one. Returns, Raises: as `compare`; a long answer is not read."""
+        """Compare an answer with the ground truth. Returns, Raises: as `compare`; long answers are not parsed."""
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None
         return compare(readable(gold), readable(answer) if len(answer) <= limit else "", self.timeout_seconds)
 
     def _answer(self, text: str, finish_reason: str) -> str:
-        """A completion's answer; may be empty."""
-        tagged, said = between_answer_tags(text), after_thought(text)
-        boxed = in_box(tagged if tagged is not None else said if said.strip() else text)
+        """Extract the answer of a completion; may be empty."""
+        tagged, final = between_answer_tags(text), after_reasoning(text)
+        boxed = in_box(tagged if tagged is not None else final if final.strip() else text)
         answer = boxed if boxed is not None else tagged
-        return (chat_answer(said[-self.max_answer_characters :], finish_reason) if answer is None else answer) or ""
+        return (chat_answer(final[-self.max_answer_characters :], finish_reason) if answer is None else answer) or ""
 
     def _score(self, gold: str, answer: str, undecided: Counter[str]) -> float | None:
-        """One reward; what cannot be scored is logged, and counted in `undecided`."""
+        """Score one answer; log a failed comparison and count it in `undecided`."""
         try:
             is_right = self.compare(gold, answer)
         except UndecidedError as error:
             undecided[gold] += 1
-            last = " No other answers to this question are compared." if undecided[gold] == MOST_UNDECIDED else ""
+            last = " Further answers to this question are not compared." if undecided[gold] == MOST_UNDECIDED else ""
             logger.warning("Accuracy: %.80r could not be compared with %.80r: %s.%s", answer, gold, error, last)
             return None
         if is_right is None:
-            logger.warning("Accuracy: the right answer %.80r cannot be read as mathematics.", gold)
+            logger.warning("Accuracy: the ground-truth answer %.80r cannot be parsed as mathematics.", gold)
         return None if is_right is None else float(is_right)
 
 
 class UndecidedError(RuntimeError):
-    """The comparison failed or took too long."""
+    """The comparison failed or timed out."""
 
 
 class Comparison(Reward):
-    """Compares expressions, as the only reward of a pool of one worker. Its import and first use are the slow ones."""
+    """Compares expressions: the only reward of a pool with one worker. Its import and first call are slow."""
 
     def __reduce__(self) -> Any:
-        """Get ready where it is loaded."""
+        """Unpickle by `_ready_comparison`, which builds the parsers in the worker."""
         return _ready_comparison, ()
 
     def __call__(self, gold: str, answer: str) -> bool | None:
         """Compare. Args, Returns: as `compare`."""
         from math_verify import verify
 
-        right = parse_short(gold)
-        if not right:
+        expected = parse_short(gold)
+        if not expected:
             return None
         given = parse_short(answer)
         is_refused = names_several(answer, given) or is_negated(answer)
         if is_refused and answer.casefold().split() != gold.casefold().split():
             return False
-        # `verify` is not symmetric: the right answer comes first.
-        return bool(verify(right, given, timeout_seconds=None, raise_on_error=True))
+        # `verify` is not symmetric: the ground truth comes first.
+        return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
 
 
 def _ready_comparison() -> Comparison:
-    """One whose parsers are built."""
+    """Make a `Comparison` whose parsers are already built."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     comparison = Comparison()
     comparison("1/2", "0.5")
@@ -200,10 +201,10 @@ COMPARISON = WeightedReward(Comparison())
 
 @functools.cache
 def _pool(process_id: int) -> WorkerPool:
-    """A worker that may allocate 4 GB: `9^{9^9}` must not take the machine down before its time is over.
+    """Make a pool of one worker with a memory limit of 4 GB: `9^{9^9}` must not exhaust the machine before the timeout.
 
     Args:
-        process_id: A fork has none of its parent's threads, and gets a pool of its own.
+        process_id: Cache key. A forked process lacks its parent's threads and needs its own pool.
     """
     return WorkerPool(
         [COMPARISON], RewardWorkers(num_workers=1, timeout_seconds=math.inf, step_timeout_seconds=math.inf, memory_gb=4)
@@ -211,27 +212,27 @@ def _pool(process_id: int) -> WorkerPool:
 
 
 def start_comparing() -> WorkerPool:
-    """Start the process that compares, once per process. Raises: RuntimeError if it does not start."""
+    """Start the comparison process, once per process. Raises: RuntimeError if it does not start."""
     pool = _pool(os.getpid())
     pool.wait()
     if not pool.has(COMPARISON):
-        raise RuntimeError("The process that compares mathematical answers did not start; why is in the log.")
+        raise RuntimeError("The process that compares mathematical answers did not start; see the log for the reason.")
     return pool
 
 
 def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
-    """Compare an answer with the right one, within a time limit, from any thread.
+    """Compare an answer with the ground truth, within a time limit, from any thread.
 
     Args:
-        gold: The right answer.
+        gold: The ground truth.
         answer: An answer.
-        timeout_seconds: After which the process is killed.
+        timeout_seconds: The process is killed after this time.
 
     Returns:
-        Whether they are equal (False too if the answer cannot be read); None if `gold` cannot be read.
+        Whether they are equal (also False if the answer cannot be parsed); None if `gold` cannot be parsed.
 
     Raises:
-        UndecidedError: If the comparison failed or took too long.
+        UndecidedError: If the comparison failed or timed out.
         RuntimeError: If the process does not start.
     """
     given = {"gold": gold, "answer": answer}
@@ -243,9 +244,9 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 
 
 def parse_short(text: str) -> list[Any]:
-    r"""The expressions that a short answer may stand for; none if it is no mathematics.
+    r"""Parse a short answer into its possible expressions; empty if it is not mathematics.
 
-    A bare formula is delimited: `math_verify` reads the number 2 off a bare `2\pi` or `(1, 2)`.
+    Bare formulas are put between `$`: `math_verify` would parse a bare `2\pi` or `(1, 2)` as the number 2.
     """
     from math_verify import parse
 
@@ -259,9 +260,9 @@ def parse_short(text: str) -> list[Any]:
 
 
 def prepare(text: str) -> str:
-    r"""The text as LaTeX that `math_verify` reads: no currency, bold or spaces in numbers; `2*sqrt(3)` as LaTeX."""
+    r"""Convert a text to LaTeX for `math_verify`: no currency, bold or spaces in numbers; `2*sqrt(3)` as LaTeX."""
     text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
-    if text.count("$") == 1:  # of money: delimiters come in pairs
+    if text.count("$") == 1:  # a currency symbol: delimiters come in pairs
         text = text.replace("$", "")
     text = _GROUPED.sub(lambda found: _SEPARATOR.sub("", found[0]), _BOLD.sub(r"\1", text)).strip()
     if "\\" not in text and not _WORD.search(_FUNCTION.sub("", text)):
@@ -270,7 +271,7 @@ def prepare(text: str) -> str:
 
 
 def replace_parentheses(text: str) -> str:
-    r"""The text with braces in place of the parentheses of `\sqrt(...)` and `^(...)`."""
+    r"""Replace the parentheses of `\sqrt(...)` and `^(...)` by braces."""
     pieces, closing = [], []
     for place, char in enumerate(text):
         if char == "(":
@@ -283,7 +284,7 @@ def replace_parentheses(text: str) -> str:
 
 
 def delimit(text: str) -> str:
-    r"""A sentence with `$` around the LaTeX in it; what has less than two words is a formula, and stays as it is."""
+    r"""Put `$` around the LaTeX in a sentence; a text with fewer than two words is a formula and is left unchanged."""
     if "\\" not in text:
         return text
     depths = list(itertools.accumulate((char == "{") - (char == "}") for char in text))
@@ -299,9 +300,9 @@ def delimit(text: str) -> str:
 
 
 def is_formula(text: str) -> bool:
-    """Whether all of a text is mathematics, not a text with a number in it.
+    """Whether the whole text is mathematics, rather than text with a number in it.
 
-    Words are none, though they parse as products of letters, in which "god" would equal "dog"; nor are units.
+    Words and units are not mathematics. (math-verify parses a word as a product of letters: "god" would equal "dog".)
     """
     if "\\" in text:
         return True
@@ -311,11 +312,11 @@ def is_formula(text: str) -> bool:
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:
-    """Whether a text tries more than one answer ("3 and 4", a line each): `math_verify` would take one of them.
+    """Whether a text has more than one answer ("3 and 4", one per line): `math_verify` would take one of them.
 
     Args:
         text: An answer.
-        expressions: What was read off it. A set is one answer, whatever it holds.
+        expressions: Its parsed expressions. A set counts as one answer.
     """
     if "\\begin" in text or any(getattr(expression, "is_FiniteSet", False) for expression in expressions):
         return False
@@ -330,12 +331,12 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 
 
 def is_negated(text: str) -> bool:
-    """Whether a text says what the answer is not ("not 54"): `math_verify` would take the number."""
+    """Whether a text negates its answer ("not 54"): `math_verify` would take the number."""
     return "\\" not in text and _NEGATED.search(text) is not None
 
 
 def read_number(part: str) -> float | str:
-    """A part of a text, as a number if it is one."""
+    """Parse a part of a text as a number; return the text if it is not a number."""
     part = part.strip(_EDGES)
     try:
         return float(part.replace(",", ""))
@@ -344,6 +345,6 @@ def read_number(part: str) -> float | str:
 
 
 def nesting(text: str) -> int:
-    """How deep brackets are opened."""
+    """Maximum nesting depth of the brackets in a text."""
     depths = itertools.accumulate((char in "([{") - (char in ")]}") for char in text)
     return max(depths, default=0)

@@ -1,7 +1,7 @@
-r"""Extracting answers from text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
+r"""Extract answers from text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
 
-Also reading the number or the option that an answer gives. Completions are untrusted text, so everything here takes
-linear time: `str` methods, and patterns that cannot backtrack or look a few characters far.
+Also parses the number or the option of an answer. Completions are untrusted text, so everything here takes linear time:
+`str` methods, and patterns that cannot backtrack or look only a few characters ahead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AMOUNT = re.compile(
     r"([0-9]{1,3}(?:(,|[ \u00a0\u2009\u202f]|\\[,! ;])[0-9]{3}(?:\4[0-9]{3})*)?(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?)"
     rf"(?:\s{{0,4}}{_CURRENCY})?"
 )
-_BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of the answer
+_BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)  # `\{` and `\}` are part of the answer
 
 _ANNOUNCED = re.compile(
     r"\banswers?\b(?:[^.:=\n]|\.(?=[0-9])){0,60}?(?:[:=]|\b(?:(?:is|are|be)(?:\s{1,8}equal\s{1,8}to)?|equals?)\b|\n)"
@@ -48,7 +48,7 @@ _DISPLAY = {"\\[": "\\]", "$$": "$$"}
 
 
 def readable(text: str) -> str:
-    r"""The text with full-width characters as ASCII, and a space wherever Chinese and the like touch a word or number.
+    r"""Convert full-width characters to ASCII and separate unspaced scripts (Chinese, ...) from words and numbers.
 
     Python's `\b` and `\w` treat "3个" (three pieces) as one word.
     """
@@ -61,14 +61,14 @@ def between_answer_tags(text: str) -> str | None:
     return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
 
 
-def after_thought(text: str) -> str:
-    """The text after the last `</think>`, else all of it; empty if `<think>` is never closed, as in a truncated one."""
+def after_reasoning(text: str) -> str:
+    """The text after the last `</think>`, otherwise all of it; empty if `<think>` is never closed (truncated)."""
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
 
 
 def after_hashes(text: str) -> str | None:
-    """The text after the last `####`, up to the end of the line; None if there is none (GSM8K)."""
+    """The text after the last `####` (GSM8K), up to the end of the line; None if there is none."""
     _, hashes, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0] if hashes else None
 
@@ -76,9 +76,9 @@ def after_hashes(text: str) -> str | None:
 def in_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`, with matched braces inside; None if there is none.
 
-    `\\boxed{...}`, from data that were escaped once too often, is read too.
+    `\\boxed{...}`, from data that were escaped once too often, is accepted too.
     """
-    opened: list[int | None] = []  # for every brace still open: where a box begins, None for other braces
+    opened: list[int | None] = []  # per open brace: the start of the box's content, None for other braces
     last: tuple[int, int] | None = None
     for found in _BRACES.finditer(text):
         if found.group().endswith("{") and found.group() != r"\{":
@@ -91,20 +91,20 @@ def in_box(text: str) -> str | None:
 
 
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
-    r"""The answer where chat models put it; None if there is none.
+    r"""Extract the answer from where chat models put it; None if there is none.
 
-    The first of these that the text has: the last `<answer>...</answer>`; after the reasoning, the last `\boxed{}`;
-    the last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**) with no number
-    after it; the last line, after its last "=" or "is". The place is chosen without regard to the right answer, and
-    everything there is the answer: "3 or 4" is neither 3 nor 4, and "not 7" is no answer.
+    The first match wins: the last `<answer>...</answer>`; after the reasoning, the last `\boxed{}`; the last
+    announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**) with no number after it; the
+    last line, after its last "=" or "is". The ground truth is not consulted, and everything at that place is the
+    answer: "3 or 4" is neither 3 nor 4, and "not 7" is no answer.
 
     Args:
         text: A completion.
-        finish_reason: "length" if it was truncated: its last line then counts only for closed tags and boxes, as it may
-            hold half an answer.
+        finish_reason: "length" if it was truncated: its last line is then searched for closed tags and boxes only, as
+            it may hold half an answer.
     """
     tagged = between_answer_tags(text)
-    final = readable(after_thought(text) if tagged is None else tagged)
+    final = readable(after_reasoning(text) if tagged is None else tagged)
     boxed = in_box(final)
     if boxed is not None or tagged is not None:
         return final if boxed is None else boxed
@@ -117,12 +117,12 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 
 
 def _announced(text: str) -> str | None:
-    """The answer that is announced, or that follows `####`, whichever comes last."""
+    """The announced answer or the one after `####`, whichever comes last."""
     *_, last = None, *_ANNOUNCED.finditer(text)
     hashes = text.rfind("####")
     if hashes > (last.start() if last else -1):
         line, _, rest = text[hashes + 4 :].strip().partition("\n")
-        if line and not (rest.strip() and any(char.isalpha() for char in line)):  # else it is a headline
+        if line and not (rest.strip() and any(char.isalpha() for char in line)):  # otherwise it is a heading
             return line
     if last is None:
         return None
@@ -135,7 +135,7 @@ def _announced(text: str) -> str | None:
 
 
 def _in_bold(text: str) -> str | None:
-    """The last bold text that is no headline, if no number follows it; its whole line, if that has several."""
+    """The last bold text that is not a heading, if no number follows it; its whole line if that has several."""
     last = None
     for found in _BOLD.finditer(text):
         last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
@@ -149,9 +149,9 @@ def _in_bold(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """The last line that is not empty, after its last "=" or "is" if it does not list several answers.
+    """The last non-empty line, after its last "=" or "is" if it does not list several answers.
 
-    Lines with nothing but the marks of a formula or code are skipped; a clause with "so" starts the line anew.
+    Lines with only formula or code delimiters are skipped; in a line with "so", only the clause after it counts.
     """
     lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")
@@ -168,7 +168,7 @@ def _last_line(text: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """The text up to the end of its first sentence or to a "because", without marks of bold text."""
+    """The text up to the end of its first sentence or to a "because", without bold markers."""
     end = _SENTENCE_END.search(text)
     return (text if end is None else text[: end.start()]).replace("**", "").strip(" \t_")
 
@@ -180,26 +180,26 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
     "hashes": lambda text, _: after_hashes(text),
     "text": lambda text, _: text,
 }
-"""Extractors by their name in settings; called with a completion and its finish reason."""
+"""Extractors by their name in the config; called with a completion and its finish reason."""
 
 
 def given_answer(text: str) -> str:
-    r"""The answer of a completion: in the last answer tags, else after its reasoning: in the last `\boxed{}`, or all.
+    r"""Extract the answer of a completion: the last answer tags, otherwise the last `\boxed{}` or all after `</think>`.
 
     The reasoning itself is never the answer.
     """
     if (answer := between_answer_tags(text)) is not None:
         return answer
-    final = after_thought(text)
+    final = after_reasoning(text)
     boxed = in_box(final)
     return final if boxed is None else boxed
 
 
-def right_answer(answer: Any, column: str) -> str:
-    r"""The right answer in a data row: after `####`, between answer tags, in `\boxed{}`, or all of it.
+def gold_answer(answer: Any, column: str) -> str:
+    r"""Extract the ground-truth answer of a data row: after `####`, between answer tags, in `\boxed{}`, or all of it.
 
     Returns:
-        Empty if the row has none.
+        The answer; empty if the row has none.
 
     Raises:
         ValueError: If it is not text or a number.
@@ -218,9 +218,9 @@ def right_answer(answer: Any, column: str) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""The text as it is compared: "1,000" without its commas, no full stop at the end, no marks around it.
+    r"""Normalize a text for comparison: "1,000" without commas, no full stop at the end, no delimiters around it.
 
-    The marks are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
+    The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
     """
     text = _unmarked(readable(text).replace("\\$", "$"))
     for opening, closing in (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]")):
@@ -230,9 +230,9 @@ def normalize(text: str) -> str:
 
 
 def amount(text: str) -> str:
-    r"""A number without its currency and the spaces between its digits: "€72" is "72", "10 000" and `10\,000` "10000".
+    r"""Remove the currency symbol and digit separators of a number: "€72" is "72", "10 000" and `10\,000` are "10000".
 
-    Any other text is returned as it is.
+    Any other text is returned unchanged.
     """
     found = _AMOUNT.fullmatch(text)
     if found is None or (found[1] and found[2]):
@@ -241,12 +241,12 @@ def amount(text: str) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """The text without whitespace and `$` around it, and without a full stop at the end."""
+    """Strip whitespace and `$` around a text, and a full stop at its end."""
     return text.strip(" \t\r\n$").rstrip(" \t\r\n$.")
 
 
 def plain(text: str) -> str:
-    """The text in lower case, whitespace made single spaces, without a full stop at the end."""
+    """Lowercase a text, collapse whitespace and strip a full stop at the end."""
     return " ".join(text.casefold().split()).rstrip(". ")
 
 
@@ -254,7 +254,7 @@ _NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]
 
 
 def single_number(text: str) -> float | None:
-    """The number that a text gives ("There are 3." is 3); None if it has none, or several of different value."""
+    """The number in a text ("There are 3." is 3); None if it has none, or several of different value."""
     values = {float(number.replace(",", "")) for number in _NUMBER.findall(readable(text))}
     return values.pop() if len(values) == 1 else None
 
@@ -302,12 +302,13 @@ _WRONG = re.compile(
 
 
 def choice(text: str) -> str | None:
-    """The option a text chooses, as a capital letter; None if it chooses none, or lists several.
+    """Extract the option that a text chooses, as a capital letter; None if it chooses none, or lists several.
 
-    In this order: the text is one letter; the last letter called the answer ("the answer is B"); the marked letter that
-    the text begins with ("B) because", "A, because I ..."), unless others are marked alike ("(A) 1 (B) 2"); the only
-    letter that is marked ("(B)") or called an option; the only capital that stands alone. A letter with another right
-    after it ("A, B", "A or B") is part of a list; one that is called wrong ("not B", "B is wrong") is not chosen.
+    In this order: the text is one letter; the last letter called the answer ("the answer is B"); the marked letter at
+    the start of the text ("B) because", "A, because I ..."), unless others have the same mark ("(A) 1 (B) 2"); the
+    only letter that is marked ("(B)") or called an option; the only capital letter on its own. A letter directly
+    followed by another ("A, B", "A or B") is part of a list; one that is called wrong ("not B", "B is wrong") is not
+    chosen.
     """
     text = readable(text)
     if lone := _LONE.fullmatch(text):
@@ -327,7 +328,7 @@ def choice(text: str) -> str | None:
 
 
 def _allowed(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """The matches of a pattern whose letter is not called wrong."""
+    """Yield the matches of a pattern whose letter is not called wrong."""
     return (found for found in pattern.finditer(text) if not _is_refused(found, text))
 
 
@@ -344,13 +345,13 @@ def _is_option(found: re.Match[str], text: str) -> bool:
 
 
 def _is_article(found: re.Match[str], text: str) -> bool:
-    """Whether a lone capital may be the article ("A cat", but also "A or B")."""
+    """Whether a lone capital letter may be the article ("A cat", but also "A or B")."""
     following = text[found.end() : found.end() + 2]
     return found[0] == "A" and following[:1] == " " and following[1:].islower()
 
 
 def _is_listed(found: re.Match[str], text: str) -> bool:
-    """Whether another letter follows at once that is no subject of its own ("A. B is wrong")."""
+    """Whether another letter follows directly that does not start a clause of its own ("A. B is wrong")."""
     following = _NEXT.match(text, found.end())
     if following is None or _WORD_FOLLOWS.match(text, following.end()):
         return False
@@ -359,7 +360,7 @@ def _is_listed(found: re.Match[str], text: str) -> bool:
 
 
 def _others_alike(first: re.Match[str], text: str) -> bool:
-    """Whether other letters have the mark of the first."""
+    """Whether other letters have the same mark as the first."""
     letter = first[first.lastindex or 1]
     alike = re.finditer(rf"(?<![\w'\u2019])([A-Za-z]){re.escape(text[first.end()])}(?!\w)", text[first.end() :])
     others = {found[1] for found in alike if found[1].isupper() == letter.isupper()}
@@ -367,10 +368,10 @@ def _others_alike(first: re.Match[str], text: str) -> bool:
 
 
 class AnswerReward(Reward):
-    """A reward that compares the answer of a completion with the right one of its row, text or a number.
+    """Base class of rewards that compare a completion's answer with the ground truth of its row, text or a number.
 
     Args:
-        answer_column: The data column with the right answer.
+        answer_column: The data column with the ground truth.
     """
 
     says_solved = True
@@ -380,5 +381,5 @@ class AnswerReward(Reward):
         self.required_columns = (answer_column,)
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the right answer. Raises: ValueError if it is not text or a number."""
-        right_answer(columns.get(self.answer_column), self.answer_column)
+        """Check the ground truth of a row. Raises: ValueError if it is not text or a number."""
+        gold_answer(columns.get(self.answer_column), self.answer_column)

@@ -1,34 +1,35 @@
-"""The reward contract: what a reward is called with, what it returns, and what happens when it fails.
+"""The reward contract: arguments of a reward, its return value, and how failures are handled.
 
 A reward is a function or a callable object, sync or async. It is called by keyword with
 
     prompts, completions, completion_ids, finish_reasons, image_views, max_completion_length, trainer_state,
     log_extra, log_metric
 
-and every data column; what its signature does not name is left out (`**kwargs` takes all). Prompts, completions, ids,
-finish reasons ("stop" or "length") and columns are lists with one element per completion, the G completions of a prompt
-side by side; `max_completion_length` is the run's limit in tokens, None where there is none. The `image_views` of a
-completion are a list of `ImageView`, one for every image of its prompt: how large it is, and how the policy names
-places in it. A chat prompt is a list of messages and its completion `[{"role": "assistant", "content": text}]`; a text
-prompt and its completion are strings (`completions_as` says otherwise). It returns one number per completion. None for
-a whole group: the reward does not apply there. None for some of a group: those completions are not scorable. Reward
-functions written for TRL run unchanged, as do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
+and every data column. Arguments that its signature does not name are left out (`**kwargs` receives all). Prompts,
+completions, ids, finish reasons ("stop" or "length") and columns are lists with one element per completion, the G
+completions of a prompt next to each other; `max_completion_length` is the run's limit in tokens, None without a limit.
+`image_views` is a list of `ImageView` per completion, one for each image of its prompt: its size, and the coordinates
+in which the policy refers to it. A chat prompt is a list of messages and its completion
+`[{"role": "assistant", "content": text}]`; a text prompt and its completion are strings (unless `completions_as` sets
+another form). The reward returns one number per completion. None for a whole group: the reward does not apply there.
+None for some completions of a group: these are not scorable. Reward functions written for TRL run unchanged, as do the
+ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
 
 With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
 value of each column per group, and lists of completions; it returns a list per group.
 
-For rewards of ms-swift, VLM-R1 and older versions of TRL, these are passed too, where the data have no column of that
-name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat and the completion,
-which is one turn with an answer that the prompt starts), `finish_reason`, `is_truncated`, `prompt_id`, `request_id`,
-`rollout_infos` (empty), `images` (the paths of the row's images, None for one that is no file), `image_path` (the same,
-None where there are none), and `problem` (the text of the last user message). A class derived from ms-swift's ORM gets
-the completions as its first argument, whatever its name is.
+For rewards of ms-swift, VLM-R1 and older versions of TRL, these arguments are passed too, if the data have no column of
+the same name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat including
+the completion, which is merged with an assistant turn that the prompt starts), `finish_reason`, `is_truncated`,
+`prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an image that is
+not a file), `image_path` (the same, None for rows without images), and `problem` (the text of the last user message). A
+class derived from ms-swift's ORM gets the completions as its first argument, whatever its name is.
 
-A call has the completions of one prompt; of an async reward, or with the attribute `in_process = True`, those of the
-whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps nothing from call to call.
+Each call receives the completions of one prompt; async rewards and rewards with `in_process = True` receive those of
+the whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps no state between calls.
 
-A `Reward` may have two checks, both made before any weights load: `check` of its settings, and `check_row` of every row
-that it is going to judge. It loads its own models in `connect`, along with the policy.
+A `Reward` may have two checks, both run before any weights load: `check` for its settings, and `check_row` for each row
+that it will score. It loads its own models in `connect`, when the policy is loaded.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_lightning.core.types import Message
 
-if TYPE_CHECKING:  # processes that run rewards do without
+if TYPE_CHECKING:  # worker processes must not import torch for this
     import torch
 
 logger = logging.getLogger(__name__)
 
 SHARED = ("max_completion_length", "trainer_state", "log_extra", "log_metric")
-"""Arguments that are one thing for the whole call, not a list."""
+"""Arguments with one value per call instead of one per completion."""
 
 ALIASES = (
     "completions_ids",
@@ -66,66 +67,67 @@ ALIASES = (
     "image_path",
     "problem",
 )
-"""Further arguments under the names of TRL, ms-swift and VLM-R1, each where the data have no column of that name."""
+"""Further arguments with names from TRL, ms-swift and VLM-R1, passed if the data have no column of that name."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
 )
-"""Log names of the total and of completions; a reward of the same name would be mixed up with them."""
+"""Names of other metrics in the logs, which a reward must not have."""
 
 CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", "image_views", *SHARED)
-"""The arguments every reward can take; data columns come on top."""
+"""The arguments that every reward can take, in addition to the data columns."""
 
 Content = str | Sequence[Message]
 """A prompt or completion as rewards receive it: text, or chat messages."""
 
 METHOD_COLUMN = "accu_reward_method"
-"""The data column that names how a row is scored; `ByMethod` reads it."""
+"""The data column with the name of a row's scoring method; read by `ByMethod`."""
 
 OnError = Literal["raise", "none", "value"]
 
 ImageSize = tuple[int, int] | None
-"""(width, height) in pixels, of the image in the data; None if it is not known yet."""
+"""(width, height) of the image in the data, in pixels; None if not known yet."""
 
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Base classes of ms-swift, whose rewards take text, by name: they are recognised without that package."""
+"""Base classes of ms-swift, whose rewards take text. They are recognised by name, without importing ms-swift."""
 
 
 class Reward(ABC):
-    """A reward that is a class: for settings, or for more than one function."""
+    """Base class of rewards that have settings or checks."""
 
     per_group: bool = False
-    """True if it is called with whole groups."""
+    """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if 1 means that a completion solves its prompt, because it is compared with what the row says is right. The
-    first such reward decides in validation (`val/avg@G`), unless `validation.success` names another."""
+    """True if a value of 1 means that the completion solves its prompt, because the reward compares it with the ground
+    truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success` names another."""
 
     in_process: bool = False
-    """True if it is called in the training process, once for a batch: it holds a device, or scores many at once."""
+    """True if the reward runs in the training process, once per batch: it uses a device, or scores many completions at
+    once."""
 
     required_columns: tuple[str, ...] = ()
-    """Data columns it needs beyond those its signature names."""
+    """Data columns that the reward needs in addition to those in its signature."""
 
     optional_columns: tuple[str, ...] = ()
-    """Data columns it reads where the data have them, beyond those its signature names."""
+    """Data columns that the reward reads if present, in addition to those in its signature."""
 
     completions_as: CompletionsAs = "auto"
-    """The form it takes completions in; "auto" is the form of the prompt."""
+    """The form of completions that the reward takes; "auto" is the form of the prompt."""
 
     @property
     def name(self) -> str:
-        """Its name in logs: the class name in snake case, unless a subclass says otherwise."""
+        """The reward's name in logs; by default the class name in snake case."""
         return snake_case(type(self).__name__)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Score completions; take by name what is needed. Returns: [B] numbers or None ([N] lists if `per_group`)."""
+        """Score completions; name the arguments needed. Returns: [B] numbers or None ([N] lists if `per_group`)."""
 
     def check(self, max_completion_length: int) -> None:  # noqa: B027 (most rewards have nothing to check)
-        """Check the settings against the run's, before any weights load. A reward inside another is checked with it.
+        """Check the settings against the run's, before any weights load. A wrapper also checks its inner rewards.
 
         Args:
             max_completion_length: The training run's limit, in tokens.
@@ -145,31 +147,31 @@ class Reward(ABC):
             image_sizes: One per image of the row.
 
         Raises:
-            ValueError: If the reward would raise for this row, whatever the completion.
+            ValueError: If the reward would raise for this row with any completion.
         """
 
     def warm_up(self) -> None:  # noqa: B027
-        """Get ready in a worker, before the time of the first call there begins. A reward around another asks that."""
+        """Prepare a worker for calls, before the time limit of its first call starts. A wrapper warms its reward up."""
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
-        """Load what it needs, once, when the policy is loaded. A reward around another connects that one.
+        """Load models, once, when the policy is loaded. A wrapper connects its inner reward.
 
-        A reward that does so is called in the training process, unless it says otherwise by `in_process`.
+        A reward that overrides this runs in the training process, unless it sets `in_process = False`.
 
-        Whatever the strategy does with the policy, a model that is loaded here is whole on every rank. No collective
-        may be called: a rank without completions never calls the reward.
+        A model loaded here is unsharded: every rank holds a full copy, whatever the strategy. The reward must not call
+        collectives, because a rank without completions never calls it.
 
         Args:
-            device: The policy's on this rank.
+            device: The policy's device on this rank.
         """
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is, for rewards: numbers of the Trainer under its names, which reach other processes too."""
+    """The progress of the run, for rewards: a picklable copy of the Trainer's counters under their usual names."""
 
     global_step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
 
     max_steps: int
     """-1 without a limit."""
@@ -181,22 +183,22 @@ class TrainerState:
 
     @property
     def epoch(self) -> float:
-        """As the Trainer of transformers calls `current_epoch`."""
+        """The name of `current_epoch` in the transformers Trainer."""
         return float(self.current_epoch)
 
     @property
     def num_train_epochs(self) -> int | None:
-        """As the Trainer of transformers calls `max_epochs`."""
+        """The name of `max_epochs` in the transformers Trainer."""
         return self.max_epochs
 
     @property
     def is_world_process_zero(self) -> bool:
-        """As the Trainer of transformers calls a `global_rank` of 0."""
+        """The name of `global_rank == 0` in the transformers Trainer."""
         return self.global_rank == 0
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerState:
-        """That of a Lightning Trainer."""
+        """Copy the counters of a Lightning Trainer."""
         return cls(
             trainer.global_step,
             trainer.max_steps,
@@ -212,20 +214,21 @@ RewardLike = Reward | Callable[..., Any]
 
 
 class WeightedReward(Reward):
-    """A reward with its weight in the total, a name, and what to do when it fails.
+    """A reward with its weight in the total, a name, and a failure policy.
 
-    Failing is: raising, taking longer than allowed, losing its process, returning the wrong number of values, or
-    returning NaN, infinity or what is no number.
+    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or a value that is NaN,
+    infinite or not a number.
 
     Args:
         reward: The function or callable object.
-        weight: Factor in the total; 0 runs and logs the reward only.
-        name: Its name in logs; by default the function's, or the class name in snake case.
-        on_error: "raise" stops the run; "none" makes the values None, "value" makes them `error_value`. A raise and a
-            wrong length concern all completions of the call: with "none", only the other rewards count there.
+        weight: Factor in the total; with 0 the reward is only computed and logged.
+        name: The name in logs; by default the function's name, or the class name in snake case.
+        on_error: "raise" stops the run; "none" sets the values to None, "value" sets them to `error_value`. An
+            exception or a wrong length affects all completions of the call: with "none", only the other rewards count
+            there.
         error_value: Only with `on_error="value"`.
-        completions_as: "text" hands it strings and "messages" message lists, whatever the prompt is. "auto": as the
-            prompt is, and text for a class derived from one named ORM or AsyncORM (ms-swift).
+        completions_as: "text" passes strings and "messages" passes message lists, whatever the form of the prompt.
+            "auto" uses the form of the prompt, and text for classes derived from ms-swift's ORM or AsyncORM.
     """
 
     def __init__(
@@ -240,7 +243,7 @@ class WeightedReward(Reward):
         """Raises: ValueError if an argument is out of range, or `reward` cannot be called by keyword."""
         check_callable(reward)
         if isinstance(reward, WeightedReward):
-            raise ValueError(f"Reward {reward.name!r} is a WeightedReward already: put all settings into one.")
+            raise ValueError(f"Reward {reward.name!r} is already a WeightedReward: put all settings into one.")
         if not math.isfinite(weight):
             raise ValueError(f"The weight of reward {name or _name(reward)!r} must be finite, got {weight}.")
         if on_error not in get_args(OnError):
@@ -251,7 +254,7 @@ class WeightedReward(Reward):
             )
         if (on_error == "value") != (error_value is not None and math.isfinite(error_value)):
             raise ValueError(
-                f"error_value is the number that on_error='value' gives to failures, and goes with nothing else; got "
+                f"error_value must be a finite number with on_error='value', and must not be set otherwise; got "
                 f"on_error={on_error!r}, error_value={error_value!r}."
             )
         self.reward = reward
@@ -273,27 +276,27 @@ class WeightedReward(Reward):
 
     @property
     def name(self) -> str:
-        """The name given, or the reward's own."""
+        """The name in logs: the `name` argument, or the reward's own."""
         return self._name
 
     @property
     def loads(self) -> bool:
-        """True if it loads something with the policy, in `connect`, or one inside it does."""
+        """True if the reward, or one inside it, loads something in `connect`."""
         inner = innermost(self.reward)
         return self.in_process and isinstance(inner, Reward) and type(inner).connect is not Reward.connect
 
     def __call__(self, **available: Any) -> Any:
-        """Call the reward with those of the arguments it takes."""
+        """Call the reward with the arguments that it takes."""
         return self.reward(**self.select(available))
 
     def select(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the arguments that the reward takes."""
+        """Select the arguments that the reward takes."""
         if self._completions_name is not None and "completions" in available:
             available = {**available, self._completions_name: available["completions"]}
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def check(self, max_completion_length: int) -> None:
-        """Check the reward, if it is a `Reward`. Raises: ValueError as it does, with its name in front."""
+        """Run `Reward.check`, if it is a `Reward`. Raises: ValueError as it does, prefixed with the reward's name."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             try:
@@ -302,27 +305,27 @@ class WeightedReward(Reward):
                 raise ValueError(f"Reward {self.name!r}: {error}") from error
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Have the reward check a row, if it is a `Reward`. Raises: ValueError as it does."""
+        """Run `Reward.check_row`, if it is a `Reward`. Raises: ValueError as it does."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.check_row(columns, image_sizes)
 
     def connect(self, device: torch.device) -> None:
-        """Connect the reward, if it is a `Reward`."""
+        """Run `Reward.connect`, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.connect(device)
 
     def warm_up(self) -> None:
-        """Warm the reward up, if it is a `Reward`."""
+        """Run `Reward.warm_up`, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.warm_up()
 
     def may_read(self, column: str) -> bool:
-        """Whether a data column can make a difference: False if it is named nowhere.
+        """Whether the reward may read a data column.
 
-        A function with `**kwargs` may read any column; a `Reward` says so in `optional_columns`.
+        A function with `**kwargs` may read any column; a `Reward` declares them in `optional_columns`.
         """
         if self._accepted is not None and column in self._accepted:
             return True
@@ -332,7 +335,7 @@ class WeightedReward(Reward):
 
 
 def completion_text(completion: Content) -> str:
-    """The text of a completion, whichever form it has: a string, or messages (the last one's text parts)."""
+    """Extract the text of a completion: the string itself, or the text parts of the last message."""
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else ""
@@ -342,13 +345,13 @@ def completion_text(completion: Content) -> str:
 
 
 def prompt_text(prompt: Content) -> str:
-    """The text of a prompt: of a chat, its last message, or the one before an answer that the prompt starts."""
+    """Extract the text of a prompt; for a chat, that of its last message that is not a prefilled assistant turn."""
     is_prefilled = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
     return completion_text(prompt[:-1] if is_prefilled else prompt)
 
 
 def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
-    """The completion as text or as messages; "auto" leaves it as it is."""
+    """Convert a completion to text or to messages; "auto" leaves it unchanged."""
     if form == "text":
         return completion_text(completion)
     if form == "messages" and isinstance(completion, str):
@@ -357,29 +360,29 @@ def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
 
 
 def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> WeightedReward:
-    """A reward inside another, which calls it and combines what it gives.
+    """Wrap the inner reward of another reward, which calls it and combines its values.
 
     Args:
-        reward: The reward.
-        outer: The name of the class around it.
-        name: Its name in messages.
+        reward: The inner reward.
+        outer: Class name of the outer reward.
+        name: The name of the inner reward in messages.
 
     Raises:
-        ValueError: If it takes whole groups, or has a weight or failure policy: only the outer one's count.
+        ValueError: If it takes whole groups, or has a weight or failure policy, which only the outer reward may have.
     """
     inner = reward if isinstance(reward, WeightedReward) else WeightedReward(reward, name=name)
     if inner.per_group:
-        raise ValueError(f"{outer} scores single completions, and its reward {inner.name!r} takes whole groups.")
+        raise ValueError(f"{outer} scores single completions, but its reward {inner.name!r} takes whole groups.")
     if inner.weight != 1 or inner.on_error != "raise":
         raise ValueError(
-            f"The reward {inner.name!r} inside {outer} has a weight or on_error of its own, which would not count: "
-            f"give them to a WeightedReward around {outer}."
+            f"The reward {inner.name!r} inside {outer} has its own weight or on_error, which would be ignored: set "
+            f"them in a WeightedReward around {outer}."
         )
     return inner
 
 
 def _own_form(reward: RewardLike) -> CompletionsAs:
-    """The form a reward takes completions in by its class."""
+    """The form of completions that a reward's class takes."""
     form: CompletionsAs = "text" if _is_orm(reward) else getattr(innermost(reward), "completions_as", "auto")
     return form
 
@@ -390,14 +393,14 @@ def _is_orm(reward: RewardLike) -> bool:
 
 
 def _first_argument(reward: RewardLike) -> str | None:
-    """The name of the first argument that can be given by position; None if it is `completions`, or there is none."""
+    """The name of the first positional argument; None if it is `completions`, or there is none."""
     parameters = inspect.signature(reward).parameters.values()
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "completions")
     return None if first == "completions" else first
 
 
 def _belongs_here(reward: RewardLike) -> bool:
-    """True if a reward says that it must be called in the training process, or loads something in `connect`."""
+    """True if a reward sets `in_process`, or overrides `connect` without setting it."""
     inner = innermost(reward)
     homes = [inner, *type(inner).__mro__]
     if any("in_process" in getattr(home, "__dict__", {}) for home in homes if home is not Reward):
@@ -406,7 +409,7 @@ def _belongs_here(reward: RewardLike) -> bool:
 
 
 def _name(reward: RewardLike) -> str:
-    """A reward's own name: a function's, a `Reward`'s, or the class name in snake case; with `_fn` where reserved."""
+    """The default name of a reward: its name, or the class name in snake case; with the suffix `_fn` if reserved."""
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
     name = name if isinstance(name, str) else snake_case(type(inner).__name__)
@@ -415,10 +418,10 @@ def _name(reward: RewardLike) -> str:
 
 @functools.cache  # logged once
 def _renamed(name: str) -> str:
-    """Another log name for a reward whose own is reserved."""
+    """Rename a reward whose name is reserved in the logs."""
     logger.warning(
-        "The reward %r is named %r in logs and settings, as the logs have another meaning for %r. "
-        "WeightedReward(reward, name=...) gives it another name.",
+        "The reward %r is called %r in logs and settings, because the logs use %r for another metric. "
+        "Set another name with WeightedReward(reward, name=...).",
         name,
         f"{name}_fn",
         name,
@@ -427,31 +430,31 @@ def _renamed(name: str) -> str:
 
 
 def check_callable(reward: Any) -> None:
-    """Raises: ValueError if it is no function or callable object."""
+    """Check that a reward is a function or callable object. Raises: ValueError if not."""
     if isinstance(reward, str):
         raise ValueError(
-            f"A reward must be a function or callable object, got the text {reward!r}: give the function itself, or "
-            f"grpo_lightning.rewards.reward({reward!r}) for a shipped or installed reward of that name."
+            f"A reward must be a function or callable object, got the text {reward!r}: pass the function itself, or "
+            f"grpo_lightning.rewards.reward({reward!r}) for a built-in or installed reward of that name."
         )
     if isinstance(reward, type) or not callable(reward):
         hint = f"an instance, {reward.__name__}(...)" if isinstance(reward, type) else "a function"
-        raise ValueError(f"A reward must be a function or callable object, got {reward!r}: give {hint}.")
+        raise ValueError(f"A reward must be a function or callable object, got {reward!r}: pass {hint}.")
 
 
 def snake_case(name: str) -> str:
-    """ExactMatch -> exact_match, LLMJudge -> llm_judge."""
+    """Convert a class name to snake case: ExactMatch -> exact_match, LLMJudge -> llm_judge."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside `functools.partial`s, which have neither its name nor its attributes."""
+    """Unwrap `functools.partial`s, which have neither the name nor the attributes of the function."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return reward
 
 
 def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, list[str]]:
-    """The keywords a reward takes (None: any), and those it cannot do without.
+    """The keyword arguments that a reward takes (None: any), and those that it requires.
 
     Raises:
         ValueError: If it cannot be called by keyword.
@@ -459,10 +462,12 @@ def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | No
     try:
         parameters = inspect.signature(reward).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ValueError(f"Reward {name!r} does not tell its arguments: wrap it in a function with `def`.") from error
+        raise ValueError(f"Reward {name!r} has no readable signature: wrap it in a function with `def`.") from error
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ValueError(f"Reward {name!r} takes {parameter.name!r} by position; rewards are called by keyword.")
+            raise ValueError(
+                f"Reward {name!r} takes {parameter.name!r} by position only; rewards are called by keyword."
+            )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     accepted = None if takes_all else frozenset(parameter.name for parameter in named)

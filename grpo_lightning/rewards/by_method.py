@@ -1,4 +1,4 @@
-"""Scoring short answers by the kind of question, as the column `accu_reward_method` names it (VLM-R1)."""
+"""Score short answers by the kind of question, which the column `accu_reward_method` names (VLM-R1)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from grpo_lightning.rewards.answers import (
     AnswerReward,
     choice,
     given_answer,
+    gold_answer,
     is_number,
     normalize,
     plain,
     readable,
-    right_answer,
     single_number,
 )
 from grpo_lightning.rewards.base import (
@@ -47,10 +47,10 @@ _JUDGE = "llm"
 
 
 class Method(AnswerReward):
-    """Compares the answer of every completion (`given_answer`) with the right one.
+    """Base class: compares the answer of each completion (`given_answer`) with the ground truth.
 
     Args:
-        answer_column: The data column with the right answer: all of it, or the part between answer tags, after `####`
+        answer_column: The data column with the ground truth: all of it, or the part between answer tags, after `####`
             or in a box. A row without an answer is not scorable.
     """
 
@@ -58,21 +58,21 @@ class Method(AnswerReward):
         super().__init__(answer_column)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
-        """Compare. Args: completions: [B]. Returns: [B] in [0, 1], None where the row is not scorable."""
-        rights = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
-        given = [given_answer(completion_text(completion)) for completion in completions]
-        return [self.score(a, right) if right else None for a, right in zip(given, rights, strict=True)]
+        """Score completions. Args: completions: [B]. Returns: [B] in [0, 1], None where the row is not scorable."""
+        golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
+        answers = [given_answer(completion_text(completion)) for completion in completions]
+        return [self.score(answer, gold) if gold else None for answer, gold in zip(answers, golds, strict=True)]
 
     @abstractmethod
     def score(self, given: str, right: str) -> float | None:
-        """How right a given answer is; None if the right one is not of this kind."""
+        """Score an answer in [0, 1]; None if the ground truth is not of this kind."""
 
 
 class MultipleChoice(Method):
-    """1 if the same option is chosen: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
+    """1 if the answer chooses the option of the ground truth: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
 
-    An answer that names no option, or lists several ("A, B", "(A) 1 (B) 2"), is wrong. A right answer that names none
-    is not scorable.
+    An answer that names no option, or lists several ("A, B", "(A) 1 (B) 2"), is wrong. A ground truth that names no
+    option is not scorable.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -82,9 +82,9 @@ class MultipleChoice(Method):
 
 
 class YesNo(Method):
-    """1 if the answer has the word of the right answer, "yes" or "no", and not the other one.
+    """1 if the answer has the word of the ground truth, "yes" or "no", and not the other one.
 
-    A right answer with neither or both is not scorable.
+    A ground truth with neither or both is not scorable.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -94,7 +94,7 @@ class YesNo(Method):
 
 
 class AllMatch(Method):
-    """1 if the answer is the right one, save for case, whitespace and a full stop at the end."""
+    """1 if the answer equals the ground truth, ignoring case, whitespace and a full stop at the end."""
 
     def score(self, given: str, right: str) -> float | None:
         """Compare the texts."""
@@ -102,10 +102,10 @@ class AllMatch(Method):
 
 
 class Counting(Method):
-    """1 if the answer has exactly one number, and it is equal to the right one ("There are 3." is 3).
+    """1 if the answer has exactly one number, and it equals that of the ground truth ("There are 3." is 3).
 
-    A right answer without a number, or with several, is not scorable. VLM-R1 counts by its `default`, which rewards
-    words that look like the right ones where either has no number.
+    A ground truth without a number, or with several, is not scorable. VLM-R1 scores counting by its `default`, which
+    rewards words similar to those of the ground truth where either has no number.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -115,10 +115,10 @@ class Counting(Method):
 
 
 class TextSimilarity(Method):
-    """Similarity of the answer to the right one: 2 * LCS / (len(a) + len(b)), in characters.
+    """Similarity of the answer to the ground truth: 2 * LCS / (len(a) + len(b)), in characters.
 
-    LCS is the longest common subsequence; case, whitespace and a full stop at the end do not count. This is the
-    `Levenshtein.ratio` that VLM-R1's `default` gives to text. Words that look alike score, whatever they mean.
+    LCS is the longest common subsequence; case, whitespace and a full stop at the end are ignored. VLM-R1's `default`
+    scores text by the same `Levenshtein.ratio`. Words that look alike get a high value, whatever they mean.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -127,19 +127,19 @@ class TextSimilarity(Method):
 
 
 class AnyAnswer(Method):
-    r"""1 if the answer is right, by what the right answer is: a number, an option, mathematics or text.
+    r"""1 if the answer is correct; the kind of ground truth (number, option, mathematics, text) selects the comparison.
 
-    - The same text, save for case, whitespace and a full stop: right.
-    - A number: right if the answer has exactly one number, and it is equal ("There are 3." is 3); a formula ("3/4" for
-      0.75, "12 cm" for 12) as mathematics.
+    - The same text, ignoring case, whitespace and a full stop: correct.
+    - A number: correct if the answer has exactly one number, and it is equal ("There are 3." is 3); a formula ("3/4"
+      for 0.75, "12 cm" for 12) is compared as mathematics.
     - One letter: as `MultipleChoice`.
     - Mathematics: as `Accuracy`.
-    - Other text: wrong; with `has_partial_credit` the similarity 2 * LCS / (len(a) + len(b)), LCS being the longest
+    - Other text: wrong; with `has_partial_credit` the similarity 2 * LCS / (len(a) + len(b)), where LCS is the longest
       common subsequence in characters. VLM-R1 always gives that credit, and so rewards words that look alike.
 
     Args:
         answer_column: As in `Method`.
-        has_partial_credit: Whether other text scores by its similarity to the right one.
+        has_partial_credit: Whether other text is scored by its similarity to the ground truth.
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
@@ -149,7 +149,7 @@ class AnyAnswer(Method):
         self.accuracy = Accuracy(answer_column)
 
     def score(self, given: str, right: str) -> float | None:
-        """Compare by the kind of the right answer."""
+        """Compare by the kind of the ground truth."""
         if plain(given) == plain(right):
             return 1.0
         if len(right) == 1 and right.isalpha():
@@ -171,7 +171,7 @@ class AnyAnswer(Method):
 
 
 def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
-    """The shipped methods by their name in the column `accu_reward_method`; called with the answer column."""
+    """The built-in methods by their name in the column `accu_reward_method`; called with the answer column."""
     from grpo_lightning.rewards.boxes.rewards import DetectionMAP, IoU, OdLength, WeightedSum  # they need torch
 
     return {
@@ -192,18 +192,19 @@ def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
 
 
 class ByMethod(Reward):
-    """Scores every row by the method that its column `accu_reward_method` names.
+    """Scores each row by the method named in its column `accu_reward_method`.
 
-    Shipped are `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`), `all_match`
-    (`AllMatch`), `counting` (`Counting`); for boxes `iou` and `rec` (`IoU`), `map` and `od_ap` (`DetectionMAP`),
-    `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum` (`WeightedSum`). `llm`
-    needs an `LLMJudge` among `methods`. A method whose package is missing is an error where a row names it.
+    Built-in methods: `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`),
+    `all_match` (`AllMatch`), `counting` (`Counting`); for boxes `iou` and `rec` (`IoU`), `map` and `od_ap`
+    (`DetectionMAP`), `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum`
+    (`WeightedSum`). `llm` needs an `LLMJudge` among `methods`. A method whose package is missing is an error only if a
+    row names it.
 
     Args:
-        methods: Further methods by name, or replacements of shipped ones: any rewards but those for whole groups.
+        methods: Further methods by name, or replacements of built-in ones: any rewards except those for whole groups.
         default: The method of rows that name none (no such column, None or empty).
         method_column: The data column with the name of the method.
-        answer_column: The data column with the right answer, for the shipped methods.
+        answer_column: The data column with the ground truth, for the built-in methods.
     """
 
     says_solved = True
@@ -216,7 +217,7 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError if `default` is no method, or a method cannot be inside another reward; ImportError."""
+        """Raises: ValueError if `default` is unknown, or a method cannot be inside another reward; ImportError."""
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
         for name, make in shipped_methods().items():
@@ -224,7 +225,7 @@ class ByMethod(Reward):
                 continue
             try:
                 made[name] = make(answer_column)
-            except ImportError as error:  # of a package that only rows of this method need
+            except ImportError as error:  # only rows of this method need that package
                 self._missing[name] = str(error)
         made |= methods or {}
         self.methods = {name: inner_reward(method, "ByMethod", name) for name, method in made.items()}
@@ -236,13 +237,13 @@ class ByMethod(Reward):
 
     @property
     def name(self) -> str:
-        """The name in VLM-R1."""
+        """The name of this reward in VLM-R1."""
         return "accuracy"
 
     def __call__(
         self, completions: Sequence[Content], **available: Any
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score every row by its method. Args: completions: [B]. Returns: [B].
+        """Score each row by its method. Args: completions: [B]. Returns: [B].
 
         Raises:
             ValueError: If a row names an unknown method, a column is missing for a method, or a method returns the
@@ -255,7 +256,7 @@ class ByMethod(Reward):
             rows.setdefault(self._known(name) if name else self.default, []).append(row)
         available["completions"] = completions
         log_extra = available.get("log_extra")
-        logged: dict[str, dict[str, list[Any]]] = {}  # by column and method: each logs for its own rows
+        logged: dict[str, dict[str, list[Any]]] = {}  # by column and method: each method logs its own rows
         results = {name: self._call(name, chosen, available, logged) for name, chosen in rows.items()}
 
         def finish(results: Mapping[str, Any]) -> list[float | None]:
@@ -273,20 +274,20 @@ class ByMethod(Reward):
         return finish_later() if waiting else finish(results)
 
     def check(self, max_completion_length: int) -> None:
-        """Check every method. Raises: ValueError as the methods do."""
+        """Check all methods. Raises: ValueError as the methods do."""
         for method in self.methods.values():
             method.check(max_completion_length)
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Have the row's method check it.
+        """Run the `check_row` of the row's method.
 
         Raises:
-            ValueError: As the method does, with its name in front; or if the row names an unknown method, or lacks a
-                column that the method it names needs.
-            ImportError: If it names a method whose package is missing.
+            ValueError: As the method does, prefixed with its name; or if the row names an unknown method, or lacks a
+                column that its method needs.
+            ImportError: If the row names a method whose package is missing.
         """
         method = self.method_of(columns)
-        if columns.get(self.method_column):  # the default's columns are checked as those of every reward
+        if columns.get(self.method_column):  # the default's columns are this reward's `required_columns`
             for column in self.methods[method].required_columns:
                 if column not in columns:
                     raise ValueError(_missing_column(method, column))
@@ -296,11 +297,11 @@ class ByMethod(Reward):
             raise ValueError(f"its method {method!r}: {error}") from error
 
     def warm_up(self) -> None:
-        """Warm the default method up; the others may never be called."""
+        """Warm up the default method; the others may never be called."""
         self.methods[self.default].warm_up()
 
     def connect(self, device: torch.device) -> None:
-        """Connect every method."""
+        """Connect all methods."""
         for method in self.methods.values():
             method.connect(device)
 
@@ -310,21 +311,20 @@ class ByMethod(Reward):
         return self._known(name) if name else self.default
 
     def _known(self, name: Any) -> str:
-        """The name of a method. Raises: ValueError if there is none of that name; ImportError if it lacks a package."""
+        """Check the name of a method. Raises: ValueError if it is unknown; ImportError if its package is missing."""
         if isinstance(name, str) and name in self.methods:
             return name
         if isinstance(name, str) and name in self._missing:
             raise ImportError(f"The method {name!r}: {self._missing[name]}")
         if name == _JUDGE:
             raise ValueError(
-                f"The method {_JUDGE!r} needs to know which model judges: give ByMethod "
-                "methods={'llm': LLMJudge(model=..., base_url=...)}."
+                f"The method {_JUDGE!r} needs a judge model: pass "
+                "methods={'llm': LLMJudge(model=..., base_url=...)} to ByMethod."
             )
         close = difflib.get_close_matches(str(name), self.methods, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"There is no method {name!r} for the column {self.method_column!r}; there are: "
-            f"{', '.join(self.methods)}.{hint}"
+            f"Unknown method {name!r} in the column {self.method_column!r}; available: {', '.join(self.methods)}.{hint}"
         )
 
     def _call(
@@ -334,7 +334,7 @@ class ByMethod(Reward):
         available: Mapping[str, Any],
         logged: dict[str, dict[str, list[Any]]],
     ) -> Any:
-        """Call one method with its rows; its `log_extra` fills `logged`."""
+        """Call one method on its rows; its `log_extra` fills `logged`."""
         method = self.methods[name]
         for column in method.required_columns:
             if column not in available:
@@ -351,27 +351,28 @@ class ByMethod(Reward):
 
 
 def _missing_column(method: str, column: str) -> str:
-    """The message for a column that a method needs."""
-    return f"The method {method!r} needs the data column {column!r}, which the data do not have."
+    """Format the error for a missing column that a method needs."""
+    return f"The method {method!r} needs the data column {column!r}, which is missing."
 
 
 def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count: int) -> list[float | None]:
-    """[B] the values of all methods in the order of the rows."""
+    """Merge the values of all methods in row order: [B]."""
     merged: list[float | None] = [None] * count
     for name, result in results.items():
         values = list(result)
         if len(values) != len(rows[name]):
-            raise ValueError(f"The method {name!r} must give {len(rows[name])} values, and gave {len(values)}.")
+            raise ValueError(f"The method {name!r} must return {len(rows[name])} values, got {len(values)}.")
         for row, value in zip(rows[name], values, strict=True):
             merged[row] = value
     return merged
 
 
 def similarity(a: str, b: str) -> float:
-    """2 * LCS / (len(a) + len(b)), LCS being the longest common subsequence in characters; 1 for two empty texts.
+    """Levenshtein ratio: 2 * LCS / (len(a) + len(b)), LCS the longest common subsequence; 1 for two empty texts.
 
-    The packages Levenshtein and rapidfuzz call it `ratio`. An integer holds a row of the textbook table, a zero bit
-    wherever the length grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
+    The packages Levenshtein and rapidfuzz call it `ratio`; lengths are in characters. An integer holds a row of the
+    textbook table, with a zero bit wherever the length grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited",
+    2004).
     """
     if len(a) < len(b):
         a, b = b, a
@@ -388,5 +389,5 @@ def similarity(a: str, b: str) -> float:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether a text is compared as mathematics, which would read only the number of "Paris 2024"."""
+    """Whether a text is compared as mathematics. Not "Paris 2024", of which math-verify would parse only the number."""
     return any(char.isdigit() or char in "\\^_$" for char in text) and ("\\" in text or not _WORD.search(text))

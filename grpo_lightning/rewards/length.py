@@ -1,4 +1,4 @@
-"""Rewards for the length of a completion in tokens, the stop token included."""
+"""Rewards for the length of a completion in tokens, including the stop token."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, RewardLike, 
 class Length(Reward):
     """1 inside a range of lengths, with a linear falloff outside.
 
-        r = max(0, 1 - d / falloff_tokens)        d = tokens missing to min_tokens, or beyond max_tokens
+        r = max(0, 1 - d / falloff_tokens)        d = tokens below min_tokens or above max_tokens
 
     Args:
         min_tokens: The shortest length that gets 1, in tokens.
-        max_tokens: The longest length that gets 1, in tokens; None is no limit.
-        falloff_tokens: Tokens outside the range at which 0 is reached.
+        max_tokens: The longest length that gets 1, in tokens; None for no limit.
+        falloff_tokens: Distance from the range, in tokens, at which the reward reaches 0.
     """
 
     def __init__(self, min_tokens: int = 0, max_tokens: int | None = None, falloff_tokens: int = 128) -> None:
-        """Raises: ValueError if the range is empty or has no limit, or the fall-off is none."""
+        """Raises: ValueError if the range is empty or unlimited, or `falloff_tokens` is below 1."""
         if min_tokens < 0 or (max_tokens is not None and max_tokens < min_tokens):
-            raise ValueError(f"Needed: 0 <= min_tokens <= max_tokens; got {min_tokens} and {max_tokens}.")
+            raise ValueError(
+                f"min_tokens and max_tokens must satisfy 0 <= min_tokens <= max_tokens, got {min_tokens} and "
+                f"{max_tokens}."
+            )
         if min_tokens == 0 and max_tokens is None:
             raise ValueError("Length gives 1 to every completion: set min_tokens or max_tokens.")
         if falloff_tokens < 1:
@@ -38,15 +41,15 @@ class Length(Reward):
 
     @property
     def name(self) -> str:
-        """Not `length`, which is the number of tokens in logs."""
+        """`length_reward`, because the logs use `length` for the number of tokens."""
         return "length_reward"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
-        """Measure. Args: completion_ids: [B] lists of token ids. Returns: [B] in [0, 1]."""
+        """Score lengths. Args: completion_ids: [B] lists of token ids. Returns: [B] in [0, 1]."""
         return [self._score(len(ids)) for ids in completion_ids]
 
     def _score(self, tokens: int) -> float:
-        """The reward of a completion of that length."""
+        """Score a completion of this length."""
         beyond = 0 if self.max_tokens is None else tokens - self.max_tokens
         outside = max(self.min_tokens - tokens, beyond, 0)
         return max(0.0, 1 - outside / self.falloff_tokens)
@@ -55,37 +58,37 @@ class Length(Reward):
 class SoftOverlong(Reward):
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
-        r = 0 up to max_length - cache_length, then a straight line down to -1 at max_length, and -1 beyond
+        r = 0 up to max_length - cache_length, then linear down to -1 at max_length, and -1 beyond
 
     Args:
-        cache_length: Length of the straight line, in tokens.
-        max_length: Tokens at which the punishment is -1; None takes the run's `max_completion_length`.
+        cache_length: Length of the linear part, in tokens.
+        max_length: Length in tokens at which the punishment is -1; None uses the run's `max_completion_length`.
     """
 
     def __init__(self, cache_length: int, max_length: int | None = None) -> None:
         """Raises: ValueError unless 0 < cache_length < max_length."""
         if cache_length < 1 or (max_length is not None and max_length <= cache_length):
             raise ValueError(
-                f"Needed: 0 < cache_length < max_length (tokens); got cache_length {cache_length} and max_length "
-                f"{max_length}."
+                f"cache_length and max_length must satisfy 0 < cache_length < max_length (tokens), got {cache_length} "
+                f"and {max_length}."
             )
         self.cache_length = cache_length
         self.max_length = max_length
 
     def check(self, max_completion_length: int) -> None:
-        """Check the limit. Raises: ValueError unless `cache_length` is below it."""
+        """Check the length limit. Raises: ValueError unless `cache_length` is below it."""
         self._limit(max_completion_length)
 
     def __call__(
         self, completion_ids: Sequence[Sequence[int]], max_completion_length: int | None = None, **_: Any
     ) -> list[float | None]:
-        """Measure. Args: completion_ids: [B] lists of token ids. Returns: [B] in [-1, 0]."""
+        """Score lengths. Args: completion_ids: [B] lists of token ids. Returns: [B] in [-1, 0]."""
         limit = self._limit(max_completion_length)
         beyond = [len(ids) - (limit - self.cache_length) for ids in completion_ids]
         return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
 
     def _limit(self, max_completion_length: int | None) -> int:
-        """The length with a punishment of -1. Raises: ValueError if there is none, or it is within `cache_length`."""
+        """The length with a punishment of -1. Raises: ValueError if unknown, or not above `cache_length`."""
         limit = _limit(self.max_length, max_completion_length, "SoftOverlong needs max_length")
         if limit <= self.cache_length:
             raise ValueError(
@@ -96,23 +99,23 @@ class SoftOverlong(Reward):
 
 
 class Cosine(Reward):
-    """Cosine-scaled length reward: short right answers earn more, long wrong ones cost less.
+    """Cosine-scaled length reward: short correct answers earn more, long wrong ones are penalized less.
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 
-    It goes from start = `min_len_*` at length 0 to end = `max_len_*` at T and stays there beyond (Yeo et al.,
-    arXiv:2502.03373, app. C.1). The values are those of ms-swift. TRL's `get_cosine_scaled_reward` has
-    `min_len_wrong=-1, max_len_wrong=-0.5` and no default for `max_len`; VLM-R1's `length` is `max_len=1024` with every
-    answer taken for right.
+    It falls or rises from start = `min_len_*` at length 0 to end = `max_len_*` at T and is constant beyond (Yeo et al.,
+    arXiv:2502.03373, app. C.1). The defaults are those of ms-swift. TRL's `get_cosine_scaled_reward` has
+    `min_len_wrong=-1, max_len_wrong=-0.5` and no default for `max_len`; VLM-R1's `length` has `max_len=1024` and treats
+    every answer as correct.
 
     Args:
-        min_len_correct: Reward of a right answer of length 0.
-        max_len_correct: Reward of a right answer of the greatest length.
+        min_len_correct: Reward of a correct answer of length 0.
+        max_len_correct: Reward of a correct answer of length T.
         min_len_wrong: Reward of a wrong answer of length 0.
-        max_len_wrong: Reward of a wrong answer of the greatest length.
-        max_len: T, in tokens; None takes the run's `max_completion_length`.
-        accuracy: The reward that decides which answers are right: values of at least 1 are. Its None stays None. By
-            default `Accuracy()`.
+        max_len_wrong: Reward of a wrong answer of length T.
+        max_len: T, in tokens; None uses the run's `max_completion_length`.
+        accuracy: The reward that decides which answers are correct: those with a value of at least 1. Its None stays
+            None. By default `Accuracy()`.
     """
 
     def __init__(
@@ -143,11 +146,11 @@ class Cosine(Reward):
         self.accuracy.check(max_completion_length)
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Have `accuracy` check a row. Raises: ValueError as it does."""
+        """Run `accuracy.check_row`. Raises: ValueError as it does."""
         self.accuracy.check_row(columns, image_sizes)
 
     def warm_up(self) -> None:
-        """Warm the accuracy up."""
+        """Warm up `accuracy`."""
         self.accuracy.warm_up()
 
     def connect(self, device: torch.device) -> None:
@@ -161,30 +164,30 @@ class Cosine(Reward):
         max_completion_length: int | None = None,
         **others: Any,
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score. Args: completions, completion_ids: [B]. Returns: [B], None where `accuracy` gives None."""
+        """Score completions. Args: completions, completion_ids: [B]. Returns: [B], None where `accuracy` is None."""
         limit = _limit(self.max_len, max_completion_length, "Cosine needs max_len")
         lengths = [len(ids) for ids in completion_ids]
-        found = self.accuracy(
+        values = self.accuracy(
             completions=completions,
             completion_ids=completion_ids,
             max_completion_length=max_completion_length,
             **others,
         )
-        if inspect.isawaitable(found):
-            return self._later(found, lengths, limit)
-        return self._scores(found, lengths, limit)
+        if inspect.isawaitable(values):
+            return self._await_scores(values, lengths, limit)
+        return self._scores(values, lengths, limit)
 
-    async def _later(self, found: Awaitable[Any], lengths: list[int], limit: int) -> list[float | None]:
-        """The scores once an async `accuracy` is done."""
-        return self._scores(await found, lengths, limit)
+    async def _await_scores(self, values: Awaitable[Any], lengths: list[int], limit: int) -> list[float | None]:
+        """Score completions once an async `accuracy` is done."""
+        return self._scores(await values, lengths, limit)
 
-    def _scores(self, found: Sequence[Any], lengths: list[int], limit: int) -> list[float | None]:
-        """[B] rewards from what `accuracy` gave."""
-        pairs = zip(found, lengths, strict=True)
+    def _scores(self, values: Sequence[Any], lengths: list[int], limit: int) -> list[float | None]:
+        """Compute [B] rewards from the values of `accuracy`."""
+        pairs = zip(values, lengths, strict=True)
         return [None if value is None else self._score(float(value), tokens, limit) for value, tokens in pairs]
 
     def _score(self, accuracy: float, tokens: int, limit: int) -> float:
-        """One completion's reward; NaN stays NaN, for the failure policy."""
+        """Score one completion; NaN stays NaN, for the failure policy."""
         if math.isnan(accuracy):
             return accuracy
         start, end = self.correct if accuracy >= 1 else self.wrong
@@ -192,8 +195,8 @@ class Cosine(Reward):
 
 
 def _limit(own: int | None, of_run: int | None, needs: str) -> int:
-    """The length that rewards are measured against. Raises: ValueError if there is none."""
+    """The reward's length limit, otherwise the run's. Raises: ValueError if both are None."""
     limit = of_run if own is None else own
     if limit is None:
-        raise ValueError(f"{needs}: it is None, and the caller gave no max_completion_length either.")
+        raise ValueError(f"{needs}: it is None, and the call has no max_completion_length either.")
     return limit

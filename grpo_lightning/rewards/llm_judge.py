@@ -1,4 +1,4 @@
-"""A language model as judge, behind any endpoint that speaks OpenAI's chat completions."""
+"""LLM-as-a-judge reward, for any endpoint with OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.rewards.answers import AnswerReward, given_answer, right_answer
+from grpo_lightning.rewards.answers import AnswerReward, given_answer, gold_answer
 from grpo_lightning.rewards.base import Content, completion_text, prompt_text
 
 if TYPE_CHECKING:
@@ -35,35 +35,36 @@ Reply with one line and nothing else, "Score: x", x being 1 if the answer means 
 does not, and a number between for an answer that is partly right."""
 
 LONGEST_PAUSE_SECONDS = 60.0
-"""The longest time that the client waits before it tries again."""
+"""The longest time that the client waits before a retry."""
 
 _PLACES = re.compile(r"\{(question|right|given)\}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
 class LLMJudge(AnswerReward):
-    r"""The score that a language model gives the answer, from 0 to 1 (VLM-R1's `llm`).
+    r"""The score from 0 to 1 that a language model gives an answer (VLM-R1's `llm`).
 
-    The model sees the question (the text of the last turn), the right answer and the completion's answer: the content
-    of its last `<answer>...</answer>`, else of its last `\boxed{...}`, else all of it. All completions of a call are
-    judged concurrently while other rewards run.
+    The judge receives the question (the text of the last turn), the ground truth and the completion's answer: the
+    content of its last `<answer>...</answer>`, otherwise of its last `\boxed{...}`, otherwise all of it. All
+    completions of a call are judged concurrently while other rewards run.
 
-    A completion whose call fails, or whose reply has no score, is not scorable (None), with a warning, and their share
-    is logged as `llm_judge/failed`. If no call of a batch gets a reply (wrong address, key or model), that is an error,
-    and `WeightedReward.on_error` decides. VLM-R1 asks a fixed model, one completion after the other without a time
-    limit, and compares texts where that fails.
+    A completion whose call fails, or whose reply has no score, is not scorable (None); a warning is logged, and the
+    fraction of such completions as `llm_judge/failed`. If all calls of a batch fail (wrong address, key or model), the
+    reward raises, and `WeightedReward.on_error` applies. VLM-R1 uses a fixed model, calls it for one completion at a
+    time without a time limit, and falls back to text comparison.
 
     Args:
         model: The name of the model at the endpoint.
-        base_url: The endpoint, `http://localhost:8000/v1`; None is OpenAI's, or that of `OPENAI_BASE_URL`.
-        api_key_env: The environment variable with the key. It may be unset for an endpoint of your own.
-        answer_column: The data column with the right answer (see `Method`). A row without one is not scorable.
-        prompt: The prompt for the model; `{question}`, `{right}` and `{given}` are replaced by the texts.
-        temperature: Sampling temperature of the reply; None leaves it to the endpoint (some reasoning models require
+        base_url: The endpoint, such as `http://localhost:8000/v1`; None uses `OPENAI_BASE_URL`, otherwise OpenAI.
+        api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
+        answer_column: The data column with the ground truth (see `Method`). A row without one is not scorable.
+        prompt: The prompt for the judge; `{question}`, `{right}` (the ground truth) and `{given}` (the answer) are
+            replaced by the texts.
+        temperature: Sampling temperature of the reply; None uses the endpoint's default (some reasoning models require
             that).
-        timeout_seconds: Limit for one attempt.
-        max_retries: Further attempts after a time-out, a lost connection, too many requests or an error of the server.
-        concurrency: The most calls at the same time.
+        timeout_seconds: Time limit of one attempt.
+        max_retries: Retries after a timeout, a lost connection, too many requests or a server error.
+        concurrency: Maximum number of concurrent calls.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -105,45 +106,45 @@ class LLMJudge(AnswerReward):
         self.concurrency = concurrency
 
     def check(self, max_completion_length: int) -> None:
-        """Check that there is a key. Raises: ValueError if it is missing."""
+        """Check that the API key is set. Raises: ValueError if it is missing."""
         self._api_key()
 
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Ask the model. Args: prompts, completions: [B]. Returns: [B] in [0, 1], None without a right answer or score.
+        """Query the judge. Args: prompts, completions: [B]. Returns: [B] in [0, 1], None without ground truth or score.
 
         Raises:
-            RuntimeError: If no call got a reply.
-            ValueError: If the key is missing.
+            RuntimeError: If all calls failed.
+            ValueError: If the API key is missing.
         """
-        rights = [right_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
-        asked = {
-            row: self._question(prompt_text(prompt), right, given_answer(completion_text(completion)))
-            for row, (prompt, right, completion) in enumerate(zip(prompts, rights, completions, strict=True))
-            if right
+        golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
+        requests = {
+            row: self._question(prompt_text(prompt), gold, given_answer(completion_text(completion)))
+            for row, (prompt, gold, completion) in enumerate(zip(prompts, golds, completions, strict=True))
+            if gold
         }
-        replies = await self._replies(list(asked.values()))
+        replies = await self._replies(list(requests.values()))
         scores = [score_in(reply) if isinstance(reply, str) else None for reply in replies]
         self._report(replies, scores, log_metric)
         values: list[float | None] = [None] * len(completions)
-        for row, score in zip(asked, scores, strict=True):
+        for row, score in zip(requests, scores, strict=True):
             values[row] = score
         return values
 
     def _question(self, question: str, right: str, given: str) -> str:
-        """The prompt for the model, filled in one pass: placeholders in a completion stay text."""
+        """Fill in the prompt for the judge, in one pass: placeholders inside a completion are not replaced."""
         texts = {"question": question, "right": right, "given": given}
         return _PLACES.sub(lambda place: texts[place[1]], self.prompt)
 
     async def _replies(self, questions: Sequence[str]) -> list[str | Exception]:
-        """The reply to each question, or the error."""
+        """Get the reply to each question, or the error."""
         if not questions:
             return []
         from openai import AsyncOpenAI
 
         free = asyncio.Semaphore(self.concurrency)
-        # A client per call: it belongs to an event loop, and must be in no pickle and no fork.
+        # One client per call: a client belongs to an event loop and must not be pickled or forked.
         async with AsyncOpenAI(
             api_key=self._api_key(), base_url=self.base_url, timeout=self.timeout_seconds, max_retries=self.max_retries
         ) as client:
@@ -155,18 +156,18 @@ class LLMJudge(AnswerReward):
             return list(await asyncio.gather(*map(ask, questions)))
 
     async def _reply(self, client: AsyncOpenAI, question: str) -> str | Exception:
-        """One reply, or the error."""
+        """Get one reply, or the error."""
         from openai import OpenAIError
 
         settings: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
         call = client.chat.completions.create(
             model=self.model, messages=[{"role": "user", "content": question}], **settings
         )
-        # The client limits the silence between two bytes; this limits the whole call.
+        # The client's timeout applies between two bytes; this one applies to the whole call.
         limit = (self.timeout_seconds + LONGEST_PAUSE_SECONDS) * (self.max_retries + 1)
         try:
             found = await asyncio.wait_for(call, limit)
-        except (OpenAIError, asyncio.TimeoutError, ValueError) as error:  # the last: a body that is no JSON
+        except (OpenAIError, asyncio.TimeoutError, ValueError) as error:  # ValueError: the body is not JSON
             return error
         return reply_text(found)
 
@@ -177,36 +178,36 @@ class LLMJudge(AnswerReward):
         silent = [r for r, score in zip(replies, scores, strict=True) if score is None and isinstance(r, str)]
         if errors and len(errors) == len(replies):
             raise RuntimeError(
-                f"The judge {self.model!r} at {self.base_url or 'the default endpoint'} did not reply to any of "
-                f"{len(replies)} calls; the first: {first_error}"
+                f"All {len(replies)} calls to the judge {self.model!r} at {self.base_url or 'the default endpoint'} "
+                f"failed. First error: {first_error}"
             ) from errors[0]
         if errors:
             logger.warning(
-                "LLMJudge: %d of %d calls failed, and their completions are not scorable. The first: %s",
+                "LLMJudge: %d of %d calls failed; their completions are not scorable. First error: %s",
                 *(len(errors), len(replies), first_error),
             )
         if silent:
             logger.warning(
-                "LLMJudge: %d of %d replies have no score from 0 to 1, and their completions are not scorable. The "
-                "first: %.200r",
+                "LLMJudge: %d of %d replies have no score from 0 to 1; their completions are not scorable. First "
+                "reply: %.200r",
                 *(len(silent), len(replies), silent[0]),
             )
         if log_metric is not None and replies:
             log_metric(f"{self.name}/failed", (len(errors) + len(silent)) / len(replies))
 
     def _api_key(self) -> str:
-        """The API key. Raises: ValueError if it is missing and the endpoint is OpenAI's."""
+        """Read the API key. Raises: ValueError if it is missing and the endpoint is OpenAI's."""
         key = os.environ.get(self.api_key_env, "")
         if not key and self.base_url is None and not os.environ.get("OPENAI_BASE_URL"):
             raise ValueError(
-                f"The environment variable {self.api_key_env} with the key for the judge is not set: set it, name "
-                "another in api_key_env, or give the base_url of an endpoint that needs none."
+                f"The environment variable {self.api_key_env} with the judge's API key is not set: set it, name "
+                "another one in api_key_env, or set base_url to an endpoint that needs no key."
             )
         return key or "none"
 
 
 def score_in(reply: str) -> float | None:
-    """The score in a reply: the rest of the line after its last "Score:", else all of it; None unless it is in [0, 1].
+    """Parse the score in a reply: the line after its last "Score:", otherwise all of it; None unless in [0, 1].
 
     The text up to the last `</think>` is ignored.
     """
@@ -221,11 +222,11 @@ def score_in(reply: str) -> float | None:
 
 
 def reply_text(found: Any) -> str:
-    """The text of a reply, or its `repr` if it has none. An endpoint may send anything."""
+    """Extract the text of a reply, or its `repr` if it has none. An endpoint may send anything."""
     try:
         text = found.choices[0].message.content
     except (AttributeError, IndexError, KeyError, TypeError):
         return f"{found!r:.80}"
-    if isinstance(text, list):  # parts, as some servers send them
+    if isinstance(text, list):  # some servers send content parts
         text = "".join(str(part.get("text", "")) for part in text if isinstance(part, Mapping))
     return text if isinstance(text, str) else "" if text is None else f"{text!r:.80}"

@@ -1,4 +1,4 @@
-"""A reward that calls reasoning-gym's verifiers."""
+"""Reward by the verifiers of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_t
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("task", "task_config", "entry")
-"""The columns of the rows that `ReasoningGymTasks` writes, as far as the reward reads them."""
+"""The columns written by `ReasoningGymTasks` that the reward reads."""
 
 
 class ReasoningGym(Reward):
-    """The score of the answer by the verifier of the row's task in reasoning-gym, 0 to 1.
+    """Score from 0 to 1 by reasoning-gym's verifier of the row's task.
 
-    The answer is read from the last answer tags, else after the reasoning from a box, else it is the whole text; a
-    blank one is passed to the verifier as None. The verifier's value counts as it is, even the 0.01 that some give to
-    any answer. If it raises or returns no number from 0 to 1, the answer is not scorable: None, with a warning, and
-    counted in `reasoning_gym/verifier_failed` (the share of the completions of the step).
+    The answer is read from the last answer tags, otherwise, after the reasoning, from a box, otherwise it is the whole
+    text; a blank answer is passed to the verifier as None. The verifier's value is used unchanged, even the 0.01 that
+    some verifiers give to any answer. If the verifier raises or does not return a number from 0 to 1, the answer is
+    not scorable (None); a warning is logged, and the fraction of such completions as `reasoning_gym/verifier_failed`.
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code; their rows are refused unless
-    `evaluate_answers` is set. For the task countdown, the reward `Countdown` executes nothing.
+    `evaluate_answers` is set. For the task countdown, use the reward `Countdown`, which executes nothing.
 
     Args:
-        evaluate_answers: Allow verifiers that execute completions. They are untrusted code: set it only in a container
-            with nothing to lose.
-        failed_value: The value of an answer on which the verifier fails; null for not scorable.
+        evaluate_answers: Allow verifiers that execute completions, which are untrusted code: set it only in a
+            disposable container.
+        failed_value: The value of an answer on which the verifier fails; null means not scorable.
     """
 
     says_solved = True
@@ -40,7 +40,7 @@ class ReasoningGym(Reward):
         """Raises: ImportError if reasoning-gym is missing; ValueError if `failed_value` is not 0 to 1."""
         package()
         if failed_value is not None and not 0 <= failed_value <= 1:
-            raise ValueError(f"failed_value must be null or 0 to 1, as the verifiers' values, got {failed_value!r}.")
+            raise ValueError(f"failed_value must be null or from 0 to 1, got {failed_value!r}.")
         self.evaluate_answers, self.failed_value = evaluate_answers, failed_value
 
     def __call__(
@@ -51,20 +51,20 @@ class ReasoningGym(Reward):
         entry: Sequence[str | None],
         log_metric: Any = None,
     ) -> list[float | None]:
-        """Verify.
+        """Verify the answers.
 
         Args:
             completions: [B].
-            task: [B] names; None where the row is of no task.
+            task: [B] names; None for rows without a task.
             task_config: [B] the tasks' settings as JSON.
-            entry: [B] the items as `write_entry` wrote them.
-            log_metric: The run's.
+            entry: [B] the items in the format of `write_entry`.
+            log_metric: The run's logging function.
 
         Returns:
-            [B] values, 0 to 1; None where the row is of no task, or the verifier fails.
+            [B] values, 0 to 1; None where the row has no task, or the verifier fails.
 
         Raises:
-            ValueError: If a row is not one that `ReasoningGymTasks` writes, or its task evaluates answers.
+            ValueError: If a row does not have the format of `ReasoningGymTasks`, or its task executes answers.
         """
         values: list[float | None] = []
         problems: list[str] = []
@@ -78,7 +78,7 @@ class ReasoningGym(Reward):
             values.append(self.failed_value if problem else value)
         if problems:
             logger.warning(
-                "The verifiers of reasoning-gym failed on %d of %d completions, whose value is %r; the first: %s",
+                "The verifiers of reasoning-gym failed on %d of %d completions, which get the value %r. First: %s",
                 *(len(problems), len(values), self.failed_value, problems[0]),
             )
         if log_metric is not None and values:
@@ -86,39 +86,39 @@ class ReasoningGym(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check task, settings and item. Raises: ValueError as a call does."""
+        """Check the task, settings and item of a row. Raises: ValueError as a call does."""
         if columns.get("task") is not None:
             self._item(*(columns.get(name) for name in COLUMNS))
 
     def _item(self, task: Any, config: Any, text: Any) -> tuple[Any, Entry]:
-        """The task and the item of a row. Raises: ValueError as a call does."""
+        """Load the task and the item of a row. Raises: ValueError as a call does."""
         for name, value in zip(COLUMNS, (task, config, text), strict=True):
             if not isinstance(value, str):
-                raise ValueError(f"column {name!r} must hold text, as ReasoningGymTasks writes it, got {value!r:.80}.")
+                raise ValueError(f"column {name!r} must hold text written by ReasoningGymTasks, got {value!r:.80}.")
         if task in EVALUATES_ANSWERS and not self.evaluate_answers:
             raise ValueError(
-                f"reasoning-gym's verifier of the task {task!r} executes the answers of the policy as Python code. "
-                "Leave the task out, or set evaluate_answers to true in a container with nothing to lose."
-                + (" The reward Countdown with uses 'some' does without." if task == "countdown" else "")
+                f"reasoning-gym's verifier of the task {task!r} executes the policy's answers as Python code. Remove "
+                "the task, or set evaluate_answers to true in a disposable container."
+                + (" Or use the reward Countdown with uses 'some', which executes nothing." * (task == "countdown"))
             )
         dataset = verifier(task, config)
         try:
             return dataset, read_entry(text)
         except ValueError as error:
-            raise ValueError(f"column 'entry' must hold an item, as ReasoningGymTasks writes it: {error}") from error
+            raise ValueError(f"column 'entry' must hold an item written by ReasoningGymTasks: {error}") from error
 
 
 def verify(dataset: Any, item: Entry, completion: str) -> tuple[float | None, str | None]:
-    """(The verifier's value of a completion, None), or (None, why it failed)."""
+    """Run the verifier on a completion. Returns: (value, None), or (None, why the verifier failed)."""
     answer = given_answer(completion).strip() or None
     try:
         value = dataset.score_answer(answer, item)
-    except Exception as error:  # noqa: BLE001 (each of a hundred verifiers reads text in its own way)
+    except Exception as error:  # noqa: BLE001 (each of a hundred verifiers parses text in its own way)
         return None, f"raised {type(error).__name__}: {error} on the answer {answer!r:.80}"
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = float("nan")
     if not 0 <= number <= 1:
-        return None, f"gave {value!r:.40} instead of 0 to 1 for the answer {answer!r:.80}"
+        return None, f"returned {value!r:.40} instead of 0 to 1 for the answer {answer!r:.80}"
     return number, None

@@ -1,6 +1,6 @@
-"""Rewards by a short name: shipped ones, and entry points of installed packages.
+"""Reward registry: look up rewards by short name, built-in ones and entry points of installed packages.
 
-A package announces a reward by an entry point of the group `grpo_lightning.rewards`, in its `pyproject.toml`:
+A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 
     [project.entry-points."grpo_lightning.rewards"]
     my_reward = "my_package.rewards:MyReward"
@@ -33,7 +33,7 @@ from grpo_lightning.rewards.reward_model import RewardModel
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat, Repetition
 
 GROUP = "grpo_lightning.rewards"
-"""The entry point group in which packages announce rewards."""
+"""The entry point group in which packages register rewards."""
 
 SHIPPED: dict[str, type] = {
     "accuracy": Accuracy,
@@ -62,17 +62,17 @@ SHIPPED: dict[str, type] = {
     "weighted_sum": WeightedSum,
     "yes_no": YesNo,
 }
-"""The rewards of this package by name; its own distribution announces none."""
+"""The built-in rewards by name; they are not registered as entry points."""
 
 
 class Plugin(WeightedReward):
-    """A reward by its short name: one shipped, or one that an installed package announces.
+    """A reward given by its short name: built-in, or registered by an installed package.
 
     Args:
         name: The short name, one of `available()`.
         init_args: Arguments of the reward, if it is a class.
         weight: As in `WeightedReward`.
-        log_name: The name in logs; by default the reward's own.
+        log_name: The name in logs; by default the reward's own name.
         on_error: As in `WeightedReward`.
         error_value: As in `WeightedReward`.
         completions_as: As in `WeightedReward`.
@@ -93,25 +93,24 @@ class Plugin(WeightedReward):
 
 
 def available() -> dict[str, str]:
-    """The short names of all rewards, each with the package that announces it.
+    """The short names of all rewards, each with the package that registers it.
 
     Raises:
-        ValueError: If two packages announce one name.
+        ValueError: If two packages register the same name.
     """
     return {**dict.fromkeys(SHIPPED, "grpo-lightning"), **{name: _package(p) for name, p in _announced().items()}}
 
 
 def reward(name: str, /, **init_args: Any) -> RewardLike:
-    """The reward of a short name.
+    """Get a reward by its short name.
 
     Args:
         name: One of `available()`.
         init_args: Arguments of the reward, if it is a class.
 
     Raises:
-        ValueError: If there is none of that name, two packages announce one name, or arguments are given for a
-            function.
-        ImportError: If the package that announces it fails to load.
+        ValueError: If the name is unknown, two packages register the same name, or arguments are given for a function.
+        ImportError: If the package that registers it fails to load.
         TypeError: If the reward does not take the arguments.
     """
     announced = _announced()
@@ -131,14 +130,14 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
 
 
 def _announced() -> Mapping[str, EntryPoint]:
-    """The entry points of all installed packages by name. Raises: ValueError if a name is taken twice."""
+    """The entry points of all installed packages by name. Raises: ValueError if a name is registered twice."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         if point.name in SHIPPED or point.name in found:
             first = "grpo-lightning" if point.name in SHIPPED else _package(found[point.name])
             raise ValueError(
-                f"Two packages announce the reward {point.name!r}: {first} and {_package(point)}. Uninstall one of "
-                f"them, or have its entry point in the group {GROUP!r} renamed."
+                f"Two packages register the reward {point.name!r}: {first} and {_package(point)}. Uninstall one of "
+                f"them, or rename its entry point in the group {GROUP!r}."
             )
         found[point.name] = point
     return found
@@ -150,22 +149,21 @@ def _load(point: EntryPoint) -> Any:
         return point.load()
     except Exception as error:
         raise ImportError(
-            f"The reward {point.name!r} of the package {_package(point)} does not load (entry point {point.value!r} in "
-            f"the group {GROUP!r}): {type(error).__name__}: {error}"
+            f"The reward {point.name!r} of the package {_package(point)} failed to load (entry point {point.value!r} "
+            f"in the group {GROUP!r}): {type(error).__name__}: {error}"
         ) from error
 
 
 def _package(point: EntryPoint) -> str:
-    """The name of the package that announces an entry point."""
+    """The name of the package that registers an entry point."""
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 def _unknown(name: str, names: list[str]) -> str:
-    """The message for an unknown name."""
+    """Format the error for an unknown name."""
     close = difflib.get_close_matches(name.rpartition(".")[2].lower(), names, n=2)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (
-        f"There is no reward named {name!r}; there are: {', '.join(names)}.{hint} One of your own is named by its "
-        f"import path, 'my_module.my_reward', or by the name of an entry point in the group {GROUP!r} of an installed "
-        "package."
+        f"Unknown reward {name!r}; available: {', '.join(names)}.{hint} Name your own rewards by their import path, "
+        f"'my_module.my_reward', or by an entry point in the group {GROUP!r} of an installed package."
     )

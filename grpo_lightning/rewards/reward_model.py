@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier with one label, which scores a prompt and its completion."""
+"""Reward models: sequence classifiers with one label that score a prompt and its completion."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Tokens = tuple[int, ...]
 
 KIND = "ForSequenceClassification"
-"""The end of the class names of such models."""
+"""Suffix of the class names of sequence classifiers."""
 
 
 class Classifier:
-    """A sequence-classification checkpoint: its config and tokenizer, its checks without the weights, its weights.
+    """A sequence-classification checkpoint: loads config, tokenizer and weights, and checks the config.
 
     Args:
         model: As in `RewardModel`.
@@ -47,7 +47,7 @@ class Classifier:
 
     @property
     def is_named(self) -> bool:
-        """True for a name or folder, False for a model in memory."""
+        """True for a hub name or folder, False for a model in memory."""
         return isinstance(self.model, str)
 
     def load_config(self) -> PretrainedConfig:
@@ -69,16 +69,16 @@ class Classifier:
         revision = self.revision if self.tokenizer is None else "main"
         with naming(f"RewardModel.{'model' if self.tokenizer is None else 'tokenizer'}", str(found)):
             tokenizer = AutoTokenizer.from_pretrained(str(found), revision=revision)
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of no file
-            raise ValueError(f"There is no tokenizer with the reward model {found!r}: give RewardModel.tokenizer one.")
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # transformers' result without files
+            raise ValueError(f"The reward model {found!r} has no tokenizer: set RewardModel.tokenizer.")
         return tokenizer  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Check the config.
 
         Raises:
-            FileNotFoundError: If there is no such model.
-            ValueError: If it does not give one score per sequence.
+            FileNotFoundError: If the model does not exist.
+            ValueError: If it does not return one score per sequence.
         """
         config = self.load_config()
         made = [type(self.model).__name__] if not self.is_named else config.architectures or []
@@ -86,17 +86,17 @@ class Classifier:
         if not all(KIND in name for name in made):
             raise ValueError(
                 f"RewardModel.model must be a sequence-classification model, got {named} (type {config.model_type}, "
-                f"architecture {', '.join(made)}): another kind has no trained score head. Give a reward model; use "
-                "LLMJudge for a model that writes its judgement."
+                f"architecture {', '.join(made)}), which has no trained score head. Use a reward model, or LLMJudge "
+                "for a generative judge."
             )
         if config.num_labels != 1:
             raise ValueError(
-                f"RewardModel.model must give one score per sequence, and {named} has {config.num_labels} labels "
-                "(num_labels in its config). Give one with a single label."
+                f"RewardModel.model must return one score per sequence, but {named} has {config.num_labels} labels "
+                "(num_labels in its config). Use a model with a single label."
             )
 
     def size(self, config: PretrainedConfig) -> tuple[int, int]:
-        """(weights, bytes of each), from the config alone."""
+        """(Number of weights, bytes per weight), from the config alone."""
         from transformers import AutoModelForSequenceClassification
 
         if not self.is_named:
@@ -108,10 +108,10 @@ class Classifier:
         return sum(weight.numel() for weight in model.parameters()), dtype.itemsize
 
     def load(self, device: torch.device) -> PreTrainedModel:
-        """Load the full weights onto a device, frozen and in eval mode.
+        """Load the unsharded weights onto a device, frozen and in eval mode.
 
         Raises:
-            ValueError: If the checkpoint lacks weights: transformers would make them up.
+            ValueError: If the checkpoint lacks weights, which transformers would initialize randomly.
         """
         from transformers import AutoModelForSequenceClassification
 
@@ -124,43 +124,43 @@ class Classifier:
             )
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
-                f"The checkpoint of RewardModel.model {self.model!r} lacks {len(missing)} weights, {missing[0]!r} "
-                "first: they would be random numbers, and so the scores. Give a checkpoint that was trained as a "
-                "reward model."
+                f"The checkpoint of RewardModel.model {self.model!r} lacks {len(missing)} weights, first "
+                f"{missing[0]!r}; they would be initialized randomly and make the scores random. Use a checkpoint that "
+                "was trained as a reward model."
             )
         return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
 class RewardModel(Reward):
-    """The score that a reward model gives a prompt with its completion.
+    """The score of a reward model for a prompt and its completion.
 
-    The model is one of transformers' sequence classifiers with a single label; the score is its raw logit. A chat
-    prompt and its completion go through the reward model's own chat template; a text prompt and its completion are
-    concatenated and get the tokenizer's special tokens once. Images cannot be scored. For a model that writes its
-    judgement there is `LLMJudge`.
+    The model is a transformers sequence classifier with a single label; the score is its raw logit. A chat prompt and
+    its completion are formatted by the reward model's own chat template; a text prompt and its completion are
+    concatenated and get the tokenizer's special tokens once. Images are not supported. For a generative judge use
+    `LLMJudge`.
 
-    Padding does not change a score: each sequence gets the score it has alone. Transformers reads the score from the
-    last token that is not `pad_token_id` of the model's config. Sequences are padded with that id; if the config has
-    none, transformers reads the last token, and they are padded with an id that occurs in none of them. The tokenizer's
-    own pad token and side do not matter. Equal sequences are scored once.
+    Padding does not change a score: each sequence gets the score that it gets alone. Transformers reads the score from
+    the last token that is not `pad_token_id` of the model's config. Sequences are padded with that id; if the config
+    has none, transformers reads the last token, and they are padded with an id that occurs in none of them. The
+    tokenizer's own pad token and padding side do not matter. Equal sequences are scored once.
 
-    A sequence longer than the model takes is not cut: it is not scorable (None), with a warning, and the share of such
-    completions is logged as `reward_model/too_long`.
+    Sequences that are too long for the model are not truncated: they are not scorable (None); a warning is logged, and
+    the fraction of such completions as `reward_model/too_long`.
 
-    The weights load with the policy's, after all checks. Every rank holds a full copy, under ZeRO-3 and FSDP2 as well,
-    and scores its own completions without the others. That costs each device 2 bytes per weight in bfloat16 (14 GB for
-    7 billion), 4 in float32, for the whole run or, with `offload`, during the call; and the activations of
-    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen and no part of the module: it is
-    in no optimizer, strategy or checkpoint. Automatic mixed precision is off while it scores.
+    The weights load with the policy, after all checks. Every rank holds a full copy, also under ZeRO-3 and FSDP2, and
+    scores its own completions without communication. That takes 2 bytes per weight on each device in bfloat16 (14 GB
+    for 7 billion weights), 4 in float32, for the whole run or, with `offload`, during the call; plus the activations of
+    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen and not a submodule of the
+    LightningModule: it is in no optimizer, strategy or checkpoint. Automatic mixed precision is off while it scores.
 
     Args:
         model: Hub name, folder, or a model in memory, which is frozen and moved.
-        tokenizer: Its tokenizer, or the name or folder of one; null: the model's own. A model in memory needs it.
+        tokenizer: A tokenizer, or its name or folder; null uses the model's own. Required for a model in memory.
         revision: Branch, tag or commit of the model on the hub.
-        batch_size: Sequences per forward pass, of like length.
-        max_length: The most tokens of a sequence; null: as many as model and tokenizer take.
-        dtype: Precision of the weights; "auto" is that of the checkpoint. bfloat16 resolves a score of 10 to 0.06.
-        device: The device, "cpu" or "cuda:1", the same for all ranks; null: the policy's device of the rank.
+        batch_size: Sequences per forward pass, grouped by length.
+        max_length: Maximum tokens of a sequence; null uses the limit of model and tokenizer.
+        dtype: Precision of the weights; "auto" uses that of the checkpoint. bfloat16 resolves a score of 10 to 0.06.
+        device: The device, "cpu" or "cuda:1", the same for all ranks; null uses the policy's device of the rank.
         offload: Keep the weights on the CPU between calls, at the cost of a transfer there and back.
     """
 
@@ -178,7 +178,7 @@ class RewardModel(Reward):
         device: str | None = None,
         offload: bool = False,
     ) -> None:
-        """Raises: ValueError if an argument is out of range, or does not go with a model in memory."""
+        """Raises: ValueError if an argument is out of range, or not allowed for a model in memory."""
         is_named = isinstance(model, str | Path)
         if not is_named and not (hasattr(model, "config") and hasattr(model, "parameters")):
             raise ValueError(f"model must be a hub name, a folder or a Transformers model, got {model!r:.80}.")
@@ -186,8 +186,8 @@ class RewardModel(Reward):
             raise ValueError("A reward model in memory needs its tokenizer: pass `tokenizer` (object, name or folder).")
         if not is_named and (revision != "main" or dtype != "auto"):
             raise ValueError(
-                f"revision ({revision}) and dtype ({dtype}) apply to a model that is loaded by name; this one is in "
-                "memory already. Leave them out."
+                f"revision ({revision}) and dtype ({dtype}) apply to a model that is loaded by name; this one is "
+                "already in memory. Remove them."
             )
         if dtype not in get_args(Precision):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Precision))}, got {dtype!r}.")
@@ -205,11 +205,11 @@ class RewardModel(Reward):
         self._place = self.device or torch.device("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the loaded model, which loads again where it is needed."""
+        """The state without the loaded model and tokenizer, which are loaded again on use."""
         return vars(self) | {"_tokenizer": None, "_loaded": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewardModel:
-        """A copy that shares the loaded model, which nothing changes."""
+        """Copy the settings and share the loaded model, which is never changed."""
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         return twin
@@ -222,53 +222,53 @@ class RewardModel(Reward):
         return self._tokenizer
 
     def check(self, max_completion_length: int) -> None:
-        """Check model and tokenizer, without the weights.
+        """Check model and tokenizer, without loading weights.
 
         Raises:
-            FileNotFoundError: If there is no such model, or it has no tokenizer.
-            ValueError: If it is no sequence classifier with one label, or `max_length` is above what it takes.
+            FileNotFoundError: If the model or its tokenizer does not exist.
+            ValueError: If it is not a sequence classifier with one label, or `max_length` is above the model's limit.
         """
         self.source.check()
         limit = longest(self.source.load_config(), self.tokenizer, self.max_length)
         if limit is not None and limit <= max_completion_length:
             logger.warning(
-                "RewardModel: the model takes %d tokens, and a completion may have %d (sampling.max_completion_length) "
-                "in addition to its prompt: the longest are not scorable.",
+                "RewardModel: the model takes %d tokens, but a completion may have %d (sampling.max_completion_length) "
+                "in addition to its prompt: the longest completions will not be scorable.",
                 limit,
                 max_completion_length,
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check that a row has no images, and that the template takes its chat. Raises: ValueError if not."""
+        """Check that a row has no images, and that the chat template accepts it. Raises: ValueError if not."""
         if image_sizes:
-            raise ValueError(f"RewardModel reads text, and the prompt has {len(image_sizes)} images.")
+            raise ValueError(f"RewardModel supports text only, but the prompt has {len(image_sizes)} images.")
         prompt = columns.get("prompts", "")
         if isinstance(prompt, str):
             return
-        # Templates refuse roles and their order: one prompt of each is enough.
+        # Templates refuse roles and their order: one prompt per sequence of roles is enough.
         roles = tuple(message.get("role") for message in prompt)
         if roles not in self._rendered_roles:
             self._render(prompt, "")
             self._rendered_roles.add(roles)
 
     def connect(self, device: torch.device) -> None:
-        """Load the weights for the policy's device or the one set. Raises: ValueError if some are missing."""
+        """Load the weights onto `device` or the configured device. Raises: ValueError if weights are missing."""
         self._place = self.device or device
         waiting = torch.device("cpu") if self.offload else self._place
         if self._loaded is None:
             self._loaded = self.source.load(waiting)
-        elif self._loaded.device != waiting:  # it was called before the run
+        elif self._loaded.device != waiting:  # the reward was called before the run
             self._loaded.to(waiting)
 
     def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None
     ) -> list[float | None]:
-        """Score. Args: prompts, completions: [B]. Returns: [B], None where a sequence is too long.
+        """Score completions. Args: prompts, completions: [B]. Returns: [B], None where a sequence is too long.
 
-        Called outside of a run it loads the model first, onto the CPU unless `device` says otherwise.
+        Outside of a run the first call loads the model, onto the CPU unless `device` is set.
 
         Raises:
-            ValueError: If a prompt has images, or messages that the tokenizer has no template for.
+            ValueError: If a prompt has images, or is a chat that the tokenizer's template does not accept.
         """
         if self._loaded is None:
             self.connect(self._place)
@@ -279,8 +279,8 @@ class RewardModel(Reward):
         too_long = sum(limit is not None and len(tokens) > limit for tokens in sequences)
         if too_long:
             logger.warning(
-                "RewardModel: %d of %d sequences have more than the %d tokens that the model takes, %d the longest, "
-                "and their completions are not scorable.",
+                "RewardModel: %d of %d sequences exceed the model's limit of %d tokens (longest: %d); their "
+                "completions are not scorable.",
                 too_long,
                 len(sequences),
                 limit,
@@ -297,15 +297,15 @@ class RewardModel(Reward):
         if isinstance(prompt, str):
             return tuple(self.tokenizer(prompt + text, verbose=False).input_ids)
         rendered = self._render(prompt, text)
-        # The template has written the special tokens.
+        # The template already contains the special tokens.
         return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
     def _render(self, prompt: Sequence[Message], text: str) -> str:
-        """Apply the chat template. Raises: ValueError if there is none, or it does not take these messages."""
+        """Apply the chat template. Raises: ValueError if there is none, or it does not accept these messages."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                f"The prompt is a chat, and the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
-                "chat template: give RewardModel.tokenizer one that has (`tokenizer.chat_template`, or "
+                f"The prompt is a chat, but the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
+                "chat template: set RewardModel.tokenizer to one that has (`tokenizer.chat_template`, or "
                 "chat_template.jinja in its folder)."
             )
         messages = list(map(_as_text, prompt))
@@ -315,17 +315,17 @@ class RewardModel(Reward):
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
         except (TemplateError, TypeError) as error:  # templates raise these for unknown roles and contents
             raise ValueError(
-                "The chat template of the reward model's tokenizer takes no messages of "
+                "The chat template of the reward model's tokenizer does not accept messages with the roles "
                 f"{', '.join(str(message.get('role')) for message in messages)}: {error}. Change the prompts (some "
-                "take no system prompt), or set another `tokenizer.chat_template`."
+                "templates accept no system prompt), or set another `tokenizer.chat_template`."
             ) from error
         return rendered
 
     def _scores(self, sequences: set[Tokens]) -> dict[Tokens, float]:
-        """The score of every sequence."""
+        """Score sequences in batches."""
         if not sequences:
             return {}
-        # The longest first, so that too little memory shows at once; then by tokens, so that no order changes a chunk.
+        # Longest first, so that out-of-memory errors occur at once; ties by tokens, so that chunks are deterministic.
         ordered = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         chunks = [ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size)]
         with self._ready() as model:
@@ -337,11 +337,11 @@ class RewardModel(Reward):
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[PreTrainedModel]:
-        """A context with the model on its device, without autograd and mixed precision."""
+        """Context manager: the model on its device, without autograd and mixed precision."""
         assert self._loaded is not None
         casts = torch.amp.is_autocast_available(self._place.type)
         without = torch.autocast(self._place.type, enabled=False) if casts else contextlib.nullcontext()
-        # Weights that were moved in inference mode could not be moved outside of it.
+        # Weights moved in inference mode could not be moved outside of it later.
         with torch.inference_mode(False), torch.no_grad(), without:
             if self.offload:
                 self._loaded.to(self._place)
@@ -351,7 +351,7 @@ class RewardModel(Reward):
                 if self.offload:
                     self._loaded.to("cpu")
                     if self._place.type == "cuda":
-                        torch.cuda.empty_cache()  # or the allocator keeps the memory
+                        torch.cuda.empty_cache()  # otherwise the allocator keeps the memory
 
 
 def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.device) -> list[float]:
@@ -360,10 +360,10 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
     Args:
         model: A sequence classifier with one label.
         chunk: Token ids of at least one sequence.
-        device: Where the model is.
+        device: The model's device.
 
     Returns:
-        One score per sequence, as each has it alone.
+        One score per sequence, equal to its score alone.
 
     Raises:
         ValueError: If the model has no embedding for a token.
@@ -371,8 +371,9 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
     config: Any = model.config.get_text_config()
     if (highest := max(map(max, chunk))) >= config.vocab_size:
         raise ValueError(
-            f"The tokenizer of the reward model gives the token {highest}, and the model has {config.vocab_size}: it "
-            "belongs to another model. Leave RewardModel.tokenizer out, or give the model's."
+            f"The tokenizer of the reward model returned token {highest}, but the model's vocabulary has "
+            f"{config.vocab_size}: it belongs to another model. Remove RewardModel.tokenizer, or set it to the model's "
+            "own."
         )
     with _padding(config, chunk) as pad:
         if pad is None:  # every token of the vocabulary occurs
@@ -392,7 +393,7 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
 
 @contextlib.contextmanager
 def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
-    """A context in which the config has a pad token that changes no score. Yields: it, or None if no token is free."""
+    """Context manager: set a pad token that changes no score. Yields: the token, or None if every token occurs."""
     own = config.pad_token_id
     if len(chunk) == 1 or (own is not None and 0 <= own < config.vocab_size):
         yield own or 0
@@ -411,12 +412,12 @@ def _as_text(message: Message) -> Message:
     if content is None or isinstance(content, str):
         return dict(message)
     if kinds := sorted({str(part.get("type")) for part in content} - {"text"}):
-        raise ValueError(f"RewardModel reads text, and the prompt has parts of type {', '.join(kinds)}.")
+        raise ValueError(f"RewardModel supports text only, but the prompt has parts of type {', '.join(kinds)}.")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _device(name: str) -> torch.device:
-    """The device of a name. Raises: ValueError if there is none of that name."""
+    """Parse the name of a device. Raises: ValueError if it is invalid."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -424,15 +425,15 @@ def _device(name: str) -> torch.device:
 
 
 def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
-    """The most tokens of a sequence: the least of `max_length` and the limits of model and tokenizer; None if none.
+    """Maximum tokens of a sequence: the minimum of `max_length` and the limits of model and tokenizer; None if none.
 
-    The tokenizer's limit counts too: encoders with offset positions (RoBERTa) take fewer tokens than their config says.
+    The tokenizer's limit counts too: encoders with offset positions (RoBERTa) take fewer tokens than their config has.
 
     Raises:
-        ValueError: If `max_length` is above the others.
+        ValueError: If `max_length` is above the other limits.
     """
     limits = num_positions(config), tokenizer.model_max_length  # a tokenizer without a limit has 10^30
     own = min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
     if max_length is not None and own is not None and max_length > own:
-        raise ValueError(f"RewardModel.max_length is {max_length}, and the model takes {own} tokens: lower it.")
+        raise ValueError(f"RewardModel.max_length is {max_length}, but the model takes {own} tokens: lower it.")
     return own if max_length is None else max_length

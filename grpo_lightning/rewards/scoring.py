@@ -1,8 +1,8 @@
-"""Scoring a rollout: every reward is called, and what they give becomes one total per completion.
+"""Score a rollout: call every reward and add up the values to one total per completion.
 
-A call has the completions of one prompt, in a worker and in this process: workers make several calls at a time, and one
-that hangs or dies takes no other with it. A reward that is in this process by its own word (`in_process`, or async)
-gets the whole batch in one call.
+Each call receives the completions of one prompt, in a worker or in this process. Workers run several calls at a time,
+and a call that hangs or crashes does not affect the others. Rewards with `in_process = True` and async rewards get the
+whole batch in one call.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward
 logger = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
-"""Failures, counted for every reward in completions: the call raised; it took too long; its process was gone; it
-returned the wrong number of values; a value was NaN, infinite or no number; no value although other completions of the
-group have one."""
+"""Kinds of failures, counted in completions per reward: the call raised; it timed out; its worker process died; it
+returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value although
+others of its group did."""
 
 GRACE_SECONDS = 5.0
-"""How long after the end of a step's time workers may take to report it."""
+"""Grace period after the step's deadline for workers to report a timeout."""
 
 T = TypeVar("T")
 
@@ -61,25 +61,25 @@ class Scores:
     """[N, G] float32: the weighted sum of the rewards that apply; NaN where a completion is not scorable."""
 
     by_reward: dict[str, Tensor]
-    """[N, G] float32 per reward, before its weight; NaN where it gave None."""
+    """[N, G] float32 per reward, unweighted; NaN for None."""
 
     metrics: dict[str, float]
-    """The mean of the values each name was given by `log_metric`."""
+    """Mean of the values logged by `log_metric`, per name."""
 
     extras: dict[str, list[Any]]
-    """[N * G] values per column, from `log_extra`; None where the reward does not apply. A column that several rewards
-    log is `<reward>/<column>` for each."""
+    """[N * G] values per column, from `log_extra`; None where the reward does not apply. If several rewards log the
+    same column, it is named `<reward>/<column>`."""
 
     failures: dict[str, int]
-    """Completions per `reward/failure` (see `FAILURES`); every key is always there."""
+    """Number of completions per `reward/failure` (see `FAILURES`); all keys are always present."""
 
     @classmethod
     def of_totals(cls, total: Tensor) -> Scores:
-        """The scores [N, G] of something that knows the totals alone."""
+        """Make scores from totals [N, G] alone, without values per reward."""
         return cls(total, {}, {}, {}, {})
 
     def select(self, rows: Sequence[int]) -> Scores:
-        """Those of some of the groups, in the order given; metrics and failures stay those of all."""
+        """Select groups, in the given order; metrics and failures remain those of all groups."""
         rows, size = list(rows), self.total.shape[1]
         return replace(
             self,
@@ -92,10 +92,10 @@ class Scores:
         )
 
 
-def joined_scores(parts: Sequence[Scores]) -> Scores:
-    """The scores of groups that were scored in several calls, one part after the other.
+def concatenate_scores(parts: Sequence[Scores]) -> Scores:
+    """Concatenate the scores of groups that were scored separately.
 
-    A metric is the mean over the calls that logged it.
+    A metric is the mean over the parts that logged it.
     """
     columns = dict.fromkeys(name for part in parts for name in part.extras)
     metrics: dict[str, list[float]] = {}
@@ -117,17 +117,17 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
 class Scoring:
     """The calls of all rewards on a batch.
 
-    Calls in workers and asynchronous ones go on while the training process does something else, until `finish`.
+    Calls in workers and async calls run in the background until `finish` waits for them.
 
     Args:
         groups: N groups of G completions.
-        weights: Of the rewards, by name.
+        weights: Weight of each reward, by name.
         size: (N, G).
-        circumstances: What is the same for all completions.
-        pool: Where the rewards run.
+        context: Arguments shared by all completions.
+        pool: The workers.
 
     Raises:
-        RuntimeError: If the workers do not start.
+        RuntimeError: If the workers fail to start.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Scoring:
         groups: Sequence[Group],
         weights: Mapping[str, float],
         size: tuple[int, int],
-        circumstances: Circumstances,
+        context: CallContext,
         pool: WorkerPool,
     ) -> None:
         self.weights, self.size, self.pool = weights, size, pool
@@ -143,24 +143,24 @@ class Scoring:
             reward.name: [n for n, group in enumerate(groups) if applies(group.prompt, reward.name)]
             for reward in pool.rewards
         }
-        pool.wait()  # the time of the step begins once the rewards are loaded
+        pool.wait()  # the step's time limit starts once the rewards are loaded
         limits = pool.limits
         deadline = math.inf if limits is None else time.monotonic() + limits.step_timeout_seconds
         self.calls = [
-            RewardCall(reward, [groups[n] for n in self.rows[reward.name]], circumstances, pool, deadline)
+            RewardCall(reward, [groups[n] for n in self.rows[reward.name]], context, pool, deadline)
             for reward in pool.rewards
             if self.rows[reward.name]
         ]
-        at_home = [call for call in self.calls if not call.start_in_workers()]
-        for call in sorted(at_home, key=lambda call: not call.reward.is_async):  # while the others run
+        in_process = [call for call in self.calls if not call.start_in_workers()]
+        for call in sorted(in_process, key=lambda call: not call.reward.is_async):  # async first: they run meanwhile
             call.start_here()
 
     def finish(self) -> Scores:
-        """Wait for all rewards; if one stops the run, for none.
+        """Wait for all rewards; if one stops the run, cancel the others.
 
         Raises:
             RuntimeError: If a reward failed and its `on_error` is "raise"; the cause is chained.
-            ValueError: Likewise for what it returned; or if it logs a metric under a name that is taken.
+            ValueError: Likewise for an invalid return value; or if a reward logs a metric under a reserved name.
         """
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
@@ -185,20 +185,20 @@ class Scoring:
         )
 
     def _merge_metrics(self) -> dict[str, float]:
-        """The mean of all values each metric was given. Raises: ValueError if a name has another meaning."""
+        """Average the logged values of each metric. Raises: ValueError if a name is reserved."""
         merged: dict[str, list[float]] = {}
         for call in self.calls:
             for name, values in call.metrics.items():
                 if name in RESERVED_NAMES or name in self.weights:
                     raise ValueError(
-                        f"Reward {call.reward.name!r} calls log_metric({name!r}), which the logs have another meaning "
-                        f"for: rename it, for example {call.reward.name}_{name}."
+                        f"Reward {call.reward.name!r} calls log_metric({name!r}), a name that the logs use for another "
+                        f"metric: rename it, for example {call.reward.name}_{name}."
                     )
                 merged.setdefault(name, []).extend(values)
         return {name: statistics.fmean(values) for name, values in merged.items()}
 
     def _merge_extras(self) -> dict[str, list[Any]]:
-        """The columns of all rewards, over all groups; one that several log is `<reward>/<column>` for each."""
+        """Merge the extra columns of all rewards; if several log the same one, it is named `<reward>/<column>`."""
         num_groups, size = self.size
         logged_by = Counter(column for call in self.calls for column in call.extras)
         merged: dict[str, list[Any]] = {}
@@ -212,14 +212,14 @@ class Scoring:
 
 
 def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
-    """Add up the rewards that apply to each group.
+    """Weighted sum of the rewards that apply to each group.
 
     Args:
-        values: [R, N, G] one layer per reward; NaN is None.
-        weights: [R]; rewards of weight 0 do not count.
+        values: [R, N, G] values per reward; NaN is None.
+        weights: [R]; rewards of weight 0 are ignored.
 
     Returns:
-        [N, G] totals; NaN where a reward that applies to the group has no value, or none applies.
+        [N, G] totals; NaN where a reward that applies to the group has no value, or no reward applies.
     """
     applies = ~values.isnan().all(dim=2, keepdim=True) & (weights != 0).view(-1, 1, 1)  # [R, N, 1]
     total = torch.where(applies, values * weights.view(-1, 1, 1), 0.0).sum(dim=0)
@@ -232,25 +232,25 @@ class RewardCall:
     Args:
         reward: The reward.
         groups: N groups of G completions.
-        circumstances: What is the same for all of them.
-        pool: Where it runs.
-        deadline: Of `time.monotonic`, for what can be waited for with a limit.
+        context: Arguments shared by all completions.
+        pool: The workers.
+        deadline: In `time.monotonic` seconds, for calls in workers and async calls.
     """
 
     def __init__(
         self,
         reward: WeightedReward,
         groups: Sequence[Group],
-        circumstances: Circumstances,
+        context: CallContext,
         pool: WorkerPool,
         deadline: float,
     ) -> None:
-        self.reward, self.groups, self.circumstances = reward, groups, circumstances
+        self.reward, self.groups, self.context = reward, groups, context
         self.pool, self.deadline = pool, deadline
         self._reset()
 
     def _reset(self) -> None:
-        """Begin without any answers."""
+        """Discard all answers."""
         self.answers: list[tuple[Sequence[Group], Future[Answer]]] = []
         self.extras: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
@@ -259,20 +259,20 @@ class RewardCall:
         self._warnings: dict[str, list[str]] = {}
 
     def start_in_workers(self) -> bool:
-        """Ask the workers, group by group. Returns: False if the reward stays in this process."""
+        """Submit one call per group to the workers. Returns: False if the reward must run in this process."""
         if not self.pool.has(self.reward):
             return False
         for group in self.groups:
-            # Random numbers of a call depend on what is scored alone: a resumed run has the same.
+            # The seed depends on the completions alone, so that a resumed run gets the same random numbers.
             seed = derived_seed("reward", self.reward.name, *(completion.text for completion in group.completions))
-            given = arguments(self.reward, [group], self.circumstances)
-            self.answers.append(([group], self.pool.submit(self.reward, given, seed, deadline=self.deadline)))
+            inputs = arguments(self.reward, [group], self.context)
+            self.answers.append(([group], self.pool.submit(self.reward, inputs, seed, deadline=self.deadline)))
         return True
 
     def start_here(self) -> None:
-        """Run a sync reward; start an async one. An exception of the reward waits for `finish`."""
+        """Run a sync reward, or start an async one, in this process. Exceptions are raised in `finish`."""
         for groups in [self.groups] if self.reward.in_process else [[group] for group in self.groups]:
-            answer = call_reward(self.reward, arguments(self.reward, groups, self.circumstances))
+            answer = call_reward(self.reward, arguments(self.reward, groups, self.context))
             future: Future[Answer] = Future()
             if isinstance(answer.result, Awaitable):
                 future = asyncio.run_coroutine_threadsafe(_finish(answer), _event_loop(os.getpid()))
@@ -280,10 +280,10 @@ class RewardCall:
                 future.set_result(answer)
             self.answers.append((groups, future))
             if answer.failure and self.reward.on_error == "raise":
-                return  # `finish` raises: the other calls would be for nothing
+                return  # `finish` raises: the other calls are not needed
 
     def cancel(self) -> None:
-        """Stop the asynchronous calls."""
+        """Cancel the async calls."""
         for _, future in self.answers:
             future.cancel()
 
@@ -291,8 +291,8 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If it raised, took too long or lost its process, and `on_error` is "raise".
-            ValueError: Likewise for what it returned.
+            RuntimeError: If it raised, timed out or its worker crashed, and `on_error` is "raise".
+            ValueError: Likewise for an invalid return value.
         """
         size = len(self.groups[0].completions)
         numbers: list[list[float]] = []
@@ -303,26 +303,26 @@ class RewardCall:
                 self._reset()
                 self.start_here()
                 return self.finish()
-            rows = self._read(answer, groups, size)
+            rows = self._read_values(answer, groups, size)
             first = len(numbers)
             numbers += [
                 [self._number(value, group, g) for g, value in enumerate(row)]
                 for group, row in zip(groups, rows, strict=True)
             ]
             for column, extra in answer.extras.items():
-                whole = self.extras.setdefault(column, [None] * (len(self.groups) * size))
-                whole[first * size : len(numbers) * size] = extra
+                values = self.extras.setdefault(column, [None] * (len(self.groups) * size))
+                values[first * size : len(numbers) * size] = extra
             for name, logged in answer.metrics.items():
                 self.metrics.setdefault(name, []).extend(logged)
-        values = torch.tensor(numbers, dtype=torch.float32)
-        missing = values.isnan()
+        scores = torch.tensor(numbers, dtype=torch.float32)
+        missing = scores.isnan()
         self.failures["not_scorable"] = int((missing & ~missing.all(dim=1, keepdim=True)).sum())
         self._log()
-        return values
+        return scores
 
     def _wait(self, future: Future[Answer]) -> Answer:
-        """The answer to a call, also if it does not come in time."""
-        # Workers keep the limit themselves, and have a moment to say so.
+        """Wait for the answer to a call; a timeout becomes a failed answer."""
+        # Workers enforce the deadline themselves and get a grace period to report it.
         left = None if math.isinf(self.deadline) else max(0.0, self.deadline + GRACE_SECONDS - time.monotonic())
         try:
             answer = future.result(left)
@@ -330,30 +330,30 @@ class RewardCall:
             future.cancel()
             assert self.pool.limits is not None
             return Answer().fail("timeout", f"was stopped: {self.pool.limits.step_limit}")
-        except Exception as error:  # noqa: BLE001 (an answer that cannot be read)
+        except Exception as error:  # noqa: BLE001 (an answer that cannot be unpickled)
             return Answer().fail_by(error)
         self._records.update(answer.records)
         return answer
 
-    def _read(self, answer: Answer, groups: Sequence[Group], size: int) -> list[list[Any]]:
-        """[n][G] values as the reward gave them, or as the failure policy has it for the whole call."""
+    def _read_values(self, answer: Answer, groups: Sequence[Group], size: int) -> list[list[Any]]:
+        """Read the [n][G] values of an answer; for a failed call, those of the failure policy."""
         if not answer.failure:
             rows = _as_rows(answer.result, len(groups), size, per_group=self.reward.per_group)
             count = len(groups) * size
             wrong = {column: len(extra) for column, extra in answer.extras.items() if len(extra) != count}
             if rows is not None and not wrong:
                 return rows
-            wanted = f"{len(groups)} lists of {size} values" if self.reward.per_group else f"{count} values"
-            problem = f"must return a list of {wanted}, and returned {_describe(answer.result)}"
+            expected = f"{len(groups)} lists of {size} values" if self.reward.per_group else f"{count} values"
+            problem = f"must return a list of {expected}, but returned {_describe(answer.result)}"
             if rows is not None:
                 column, length = next(iter(wrong.items()))
-                problem = f"must give log_extra({column!r}) {count} values, and gave {length}"
+                problem = f"must pass {count} values to log_extra({column!r}), but passed {length}"
             answer.fail("wrong_length", problem)
-        failed = self._failed(answer.failure, answer.problem, groups, len(groups) * size, answer.cause)
-        return [[failed] * size] * len(groups)
+        fallback = self._handle_failure(answer.failure, answer.problem, groups, len(groups) * size, answer.cause)
+        return [[fallback] * size] * len(groups)
 
     def _number(self, value: Any, group: Group, g: int) -> float:
-        """One completion's value; NaN for None."""
+        """Convert one completion's value to a number; NaN for None."""
         if value is None:
             return math.nan
         try:
@@ -363,20 +363,20 @@ class RewardCall:
         if abs(number) <= torch.finfo(torch.float32).max:
             return number
         problem = f"returned {value!r:.80} for completion {g}; only a finite number or None is allowed"
-        failed = self._failed("invalid_value", problem, [group], 1)
-        return math.nan if failed is None else failed
+        fallback = self._handle_failure("invalid_value", problem, [group], 1)
+        return math.nan if fallback is None else fallback
 
-    def _failed(
+    def _handle_failure(
         self, kind: str, problem: str, groups: Sequence[Group], count: int, cause: BaseException | None = None
     ) -> float | None:
-        """Count a failure, then raise, or give the value that `on_error` puts in its place.
+        """Count a failure, then raise or return the fallback value, as `on_error` requires.
 
         Args:
             kind: One of `FAILURES`.
-            problem: What the reward did.
-            groups: Whose completions are concerned.
-            count: How many completions are concerned.
-            cause: What the reward raised.
+            problem: Description of the failure, following the name of the reward.
+            groups: The affected groups.
+            count: Number of affected completions.
+            cause: The exception raised by the reward.
         """
         self.failures[kind] += count
         where = "; ".join(group.prompt.label for group in groups[:8])
@@ -384,25 +384,25 @@ class RewardCall:
         message = f"Reward {self.reward.name!r} {problem} ({where}{more})."
         if self.reward.on_error == "raise":
             fix = "Fix it, raise the limit," if kind == "timeout" else "Fix it,"
-            remedy = f"{fix} or wrap it in WeightedReward with on_error 'none' or 'value' to go on without it."
+            remedy = f"{fix} or wrap it in WeightedReward with on_error 'none' or 'value' to continue without it."
             error = ValueError if kind in ("wrong_length", "invalid_value") else RuntimeError
             raise error(f"{message} {remedy}") from cause
         self._warnings.setdefault(kind, []).append(message)
         return self.reward.error_value
 
     def _log(self) -> None:
-        """Log the first failure of every kind, how many there were, and what workers logged."""
+        """Log the first failure of each kind with their number, and the messages logged in workers."""
         for (name, level, message), times in self._records.items():
-            often = f" ({times} times)" if times > 1 else ""
-            logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, often)
+            repeats = f" ({times} times)" if times > 1 else ""
+            logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, repeats)
         for kind, messages in self._warnings.items():
-            often = f" The first of {len(messages)} of its kind, {self.failures[kind]} completions in all."
-            often = often if len(messages) > 1 else ""
-            logger.warning("%s Going on with %r.%s", messages[0], self.reward.error_value, often)
+            repeats = f" The first of {len(messages)} such failures, {self.failures[kind]} completions in total."
+            repeats = repeats if len(messages) > 1 else ""
+            logger.warning("%s Continuing with %r.%s", messages[0], self.reward.error_value, repeats)
 
 
 def _as_rows(result: Any, num_groups: int, group_size: int, *, per_group: bool) -> list[list[Any]] | None:
-    """[N][G] of what a reward returned; None if it has another shape."""
+    """Convert the return value of a reward to [N][G]; None if it has another shape."""
     if per_group:
         rows = [_as_list(row) for row in _as_list(result) or []]
     else:
@@ -413,23 +413,23 @@ def _as_rows(result: Any, num_groups: int, group_size: int, *, per_group: bool) 
 
 
 def _as_list(values: Any) -> list[Any] | None:
-    """The values as a list, also of a tensor or array; None if it is no sequence of values."""
+    """Convert a sequence, tensor or array to a list; None for other types."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, Sequence) and not isinstance(values, str | bytes) else None
 
 
 def _describe(result: Any) -> str:
-    """The returned value, as an error message shows it."""
+    """Format a returned value for an error message."""
     size = f" of {len(result)}" if hasattr(result, "__len__") and not isinstance(result, Tensor) else ""
     return f"a {type(result).__name__}{size}: {result!r:.80}"
 
 
 @functools.cache
 def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """The loop async rewards run on, in a thread of its own: notebooks have a running loop in the main thread.
+    """The event loop of async rewards, in its own thread: notebooks already run a loop in the main thread.
 
     Args:
-        process_id: A forked process gets a loop of its own; the thread of the old one is not in it.
+        process_id: Cache key. A forked process lacks the loop's thread and needs its own loop.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"rewards-{process_id}", daemon=True).start()
@@ -437,7 +437,7 @@ def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
 
 
 async def _finish(answer: Answer) -> Answer:
-    """Wait for the values of an asynchronous reward."""
+    """Wait for the values of an async reward."""
     try:
         answer.result = await answer.result
     except Exception as error:  # noqa: BLE001 (a user's function may raise anything; `on_error` decides)
@@ -446,26 +446,26 @@ async def _finish(answer: Answer) -> Answer:
 
 
 @dataclass
-class Circumstances:
-    """Arguments that are the same for all completions of a call."""
+class CallContext:
+    """Arguments shared by all completions of a call."""
 
     columns: Sequence[str]
-    """Data columns that rewards are given."""
+    """Data columns passed to rewards."""
 
     trainer_state: Any = None
     max_completion_length: int | None = None
     """Tokens."""
 
 
-def arguments(reward: WeightedReward, groups: Sequence[Group], circumstances: Circumstances) -> dict[str, Any]:
-    """All that a reward takes of what there is, but for what it logs with.
+def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallContext) -> dict[str, Any]:
+    """Build the keyword arguments of a reward call, except the logging functions.
 
-    Fresh lists: a reward that changes them changes nothing for anybody else.
+    The lists are copies, so a reward may modify them.
 
     Args:
         reward: Takes lists with one element per completion, or per group if it is `per_group`.
         groups: N groups of G completions.
-        circumstances: Of the call.
+        context: Arguments shared by all completions.
     """
     group_size = len(groups[0].completions)
 
@@ -479,7 +479,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], circumstances: Ci
         return in_form([[read(group, completion) for completion in group.completions] for group in groups])
 
     prompts = [group.prompt for group in groups]
-    columns = {name: per_prompt([prompt.columns.get(name) for prompt in prompts]) for name in circumstances.columns}
+    columns = {name: per_prompt([prompt.columns.get(name) for prompt in prompts]) for name in context.columns}
     prompts_given = per_prompt([p.content if isinstance(p.content, str) else list(p.content) for p in prompts])
     ids = per_completion(lambda _, completion: list(completion.token_ids))
     reasons = per_completion(lambda _, completion: completion.finish_reason)
@@ -509,33 +509,33 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], circumstances: Ci
             "completion_ids": ids,
             "finish_reasons": reasons,
             "image_views": per_prompt([list(group.image_views) for group in groups]),
-            "max_completion_length": circumstances.max_completion_length,
-            "trainer_state": circumstances.trainer_state,
+            "max_completion_length": context.max_completion_length,
+            "trainer_state": context.trainer_state,
         }
     )
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:
-    """The chat, with the completion at its end: one turn with the start of the answer, if the prompt has that."""
+    """Append the completion to the chat, merged with a prefilled assistant turn of the prompt."""
     content, text = group.prompt.content, completion.text
-    asked = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if asked[-1]["role"] != "assistant":
-        return [*asked, {"role": "assistant", "content": text}]
-    start = asked[-1]["content"] or ""
-    whole = f"{start}{text}" if isinstance(start, str) else [*start, {"type": "text", "text": text}]
-    return [*asked[:-1], {**asked[-1], "content": whole}]
+    chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if chat[-1]["role"] != "assistant":
+        return [*chat, {"role": "assistant", "content": text}]
+    start = chat[-1]["content"] or ""
+    merged = f"{start}{text}" if isinstance(start, str) else [*start, {"type": "text", "text": text}]
+    return [*chat[:-1], {**chat[-1], "content": merged}]
 
 
 def _question(prompt: Prompt) -> str:
     """The text of the last user message."""
     if isinstance(prompt.content, str):
         return prompt.content
-    asked = [message for message in prompt.content if message["role"] == "user"]
-    return completion_text(asked[-1:])
+    user_messages = [message for message in prompt.content if message["role"] == "user"]
+    return completion_text(user_messages[-1:])
 
 
 def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Content:
-    """A completion in the form of its prompt, or in the one the reward asks for."""
+    """Convert a completion to the form of its prompt, or to the one that the reward requests."""
     is_text = isinstance(group.prompt.content, str)
     as_prompt = completion_in_form(completion.text, "text" if is_text else "messages")
     return completion_in_form(as_prompt, reward.completions_as)

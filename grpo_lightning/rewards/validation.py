@@ -1,4 +1,4 @@
-"""Rewards against the data, before a run: which rewards apply where, missing columns, rows that cannot be judged."""
+"""Check rewards against the data before a run: which rewards apply, missing columns, rows that cannot be scored."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
-    """Have every reward check the rows of the prompts it applies to.
+    """Run `check_row` of every reward on the rows of the prompts it applies to.
 
-    Rows that a reward with another `on_error` than "raise" cannot judge give a warning only: the reward then counts for
-    no completion of a batch with such a row.
+    If a reward's `on_error` is not "raise", rows that it cannot score only log a warning: the reward is then skipped
+    for every batch with such a row.
 
     Args:
-        prompts: The prompts. A row that comes twice, to train and to validate on, counts once.
+        prompts: The prompts. A row used for both training and validation counts once.
         rewards: The rewards of the run.
 
     Raises:
-        ValueError: If there are rows that a reward cannot judge, naming file, line and reward.
+        ValueError: If there are rows that a reward cannot score, naming file, line and reward.
     """
     refused: dict[tuple[str | int, str], str] = {}
-    """Problems by row (its place, else its prompt: a row may be trained and validated on) and reward."""
+    """Problems by row (its location, otherwise its prompt: a row may be in both splits) and reward."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()
@@ -42,16 +42,16 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
                 (have if column in prompt.columns else lack)[prompt.source, reward.name, column] += 1
             try:
                 reward.check_row({**prompt.columns, "prompts": prompt.content}, sizes)
-            except Exception as error:  # noqa: BLE001 - a check may be anybody's; its error is reported with its row
+            except Exception as error:  # noqa: BLE001 - a user's check may raise anything; it is reported with the row
                 kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
                 line = f"{prompt.label}: reward {reward.name!r}: {kind}{error}"
                 found = refused if reward.on_error == "raise" else accepted
                 found.setdefault((prompt.where or id(prompt), reward.name), line)
     for (source, name, column), count in lack.items():
-        # An explicit null is somebody's wish, a missing column may be an accident.
+        # An explicit null is intended; a missing column may be a mistake.
         if others := have[source, name, column]:
             log.warning(
-                "%d of %d rows%s have no column %r: the reward %r gets None there, and most do not count then.",
+                "%d of %d rows%s have no column %r: the reward %r gets None there, which most rewards do not score.",
                 count,
                 count + others,
                 f" of {source!r}" if source else "",
@@ -60,36 +60,36 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
             )
     if accepted:
         text = _format_problems(accepted)
-        log.warning("%s\nEvery batch that has one of them goes without the reward, as its on_error says.", text)
+        log.warning("%s\nThe reward is skipped for every batch with one of these rows, due to its on_error.", text)
     if refused:
         raise ValueError(
-            f"{_format_problems(refused)}\nFix these rows, or set the answer to null to skip this reward for them. If "
-            "another reward is to judge them, name it in the entry of their data set (rewards: [...]), or take "
-            "ByMethod, which goes by every row's own method."
+            f"{_format_problems(refused)}\nFix these rows, or set the answer to null to skip this reward for them. To "
+            "score them with another reward, name it in the entry of their dataset (rewards: [...]), or use ByMethod, "
+            "which selects the method per row."
         )
 
 
 def _format_problems(found: Mapping[tuple[str | int, str], str]) -> str:
-    """How many rows rewards cannot judge, and the first of them."""
+    """Format the number of rows that rewards cannot score, and the first of them."""
     counts = ", ".join(f"{count} by {name!r}" for name, count in Counter(name for _, name in found).items())
-    return f"{len({row for row, _ in found})} rows cannot be judged ({counts}):\n{listed(list(found.values()))}"
+    return f"{len({row for row, _ in found})} rows cannot be scored ({counts}):\n{listed(list(found.values()))}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Prompts of one origin to which the same rewards apply."""
+    """Prompts of one mixture entry to which the same rewards apply."""
 
     name: str
-    """The mixture entry they came from; may be empty."""
+    """Name of the mixture entry; may be empty."""
 
     columns: tuple[str, ...]
-    """The columns of all of them together."""
+    """Union of the columns of the prompts."""
 
     rewards: tuple[str, ...] | None = None
-    """Names of the rewards that apply to them; None for all."""
+    """Names of the rewards that apply; None for all."""
 
     method: str = ""
-    """The first method that one of them names in `accu_reward_method`; empty if none does."""
+    """The first method named in `accu_reward_method`; empty if none is."""
 
     def uses(self, reward: str) -> bool:
         """Whether a reward applies to these prompts."""
@@ -97,15 +97,15 @@ class Source:
 
 
 def applies(prompt: Prompt, reward: str) -> bool:
-    """Whether a reward is called with a prompt."""
+    """Whether a reward applies to a prompt."""
     return prompt.rewards is None or reward in prompt.rewards
 
 
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
-    """The sources of some prompts, in the order they come in.
+    """Group prompts into sources, in order of appearance.
 
     Raises:
-        ValueError: If the rewards of a prompt are text instead of a list of names.
+        ValueError: If the rewards of a prompt are a string instead of a list of names.
     """
     columns: dict[tuple[str, tuple[str, ...] | None], dict[str, None]] = {}
     methods: dict[tuple[str, tuple[str, ...] | None], str] = {}
@@ -123,19 +123,19 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 
 
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
-    """Check that rewards and data fit.
+    """Check that rewards and data match.
 
-    A column that some sources of a reward have and others lack is None in the rows of the others.
+    If only some sources of a reward have a column, its values are None for the rows of the others.
 
     Args:
-        sources: Where the prompts come from.
+        sources: The sources of the prompts.
         rewards: The rewards of the run.
-        weights: By the name of the reward.
+        weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a column has the name of an argument that every reward gets; prompts name an unknown reward, or
-            none of nonzero weight, or a method that none of their rewards reads; or no source that a reward applies to
-            has a column the reward needs.
+        ValueError: If a column has the name of a reward argument; prompts name an unknown reward, or none of nonzero
+            weight, or a method that none of their rewards reads; or no source that a reward applies to has a column
+            that the reward needs.
     """
     for source in sources:
         _check_names(source, weights)
@@ -150,31 +150,31 @@ def _check_names(source: Source, weights: Mapping[str, float]) -> None:
     """Check the column names of a source and the rewards it names."""
     of = f" of {source.name!r}" if source.name else ""
     if taken := [column for column in source.columns if column in CONTRACT]:
-        raise ValueError(f"Data columns {taken}{of} have the names of arguments that every reward gets: rename them.")
+        raise ValueError(f"Data columns {taken}{of} have the names of reward arguments: rename them.")
     for name in source.rewards or ():
         if name not in weights:
             close = difflib.get_close_matches(str(name), weights, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"The prompts{of} name the reward {name!r}; there are: {', '.join(weights)}.{hint}")
+            raise ValueError(f"The prompts{of} name an unknown reward {name!r}; available: {', '.join(weights)}.{hint}")
     if not any(weight for name, weight in weights.items() if source.uses(name)):
         raise ValueError(
-            f"No reward of nonzero weight applies to the prompts{of} (rewards: {list(source.rewards or ())}): nothing "
-            f"would be learned from them. There are: {', '.join(weights)}."
+            f"No reward of nonzero weight applies to the prompts{of} (rewards: {list(source.rewards or ())}), so they "
+            f"have no gradient. Available: {', '.join(weights)}."
         )
 
 
 def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
-    """Check that a method named by the data has a reward that goes by it: it would be ignored without a word."""
+    """Check that some reward reads the method that the data name; otherwise it would be silently ignored."""
     if source.method and not any(reward.may_read(METHOD_COLUMN) for reward in rewards if source.uses(reward.name)):
         of = f" of {source.name!r}" if source.name else ""
         raise ValueError(
-            f"The prompts{of} name the method {source.method!r} in {METHOD_COLUMN!r}, and none of the rewards that "
-            f"apply to them reads that: add the reward ByMethod, or leave {METHOD_COLUMN} out."
+            f"The prompts{of} name the method {source.method!r} in {METHOD_COLUMN!r}, but none of the rewards that "
+            f"apply to them reads this column: add the reward ByMethod, or remove {METHOD_COLUMN}."
         )
 
 
 def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
-    """Check that a source to which a reward applies has a column; say which others lack it."""
+    """Check that at least one source of a reward has a column; warn about the others."""
     lacking = [source for source in used if column not in source.columns]
     names = ", ".join(repr(source.name) for source in lacking if source.name)
     if len(lacking) < len(used):
@@ -183,7 +183,7 @@ def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
         return
     have = ", ".join(dict.fromkeys(name for source in used for name in source.columns)) or "none"
     raise ValueError(
-        f"Reward {reward!r} needs the data column {column!r}, which the data{' of ' + names if names else ''} do not "
-        f"have; they have: {have}. Tell the reward which one it is (answer_column, if it has that), rename a column "
-        "(columns in the data set's entry), or give the parameter a default."
+        f"Reward {reward!r} needs the data column {column!r}, but the data{' of ' + names if names else ''} have only: "
+        f"{have}. Set the reward's column argument (answer_column, if it has one), rename a column (columns in the "
+        "dataset's entry), or give the parameter a default."
     )

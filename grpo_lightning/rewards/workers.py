@@ -1,14 +1,14 @@
-"""Rewards in processes that can be killed: a time limit, a memory limit, and several calls at once.
+"""Worker processes for rewards: time limits, memory limits, and several calls at once.
 
-A reward that loops in C code cannot be interrupted by a signal, nor by a thread, which it keeps from running. So the
-training process starts a supervisor. It loads the rewards once, forks the workers, hands them the calls, and kills the
-workers whose calls take too long:
+A reward that loops in C code can be interrupted neither by a signal nor by a thread, because it does not release the
+interpreter. The training process therefore starts a supervisor, which loads the rewards once, forks the workers, sends
+them the calls, and kills workers whose calls time out:
 
     training process  -- calls -->  supervisor  -- one call at a time -->  workers
                       <- answers -              <------- answer ---------
 
-A forked worker is ready in a millisecond, shares what the supervisor has loaded, and runs the code that the run began
-with, whatever became of the files. It scores in its main thread, where signals work.
+A forked worker is ready in a millisecond, shares the modules that the supervisor has loaded, and runs the code as of
+the start of the run, even if the files have changed since. It scores in its main thread, where signals work.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from grpo_lightning.rewards.base import WeightedReward
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""How long the rewards may take to be imported, and how long a worker may take to warm them up."""
+"""Time limit for importing the rewards, and for warming them up in a worker."""
 
 ENDING_SECONDS = 0.2
-"""How long a worker that has closed its connection may take to end, so that its exit status is its own."""
+"""Grace period for a worker that has closed its connection to exit, so that its own exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Seconds; a limit may be longer than what the system can wait for at once."""
+"""Maximum seconds of one wait; a limit may exceed what the system can wait for at once."""
 
 MOST_RECORDS = 10_000
-"""Messages that a call may log."""
+"""Maximum number of log records per call."""
 
 CALLERS = frozenset(str(Path(__file__).with_name(name)) for name in ("workers.py", "scoring.py", "base.py"))
-"""Files whose code is between a call and the reward."""
+"""Files whose stack frames are left out of the tracebacks of rewards."""
 
-NOT_FOR_US = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals that a terminal or a scheduler sends to all processes of a run. They are for the training process, which ends
-the supervisor."""
+IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that a terminal or scheduler sends to all processes of a run. The supervisor ignores them: the training
+process handles them and stops the supervisor."""
 
 START_SUPERVISOR = (
     "import sys; sys.path[:] = sys.argv[2:]; from grpo_lightning.rewards.workers import supervise; "
@@ -68,32 +68,32 @@ START_SUPERVISOR = (
 )
 
 REMEDY = (
-    "To run it in a worker, define it in a module that can be imported, with no lambda, file or connection in it, and "
-    "keep no state between calls. To keep it here and silence this warning, set in_process = True on it: it is then "
-    "called once per batch."
+    "To run it in a worker, define it in an importable module, without lambdas, open files or connections, and keep no "
+    "state between calls. To keep it here and silence this warning, set in_process = True on it: it is then called "
+    "once per batch."
 )
-"""Advice for a reward that is not called in a worker."""
+"""Advice for a reward that does not run in a worker."""
 
 
 @dataclass
 class RewardWorkers:
-    """The processes in which rewards run that are plain functions or objects (those that can be pickled)."""
+    """Settings of the worker processes in which picklable sync rewards run."""
 
     num_workers: int | None = None
-    """Processes of each rank; null is one for each CPU core it has, from 2 to 8. 0 runs all rewards in the training
+    """Worker processes per rank; null is one per CPU core of the rank, from 2 to 8. 0 runs all rewards in the training
     process, without limits."""
 
     timeout_seconds: float = 30.0
-    """How long a call, of one reward on the completions of one prompt, may take."""
+    """Time limit of one call: one reward on the completions of one prompt."""
 
     step_timeout_seconds: float = 600.0
-    """How long all calls for a rollout may take together, those of asynchronous rewards as well."""
+    """Time limit of all calls for a rollout together, including async rewards."""
 
     memory_gb: float = 4.0
-    """GB of addresses that a process may reserve beyond what it shares with the others; what it starts has as many."""
+    """Address space in GB that a worker may reserve beyond what it shares with the others; each subprocess may too."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        """Check the ranges. Raises: ValueError naming the field, its value and the allowed range."""
         limits = [
             ("num_workers", self.num_workers is None or self.num_workers >= 0, "at least 0, or null"),
             ("timeout_seconds", self.timeout_seconds > 0, "above 0"),
@@ -105,7 +105,7 @@ class RewardWorkers:
                 raise ValueError(f"reward_workers.{name} must be {allowed}, got {getattr(self, name)!r}.")
 
     def number(self, num_local_ranks: int = 1) -> int:
-        """`num_workers` with its default filled in, where so many ranks share the cores."""
+        """Resolve the default of `num_workers`, for this number of ranks that share the CPU cores."""
         if self.num_workers is not None:
             return self.num_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -113,12 +113,12 @@ class RewardWorkers:
 
     @property
     def call_limit(self) -> str:
-        """Why a call was stopped that took too long."""
+        """The reason for a timeout of one call, for messages."""
         return f"it took longer than the {self.timeout_seconds:g} s of model.reward_workers.timeout_seconds"
 
     @property
     def step_limit(self) -> str:
-        """Likewise where all calls together took too long."""
+        """The reason for a timeout of all calls together, for messages."""
         return (
             f"all calls for a rollout took longer than the {self.step_timeout_seconds:g} s of "
             "model.reward_workers.step_timeout_seconds"
@@ -129,11 +129,11 @@ class RewardWorkers:
 
 
 class RaisedError(RuntimeError):
-    """A call raised in a worker.
+    """An exception that a reward raised in a worker.
 
     Args:
-        problem: The error and its place, in a line.
-        shown: Its traceback there.
+        problem: The error and its location, in one line.
+        shown: The traceback in the worker.
     """
 
     def __init__(self, problem: str, shown: str) -> None:
@@ -141,54 +141,54 @@ class RaisedError(RuntimeError):
         self.shown = shown
 
     def __str__(self) -> str:
-        """Both: Python shows it as the cause of what is raised for it."""
+        """The error and its traceback: Python shows it as the cause of the error raised in the training process."""
         return f"{self.args[0]}\n{self.shown}".rstrip()
 
 
 @dataclass
 class Answer:
-    """The outcome of a call: its values and what it logged, or how it failed."""
+    """The outcome of a call: its values and logs, or its failure."""
 
     result: Any = None
     extras: dict[str, list[Any]] = field(default_factory=dict)
-    """From `log_extra`: one value per completion."""
+    """Columns logged by `log_extra`: one value per completion."""
 
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """From `log_metric`."""
+    """Values logged by `log_metric`."""
 
     records: list[tuple[str, int, str]] = field(default_factory=list)
-    """From `logging` in a worker: logger, level, message."""
+    """Log records in a worker: logger, level, message."""
 
     failure: str = ""
-    """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty if it returned."""
+    """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty on success."""
 
     problem: str = ""
-    """The failure in words that follow the name of the reward."""
+    """Description of the failure, following the name of the reward."""
 
     cause: BaseException | None = None
     """The exception."""
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        """Add a column next to the completions in the logs: one value per completion."""
+        """Log a column next to the completions: one value per completion."""
         self.extras.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number; the mean of those given in a step is shown."""
+        """Log a metric; values of the same step are averaged."""
         self.metrics.setdefault(name, []).append(float(value))
 
     def fail(self, failure: str, problem: str, cause: BaseException | None = None) -> Answer:
-        """Make it the answer of a call that failed; nothing that the call gave or logged counts."""
+        """Turn this into the answer of a failed call; values and logs of the call are discarded."""
         self.result, self.extras, self.metrics = None, {}, {}
         self.failure, self.problem, self.cause = failure, problem, cause
         return self
 
     def fail_by(self, error: BaseException) -> Answer:
-        """Make it the answer of a call that raised."""
+        """Turn this into the answer of a call that raised."""
         return self.fail("exception", f"raised {describe_error(error)[0]}", error)
 
 
 def call_reward(reward: WeightedReward, arguments: Mapping[str, Any], catch: type[BaseException] = Exception) -> Answer:
-    """Call a reward, in whichever process. Returns: its answer, in which `result` may be awaitable."""
+    """Call a reward in the current process. Returns: its answer, in which `result` may be awaitable."""
     answer = Answer()
     logs = reward.select({"log_extra": answer.log_extra, "log_metric": answer.log_metric})
     try:
@@ -199,14 +199,14 @@ def call_reward(reward: WeightedReward, arguments: Mapping[str, Any], catch: typ
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
-    """An exception of a reward in words.
+    """Format an exception of a reward.
 
     Returns:
-        Its class, text and place, "KeyError: 'gold', at my_rewards.py:3"; and its traceback. Both begin at the reward's
-        own code.
+        Its class, text and location, "KeyError: 'gold', at my_rewards.py:3"; and its traceback. Both start at the
+        reward's own code.
     """
     frames = frame = error.__traceback__
-    while frame is not None:  # what is between: futures have frames of their own
+    while frame is not None:  # skip all frames up to the last one of this package: futures add some in between
         if frame.tb_frame.f_code.co_filename in CALLERS:
             frames = frame.tb_next
         frame = frame.tb_next
@@ -221,49 +221,48 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 
 class Call(NamedTuple):
-    """A call on its way to a worker."""
+    """A call to be sent to a worker."""
 
     number: int
     data: bytes
-    """Number of the reward, arguments and seed, pickled: the supervisor does not look at them."""
+    """Index of the reward, arguments and seed, pickled: the supervisor does not unpickle them."""
 
     seconds: float
-    """How long it may take in its worker."""
+    """Time limit in the worker."""
 
     deadline: float
-    """By `time.monotonic`, for all calls of the step."""
+    """Deadline of all calls of the step, in `time.monotonic` seconds."""
 
 
 class WorkerPool:
-    """The workers of some rewards, which share what is loaded; they are gone with this object or this process.
+    """Pool of reward workers under one supervisor; it ends with this object or this process.
 
-    They start when they are first asked for, and again where somebody has killed the supervisor. Picklable; a copy
-    starts workers of its own.
+    The workers start on first use, and again if the supervisor was killed. Picklable; a copy starts its own workers.
 
     Args:
-        rewards: All of the run. Those that cannot go to workers stay in the training process.
-        limits: None, or none of them: all stay.
+        rewards: All rewards of the run. Those that cannot run in workers run in the training process.
+        limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None) -> None:
         self.rewards = rewards
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
-        """The limits of calls; None without any."""
+        """The limits of calls; None without workers."""
         self._places: dict[str, int] = {}
-        """In the pool, of the rewards that workers call, by name."""
+        """Index in the pool of each reward that runs in workers, by name."""
         self._started_by: int | None = None
-        """A process id: a fork has none of the threads."""
+        """Process id of the starter: a forked process lacks its threads."""
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        """Without processes."""
+        """Pickle without the processes."""
         return WorkerPool, (self.rewards, self.limits)
 
     def start(self, num_local_ranks: int = 1) -> None:
-        """Have the rewards loaded, if any can go to workers; returns at once.
+        """Start loading the rewards that can run in workers; returns immediately.
 
         Args:
-            num_local_ranks: That share the machine.
+            num_local_ranks: Ranks that share the machine.
         """
         with self._lock:
             if self._started_by == os.getpid():
@@ -271,7 +270,7 @@ class WorkerPool:
             self._started_by, self._places = os.getpid(), {}
             sent: list[bytes] = []
             for reward in self.rewards if self.limits is not None else ():
-                if reward.in_process:  # by its own word
+                if reward.in_process:
                     continue
                 if not hasattr(os, "fork"):
                     self._warn(reward.name, "this system cannot fork")
@@ -286,18 +285,18 @@ class WorkerPool:
                 self._start_supervisor()
 
     def _start_supervisor(self) -> None:
-        """Start the process that loads the rewards, and send it the rewards."""
+        """Start the supervisor and send it the rewards."""
         self._control, theirs = multiprocessing.Pipe()
         path = [entry or os.getcwd() for entry in sys.path]
         self._process = subprocess.Popen(  # noqa: S603 - our own code and this interpreter
             [sys.executable, "-c", START_SUPERVISOR, str(theirs.fileno()), *path],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what rewards print is no output of the run
+            stdout=2,  # the output of rewards goes to stderr
             start_new_session=True,  # Ctrl-C is for the training process
         )
         theirs.close()
-        with contextlib.suppress(OSError):  # it has ended already, which `wait` reports
+        with contextlib.suppress(OSError):  # it has already ended, which `wait` reports
             self._control.send((*self._setup, START_SECONDS))
         self._loaded: Future[list[str | None]] = Future()
         self._pending: dict[int, Future[Answer]] = {}
@@ -307,10 +306,10 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the rewards are loaded; those that cannot be loaded stay in the training process.
+        """Wait until the rewards are loaded; those that cannot be loaded run in the training process.
 
         Raises:
-            RuntimeError: If it takes too long, or the supervisor ends meanwhile.
+            RuntimeError: If loading times out, or the supervisor ends meanwhile.
         """
         self.start()
         if not self._places:
@@ -320,30 +319,29 @@ class WorkerPool:
         except concurrent.futures.TimeoutError:
             self._process.kill()
             raise RuntimeError(
-                f"The rewards did not load in their own process within its {START_SECONDS:g} s: importing their "
-                "modules takes too long. Import what is slow inside the reward, or set "
-                "model.reward_workers.num_workers to 0."
+                f"The rewards did not load in their own process within {START_SECONDS:g} s: importing their modules "
+                "takes too long. Move slow imports into the reward, or set model.reward_workers.num_workers to 0."
             ) from None
         for name, place in list(self._places.items()):
             if (problem := problems[place]) is not None:
                 self.keep(name, f"it cannot be loaded in another process ({problem})")
 
     def has(self, reward: WeightedReward) -> bool:
-        """Whether workers call a reward; else it stays in the training process."""
+        """Whether a reward runs in workers; otherwise it runs in the training process."""
         return reward.name in self._places
 
     def keep(self, name: str, why: str) -> None:
-        """Keep a reward in the training process from now on, and say why."""
+        """Run a reward in the training process from now on, and log a warning with the reason."""
         if self._places.pop(name, None) is not None:
             self._warn(name, why)
 
     def _warn(self, name: str, why: str) -> None:
-        """Warn once: no limit holds in the training process."""
+        """Warn about a reward that runs without limits."""
         remedy = f" {REMEDY}" if hasattr(os, "fork") else ""
         log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
 
     def stop(self) -> None:
-        """End the workers and all that they are called for; the next call starts them again."""
+        """Stop the workers and their calls; the next call starts them again."""
         if self._places:
             self._close()
 
@@ -356,21 +354,21 @@ class WorkerPool:
         seconds: float = math.inf,
         deadline: float = math.inf,
     ) -> Future[Answer]:
-        """Ask for a call.
+        """Submit a call to the workers.
 
         Args:
-            reward: One that workers have.
-            arguments: All that it takes, but for what it logs with.
-            seed: Of the random numbers of the call.
-            seconds: A limit for this call, besides that of the settings.
-            deadline: By `time.monotonic`, for all calls of the step.
+            reward: A reward that runs in workers.
+            arguments: Its keyword arguments, except the logging functions.
+            seed: Seed of the random numbers of the call.
+            seconds: Time limit of this call, in addition to that of the settings.
+            deadline: Deadline of all calls of the step, in `time.monotonic` seconds.
         """
         answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()  # nobody cancels it, or `_listen` would fail
+        answer.set_running_or_notify_cancel()  # makes it non-cancellable, otherwise `_listen` could fail
         try:
             data = pickle.dumps((self._places[reward.name], arguments, seed))
         except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
-            answer.set_result(Answer().fail("stays", f"what it is called with {_not_pickled(error)}"))
+            answer.set_result(Answer().fail("stays", f"its arguments {_not_pickled(error)}"))
             return answer
         assert self.limits is not None
         with self._lock:
@@ -380,43 +378,43 @@ class WorkerPool:
             self._pending[number] = answer
             try:
                 self._control.send(Call(number, data, min(seconds, self.limits.timeout_seconds), deadline))
-            except OSError:  # killed a moment ago
-                self._pending.pop(number, answer).set_result(_lost())
+            except OSError:  # the supervisor was just killed
+                self._pending.pop(number, answer).set_result(_lost_answer())
         return answer
 
 
 def _listen(
     control: Connection, process: subprocess.Popen[bytes], loaded: Future[Any], pending: dict[int, Future[Answer]]
 ) -> None:
-    """Hand on what the supervisor sends, until it ends."""
+    """Receive the supervisor's answers until it ends."""
     with contextlib.suppress(EOFError, OSError):
         loaded.set_result(control.recv())
         while True:
             number, data = control.recv()
             answer = pending.pop(number)
             try:
-                answer.set_result(pickle.loads(data))  # noqa: S301 (of our own process)
-            except Exception as error:  # noqa: BLE001 (a value may be of a class that is not here)
+                answer.set_result(pickle.loads(data))  # noqa: S301 (from our own process)
+            except Exception as error:  # noqa: BLE001 (a value's class may be missing in this process)
                 answer.set_exception(error)
     how = _describe_end(process.wait())
     if not loaded.done():
         loaded.set_exception(
             RuntimeError(
-                f"The process that loads the rewards ended {how}, when it imported their modules; what it printed, if "
-                "anything, is above. Correct that, or set model.reward_workers.num_workers to 0."
+                f"The process that loads the rewards ended {how} while importing their modules; its output, if any, "
+                "is above. Fix the cause, or set model.reward_workers.num_workers to 0."
             )
         )
     while pending:
-        pending.popitem()[1].set_result(_lost())
+        pending.popitem()[1].set_result(_lost_answer())
 
 
-def _lost() -> Answer:
+def _lost_answer() -> Answer:
     """The answer to a call whose supervisor was killed."""
-    return Answer().fail("crash", "did not return: its process ended with the one that started it")
+    return Answer().fail("crash", "did not return: its supervisor process was killed")
 
 
 def _close(control: Connection, process: subprocess.Popen[bytes], started_by: int) -> None:
-    """End the supervisor and its workers, those that are computing too; a fork of the training process does not."""
+    """Stop the supervisor and its workers, including busy ones; does nothing in a fork of the training process."""
     if os.getpid() != started_by:
         return
     with contextlib.suppress(OSError):
@@ -428,12 +426,12 @@ def _close(control: Connection, process: subprocess.Popen[bytes], started_by: in
 
 
 def _describe_end(status: int) -> str:
-    """How a process ended, by its exit status as `subprocess` and `multiprocessing` have it."""
+    """Format the exit status of a process, as `subprocess` and `multiprocessing` define it."""
     return f"with exit status {status}" if status >= 0 else f"by signal {-status} ({signal.Signals(-status).name})"
 
 
 def _not_pickled(error: Exception) -> str:
-    """Why something cannot be sent."""
+    """Format a pickling error."""
     return f"cannot be pickled ({type(error).__name__}: {error})"
 
 
@@ -441,86 +439,87 @@ def _not_pickled(error: Exception) -> str:
 
 
 def supervise(descriptor: int) -> None:
-    """Load the rewards and have workers call them, until the training process closes the pool or is gone.
+    """Main function of the supervisor: load the rewards and run workers until the training process closes the pool.
 
     Args:
-        descriptor: Of the connection to the training process.
+        descriptor: File descriptor of the connection to the training process.
     """
-    for name in NOT_FOR_US:
-        signal.signal(getattr(signal, name), lambda *_: None)  # what a reward starts does not inherit a handler
-    sys.modules["__main__"] = types.ModuleType("__main__")  # a reward of the training script is not here
+    for name in IGNORED_SIGNALS:
+        # A handler instead of SIG_IGN: subprocesses of rewards do not inherit it.
+        signal.signal(getattr(signal, name), lambda *_: None)
+    sys.modules["__main__"] = types.ModuleType("__main__")  # rewards of the training script cannot be loaded here
     logging.getLogger("grpo_lightning").setLevel(logging.INFO)
     control = Connection(descriptor)
-    with contextlib.suppress(EOFError, ConnectionError):  # the training process is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended
         pickled, *settings = control.recv()
         rewards, problems = zip(*map(_load_reward, pickled), strict=True)
-        gc.freeze()  # or every worker would copy what they share
+        gc.freeze()  # otherwise garbage collection would copy shared memory in every worker
         control.send(list(problems))
         Supervisor(control, rewards, *settings).run()
 
 
 def _load_reward(data: bytes) -> tuple[WeightedReward | None, str | None]:
-    """A reward that was sent here, or why it cannot be loaded."""
+    """Unpickle a reward. Returns: (reward, None), or (None, why it cannot be loaded)."""
     try:
-        return pickle.loads(data), None  # noqa: S301 (of our own process)
-    except BaseException as error:  # noqa: BLE001 (a module may do anything when it is imported, also exit)
+        return pickle.loads(data), None  # noqa: S301 (from our own process)
+    except BaseException as error:  # noqa: BLE001 (importing a module may do anything, even exit)
         return None, f"{type(error).__name__}: {error}"
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker, as the supervisor sees it."""
+    """The supervisor's handle of a worker process."""
 
     process: Any
     connection: Connection
     call: Call | None = None
-    """The one it has."""
+    """The current call."""
 
     limit: float = math.inf
-    """By `time.monotonic`, for getting ready, and then for that call."""
+    """Deadline in `time.monotonic` seconds: for the start, then for the current call."""
 
     is_ready: bool = False
 
     def send(self) -> None:
-        """Send it its call, whose time begins."""
+        """Send the current call to the worker; its time limit starts."""
         assert self.call is not None
         self.limit = min(time.monotonic() + self.call.seconds, self.call.deadline)
-        with contextlib.suppress(OSError):  # it has died, which its connection tells next
+        with contextlib.suppress(OSError):  # it has died, which its connection reports next
             self.connection.send_bytes(self.call.data)
 
 
 @dataclass
 class Supervisor:
-    """Hands calls to workers, and kills those that take too long."""
+    """Dispatches calls to workers, and kills workers that time out."""
 
     control: Connection
-    """To the training process."""
+    """Connection to the training process."""
 
     rewards: Sequence[Any]
-    """Loaded; None for one that cannot be."""
+    """The loaded rewards; None for a reward that cannot be loaded."""
 
     settings: RewardWorkers
     num_workers: int
-    """Each is forked for its first call."""
+    """Maximum number of workers; each is forked for its first call."""
 
     start_seconds: float
-    """How long a worker may take to get ready."""
+    """Time limit for the start of a worker."""
 
     queue: deque[Call] = field(default_factory=deque)
     workers: list[Worker] = field(default_factory=list)
 
     def run(self) -> None:
-        """Work until the training process closes the pool. Raises: EOFError, ConnectionError if it is gone."""
+        """Run until the training process closes the pool. Raises: EOFError, ConnectionError if it has ended."""
         try:
             while True:
-                while self.queue and self._hand_out():
+                while self.queue and self._dispatch():
                     pass
                 limits = [worker.limit for worker in self.workers if worker.call is not None]
                 seconds = max(0.0, min(LONGEST_WAIT, min(limits) - time.monotonic())) if limits else None
                 ready = wait([self.control, *(worker.connection for worker in self.workers)], seconds)
                 for worker in list(self.workers):
                     if worker.connection in ready:
-                        self._hear(worker)
+                        self._receive(worker)
                     elif worker.call is not None and worker.limit <= time.monotonic():
                         self._stop(worker, worker.call)
                 if self.control in ready:
@@ -531,14 +530,14 @@ class Supervisor:
             while self.workers:
                 self._end(self.workers[0])
 
-    def _hand_out(self) -> bool:
-        """Take care of the next call. Returns: False if all workers are busy."""
+    def _dispatch(self) -> bool:
+        """Send the next call to a worker, or fail it. Returns: False if all workers are busy."""
         worker = next((worker for worker in self.workers if worker.call is None), None)
         if worker is None and len(self.workers) == self.num_workers:
             return False
         call = self.queue.popleft()
         if call.deadline <= time.monotonic():
-            self._fail(call, "timeout", f"was not begun: {self.settings.step_limit}")
+            self._fail(call, "timeout", f"was not started: {self.settings.step_limit}")
         elif worker is not None:
             worker.call = call
             worker.send()
@@ -550,7 +549,7 @@ class Supervisor:
         return True
 
     def _fork(self, call: Call) -> Worker:
-        """Start a worker, which gets a call once it is ready. Raises: OSError if there is no room for it."""
+        """Fork a worker, which gets the call once it is ready. Raises: OSError if the fork fails."""
         ours, theirs = multiprocessing.Pipe()
         others = [self.control, ours, *(worker.connection for worker in self.workers)]
         arguments = (theirs, others, self.rewards, int(self.settings.memory_gb * 1e9))
@@ -559,15 +558,15 @@ class Supervisor:
         theirs.close()
         return Worker(process, ours, call, time.monotonic() + self.start_seconds)
 
-    def _hear(self, worker: Worker) -> None:
-        """Take what a worker sends: that it is ready, an answer, or its end."""
+    def _receive(self, worker: Worker) -> None:
+        """Handle a message of a worker: ready, an answer, or end of file."""
         call = worker.call
         try:
             data, is_last = worker.connection.recv()
         except (EOFError, OSError):
             how = self._end(worker, ENDING_SECONDS)
             if call is not None:
-                early = "its worker ended while it got the rewards ready; what it printed, if anything, is above"
+                early = "its worker ended while warming up the rewards; its output, if any, is above"
                 why = f"its process ended {how}" if worker.is_ready else early
                 self._fail(call, "crash", f"did not return: {why}")
             return
@@ -582,24 +581,24 @@ class Supervisor:
             self._end(worker, ENDING_SECONDS)
 
     def _stop(self, worker: Worker, call: Call) -> None:
-        """Kill a worker that has taken too long."""
+        """Kill a worker that timed out."""
         is_step = call.deadline <= time.monotonic()
         self._end(worker)
         if not worker.is_ready:
-            why = f"not ready within {self.start_seconds:g} s (getting the rewards ready takes too long)"
+            why = f"not ready within {self.start_seconds:g} s (warming up the rewards takes too long)"
             self._fail(call, "crash", f"did not return: its worker was {why}")
         else:
             why = self.settings.step_limit if is_step else self.settings.call_limit
             self._fail(call, "timeout", f"was stopped: {why}")
 
     def _end(self, worker: Worker, patience: float = 0.0) -> str:
-        """Kill a worker and what it started; one that ends by itself is given a moment. Returns: how it ended."""
+        """Kill a worker and its subprocesses after a grace period of `patience` seconds. Returns: its exit status."""
         self.workers.remove(worker)
         worker.connection.close()
         wait([worker.process.sentinel], patience)
         worker.process.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)  # it is not reaped yet: its number is no other's
+            os.killpg(worker.process.pid, signal.SIGKILL)  # it is not reaped yet, so its pid cannot be reused
         worker.process.join()
         return _describe_end(worker.process.exitcode)
 
@@ -612,10 +611,10 @@ class Supervisor:
 
 
 def _work(connection: Connection, others: Sequence[Connection], rewards: Sequence[Any], memory_bytes: int) -> None:
-    """Answer calls until the supervisor is gone, or the memory is used up: a new process has all of it again."""
+    """Main function of a worker: answer calls until the supervisor ends, or memory runs out (a new worker follows)."""
     status = 1
     try:
-        os.setsid()  # so that what a reward starts is killed with its worker
+        os.setsid()  # so that subprocesses of rewards are killed with their worker
         _end_with_parent()
         for other in others:  # the supervisor's ends
             other.close()
@@ -628,10 +627,10 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
         is_last = False
         while not is_last:
             try:
-                asked = connection.recv_bytes()
+                request = connection.recv_bytes()
             except (EOFError, OSError):
                 break
-            answer = _answer(asked, rewards, called)
+            answer = _answer(request, rewards, called)
             is_last = isinstance(answer.cause, MemoryError)
             connection.send((_pickle_answer(answer), is_last))
         status = 0
@@ -639,58 +638,58 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(status)  # nothing that the supervisor has registered is this process's to clean up
+        os._exit(status)  # skips the exit handlers that the supervisor has registered
 
 
-def _answer(asked: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
-    """Answer a call.
+def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
+    """Run a call and return its answer.
 
     Args:
-        asked: Number of the reward, arguments and seed, pickled.
+        request: Index of the reward, arguments and seed, pickled.
         rewards: The loaded rewards.
-        called: Those that this worker has called.
+        called: Indices of the rewards that this worker has called; updated in place.
     """
     try:
-        number, arguments, seed = pickle.loads(asked)  # noqa: S301 (of our own process)
-    except BaseException as error:  # noqa: BLE001 (an argument may be of a class that is not here)
+        number, arguments, seed = pickle.loads(request)  # noqa: S301 (from our own process)
+    except BaseException as error:  # noqa: BLE001 (an argument's class may be missing in this process)
         problem = f"{type(error).__name__}: {error}"
-        return Answer().fail("stays", f"what it is called with cannot be loaded in another process ({problem})")
+        return Answer().fail("stays", f"its arguments cannot be loaded in another process ({problem})")
     reward = rewards[number]
     is_first = number not in called
     called.add(number)
     before = _pickle_state(reward) if is_first else None
     _seed_random(seed)
-    records = logging.handlers.BufferingHandler(MOST_RECORDS)  # the training process has the run's log
+    records = logging.handlers.BufferingHandler(MOST_RECORDS)  # the training process writes them to the run's log
     records.setLevel(logging.INFO)
     logging.getLogger().addHandler(records)
-    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like others here
+    answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like others
     logging.getLogger().removeHandler(records)
     answer.records = [(record.name, record.levelno, record.getMessage()) for record in records.buffer]
     if isinstance(answer.cause, MemoryError):
-        answer.problem += ", with model.reward_workers.memory_gb as its limit"
+        answer.problem += "; the limit is model.reward_workers.memory_gb"
     elif isinstance(answer.result, Awaitable):
         getattr(answer.result, "close", lambda: None)()
         return answer.fail("stays", "it is asynchronous")
     elif not answer.failure and is_first and _pickle_state(reward) != before:
-        return answer.fail("stays", "it changes itself when it is called, and every worker has its own")
+        return answer.fail("stays", "its state changes when it is called, and every worker would have its own copy")
     if hasattr(answer.result, "tolist"):
         answer.result = answer.result.tolist()
     return answer
 
 
 def _pickle_answer(answer: Answer) -> bytes:
-    """An answer as it is sent, with its exception in words."""
+    """Pickle an answer, with its exception replaced by a `RaisedError`."""
     if answer.cause is not None:
         answer.cause = RaisedError(answer.problem, describe_error(answer.cause)[1])
     try:
         return pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001 (an object may raise anything when it is pickled)
-        problem = f"raised its values cannot be sent: {type(error).__name__}: {error}"
+        problem = f"returned values that cannot be pickled: {type(error).__name__}: {error}"
         return pickle.dumps(Answer(records=answer.records).fail("exception", problem))
 
 
 def _pickle_state(reward: WeightedReward) -> bytes | None:
-    """The state of a reward, to see whether a call changes it. None if it cannot be pickled."""
+    """Pickle a reward, to detect whether a call changes its state. None if it cannot be pickled."""
     try:
         return pickle.dumps(reward)
     except Exception:  # noqa: BLE001 (an object may raise anything when it is pickled)
@@ -698,7 +697,7 @@ def _pickle_state(reward: WeightedReward) -> bytes | None:
 
 
 def _end_with_parent() -> None:
-    """Let Linux kill this process when its parent is gone, whatever it is computing."""
+    """Have Linux kill this process when its parent ends, even while it is busy."""
     with contextlib.suppress(OSError, AttributeError):
         import ctypes
 
@@ -706,7 +705,7 @@ def _end_with_parent() -> None:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Let this process fail instead of the machine: it may allocate so much beyond what it shares with its parent."""
+    """Limit the address space of this process to `memory_bytes` beyond what it shares with its parent."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -716,7 +715,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _seed_random(seed: int) -> None:
-    """Make the random numbers of a call depend on the seed alone, not on its worker or the calls before."""
+    """Seed all random number generators, so that a call does not depend on its worker or on earlier calls."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

@@ -13,7 +13,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams,
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
-from grpo_lightning.rewards.scoring import Scores, joined_scores
+from grpo_lightning.rewards.scoring import Scores, concatenate_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def joined(parts: Sequence[Rollout]) -> Rollout:
     """Scored rollouts as one, their groups one after the other."""
     scores = [part.scores for part in parts if part.scores is not None]
     rewards = [part.rewards for part in parts if part.rewards is not None]
-    return Rollout([group for part in parts for group in part.groups], joined_scores(scores), torch.cat(rewards))
+    return Rollout([group for part in parts for group in part.groups], concatenate_scores(scores), torch.cat(rewards))
 
 
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:

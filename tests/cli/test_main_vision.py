@@ -85,7 +85,7 @@ def test_a_row_that_cannot_be_judged_stops_every_command(recipe, refusal, comman
     monkeypatch.setattr("transformers.AutoModelForImageTextToText.from_pretrained", None)  # no weights are loaded
     row = {"problem": "where is it?", "image": "0.png", "solution": "the cat"}
     message = refusal(command, "--config", recipe(row))
-    assert message.startswith("1 rows cannot be judged (1 by 'iou'):\n- rows.jsonl:1: reward 'iou': column 'solution'")
+    assert message.startswith("1 rows cannot be scored (1 by 'iou'):\n- rows.jsonl:1: reward 'iou': column 'solution'")
 
 
 def test_bad_images_of_every_kind_are_named_at_once(recipe, refusal):

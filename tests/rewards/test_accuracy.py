@@ -335,7 +335,7 @@ def test_a_broken_process_follows_the_failure_policy(monkeypatch: pytest.MonkeyP
 def test_an_unreadable_right_answer_is_said(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         assert Accuracy()(completions=["<answer>a</answer>"] * 3, solution=["Paris"] * 3) == [None] * 3
-    assert "the right answer 'Paris' cannot be read as mathematics" in caplog.text
+    assert "the ground-truth answer 'Paris' cannot be parsed as mathematics" in caplog.text
     assert len(caplog.records) == 1  # completions of a group are compared once
 
 
@@ -409,7 +409,7 @@ def test_in_a_worker_only_the_comparison_is_ended(caplog: pytest.LogCaptureFixtu
 def test_a_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch):
     module._pool.cache_clear()
     monkeypatch.setattr("sys.executable", "/bin/false" if os.path.exists("/bin/false") else "false")
-    with pytest.raises(RuntimeError, match="ended with exit status 1, when it imported their modules"):
+    with pytest.raises(RuntimeError, match="ended with exit status 1 while importing their modules"):
         compare("3", "3", 60)
     module._pool.cache_clear()
 

@@ -26,9 +26,9 @@ from grpo_lightning.rewards.answers import (
     between_answer_tags,
     choice,
     given_answer,
+    gold_answer,
     in_box,
     is_number,
-    right_answer,
     single_number,
 )
 
@@ -117,13 +117,13 @@ def test_right_answer():
         (r"<answer>\boxed{72}</answer>", "72"),
         (" Paris ", "Paris"),
     ]:
-        assert right_answer(value, "solution") == answer, value
+        assert gold_answer(value, "solution") == answer, value
 
 
 @pytest.mark.parametrize("value", [True, ["72"], {"a": 1}])
 def test_a_right_answer_that_is_no_text_is_an_error(value: Any):
     with pytest.raises(ValueError, match="column 'solution' must hold text or a number, got"):
-        right_answer(value, "solution")
+        gold_answer(value, "solution")
 
 
 def test_single_number():

@@ -92,19 +92,22 @@ def test_a_call_leaves_out_what_is_not_taken():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reward": ExactMatch}, r"got <class .*ExactMatch'>: give an instance, ExactMatch\(\.\.\.\)"),
-        ({"reward": "accuracy"}, r"got the text 'accuracy': give the function itself, or .*reward\('accuracy'\)"),
-        ({"reward": 3}, "must be a function or callable object, got 3: give a function"),
+        ({"reward": ExactMatch}, r"got <class .*ExactMatch'>: pass an instance, ExactMatch\(\.\.\.\)"),
+        ({"reward": "accuracy"}, r"got the text 'accuracy': pass the function itself, or .*reward\('accuracy'\)"),
+        ({"reward": 3}, "must be a function or callable object, got 3: pass a function"),
         ({"reward": plain, "completions_as": "str"}, "completions_as must be one of auto, text, messages, got 'str'"),
-        ({"reward": WeightedReward(plain)}, "'plain' is a WeightedReward already"),
+        ({"reward": WeightedReward(plain)}, "'plain' is already a WeightedReward"),
         ({"reward": plain, "weight": float("nan")}, "weight of reward 'plain' must be finite, got nan"),
         ({"reward": plain, "on_error": "skip"}, "on_error must be one of raise, none, value, got 'skip'"),
-        ({"reward": plain, "on_error": "value"}, "error_value is the number .* got on_error='value', error_value=None"),
-        ({"reward": plain, "on_error": "value", "error_value": float("nan")}, "error_value is the number"),
-        ({"reward": plain, "error_value": 0.0}, "goes with nothing else; got on_error='raise', error_value=0.0"),
-        ({"reward": eval("lambda x, /: x")}, "takes 'x' by position; rewards are called by keyword"),
+        (
+            {"reward": plain, "on_error": "value"},
+            "error_value must be a finite number .* got on_error='value', error_value=None",
+        ),
+        ({"reward": plain, "on_error": "value", "error_value": float("nan")}, "error_value must be a finite number"),
+        ({"reward": plain, "error_value": 0.0}, "must not be set otherwise; got on_error='raise', error_value=0.0"),
+        ({"reward": eval("lambda x, /: x")}, "takes 'x' by position only; rewards are called by keyword"),
         ({"reward": dict.fromkeys}, "'fromkeys' takes 'iterable' by position"),
-        ({"reward": max}, "'max' does not tell its arguments"),
+        ({"reward": max}, "'max' has no readable signature"),
     ],
 )
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str):

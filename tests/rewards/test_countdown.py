@@ -120,16 +120,16 @@ def test_limits_of_an_expression():
 
 def test_rows_that_cannot_be_judged_are_named():
     bad = [
-        ({"nums": [1, 2], "target": "3"}, "'target' must hold a whole number, got '3'"),
-        ({"nums": [1, 2.5], "target": 3}, "'nums' must hold whole numbers of at least 0, got 2.5"),
-        ({"nums": [1, -2], "target": 3}, "'nums' must hold whole numbers of at least 0, got -2"),
-        ({"nums": "1 2", "target": 3}, "'nums' must hold a list of whole numbers, got '1 2'"),
+        ({"nums": [1, 2], "target": "3"}, "'target' must hold an integer, got '3'"),
+        ({"nums": [1, 2.5], "target": 3}, "'nums' must hold integers of at least 0, got 2.5"),
+        ({"nums": [1, -2], "target": 3}, "'nums' must hold integers of at least 0, got -2"),
+        ({"nums": "1 2", "target": 3}, "'nums' must hold a list of integers, got '1 2'"),
         ({"nums": [], "target": 3}, "'nums' must hold a list"),
-        ({"nums": [1], "target": True}, "'target' must hold a whole number, got True"),
-        ({"nums": [1], "target": float("nan")}, "'target' must hold a whole number, got nan"),
+        ({"nums": [1], "target": True}, "'target' must hold an integer, got True"),
+        ({"nums": [1], "target": float("nan")}, "'target' must hold an integer, got nan"),
     ]
     prompts = [Prompt("q", columns, where=f"a.jsonl:{n}") for n, (columns, _) in enumerate(bad)]
-    with pytest.raises(ValueError, match="7 rows cannot be judged") as caught:
+    with pytest.raises(ValueError, match="7 rows cannot be scored") as caught:
         RewardSet([Countdown()]).check_rows(prompts)
     for n, (_, said) in enumerate(bad):
         assert f"a.jsonl:{n}: reward 'countdown': column {said}" in str(caught.value)

@@ -144,7 +144,7 @@ def test_a_failed_call_is_not_scorable_and_said(endpoint: Endpoint, caplog: pyte
             LLMJudge("m", endpoint.url, max_retries=0), ["a", "bad 4", "4"], log=lambda *metric: logged.append(metric)
         )
     assert found == [1, None, 1]  # "bad 4" is no 0, and "4", which is the same text, is no 1 by itself
-    assert "1 of 3 calls failed, and their completions are not scorable. The first: InternalServerError" in caplog.text
+    assert "1 of 3 calls failed; their completions are not scorable. First error: InternalServerError" in caplog.text
     assert logged == [("llm_judge/failed", pytest.approx(1 / 3))]
 
 
@@ -200,17 +200,17 @@ def test_a_reply_that_never_ends_is_given_up(
 
     monkeypatch.setattr(AsyncCompletions, "create", drip)
     monkeypatch.setattr(judge, "LONGEST_PAUSE_SECONDS", 0.1)
-    with pytest.raises(RuntimeError, match="did not reply to any of 1 calls; the first: TimeoutError"):
+    with pytest.raises(RuntimeError, match=r"All 1 calls to the judge .* failed. First error: TimeoutError"):
         judged(LLMJudge("m", endpoint.url, timeout_seconds=0.1, max_retries=0), ["a"])
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
 def test_no_reply_at_all_is_an_error(endpoint: Endpoint, status: int):
     endpoint.reply = lambda question: status
-    with pytest.raises(RuntimeError, match=rf"judge 'm' at {endpoint.url} did not reply to any of 2 calls; .*{status}"):
+    with pytest.raises(RuntimeError, match=rf"All 2 calls to the judge 'm' at {endpoint.url} failed. .*{status}"):
         judged(LLMJudge("m", endpoint.url, max_retries=0), ["a", "b"])
     endpoint.close()
-    with pytest.raises(RuntimeError, match="did not reply to any of 2 calls; the first: APIConnectionError"):
+    with pytest.raises(RuntimeError, match=r"All 2 calls to the judge .* failed. First error: APIConnectionError"):
         judged(LLMJudge("m", endpoint.url, max_retries=0), ["a", "b"])
 
 
@@ -226,7 +226,7 @@ def test_in_a_run_the_failure_policy_decides(endpoint: Endpoint):
     assert scores.by_reward["llm_judge"][0, 1].isnan()
     assert scores.failures["llm_judge/not_scorable"] == 1
     assert scores.metrics == {"llm_judge/failed": 0.5}
-    with pytest.raises(RuntimeError, match="'llm_judge' raised RuntimeError: The judge 'm'"):
+    with pytest.raises(RuntimeError, match="'llm_judge' raised RuntimeError: All 2 calls to the judge 'm'"):
         RewardSet([reward]).score([group(["bad", "bad"], solution="4")])
     none = RewardSet([WeightedReward(reward, on_error="none")]).score([group(["bad", "bad"], solution="4")])
     assert none.total.isnan().all()
@@ -255,7 +255,9 @@ def test_the_key_comes_from_the_environment_when_it_is_needed(endpoint: Endpoint
 
 def test_a_missing_key_is_found_before_the_run(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     rewards = RewardSet([LLMJudge("m", api_key_env=KEY)])
-    with pytest.raises(ValueError, match=f"'llm_judge': The environment variable {KEY} with the key .* is not set"):
+    with pytest.raises(
+        ValueError, match=f"'llm_judge': The environment variable {KEY} with the judge's API key is not set"
+    ):
         rewards.check(64)
     monkeypatch.setenv(KEY, "secret-1")
     rewards.check(64)

@@ -122,7 +122,7 @@ def test_a_function_with_a_name_of_the_logs_gets_another(name: str, caplog: pyte
     assert scores[0].total.tolist() == [[3, 0]]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert f"The reward {name!r} is named '{name}_fn' in logs and settings" in said[0]
+    assert f"The reward {name!r} is called '{name}_fn' in logs and settings" in said[0]
     assert RewardSet([WeightedReward(function, name="brevity")]).names == ["brevity"]
 
 
@@ -191,7 +191,7 @@ def test_ms_swift(content: Any):
     assert score(JudgeORM(), batch).total.tolist() == [[0, 1]]
     assert list(score(MathORM(), batch).by_reward) == ["math_orm"]
     assert WeightedReward(MathORM()).required_columns == ("solution",)
-    with pytest.raises(ValueError, match=r"give an instance, MathORM\(\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"pass an instance, MathORM\(\.\.\.\)"):
         WeightedReward(MathORM)
 
 

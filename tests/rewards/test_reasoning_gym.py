@@ -86,7 +86,7 @@ def test_a_verifier_that_raises_is_a_failure_and_no_zero(caplog: pytest.LogCaptu
     assert found[3] is None
     assert logged == [("reasoning_gym/verifier_failed", 0.5)]
     (record,) = caplog.records
-    assert "failed on 2 of 4 completions, whose value is None; the first: prime_factorization: raised ValueError" in (
+    assert "failed on 2 of 4 completions, which get the value None. First: prime_factorization: raised ValueError" in (
         record.getMessage()
     )
     assert "'2 x two'" in record.getMessage()
@@ -119,7 +119,7 @@ def test_a_verifier_that_changes_its_item_changes_nothing(monkeypatch: pytest.Mo
 def test_answers_are_not_executed_unless_that_is_asked_for(task: str):
     read = columns(task)
     for judge in (lambda: ReasoningGym().check_row(read, []), lambda: values(["1"], task)):
-        with pytest.raises(ValueError, match=f"task '{task}' executes the answers"):
+        with pytest.raises(ValueError, match=f"task '{task}' executes the policy's answers"):
             judge()
     ReasoningGym(evaluate_answers=True).check_row(read, [])
 
@@ -133,14 +133,11 @@ def test_countdown_is_pointed_at_the_reward_that_executes_nothing():
     ("changed", "message"),
     [
         ({"task": "chainsum"}, "did you mean 'chain_sum'"),
-        ({"task": 3}, "column 'task' must hold text, as ReasoningGymTasks writes it, got 3"),
+        ({"task": 3}, "column 'task' must hold text written by ReasoningGymTasks, got 3"),
         ({"task_config": None}, "column 'task_config' must hold text"),
         ({"task_config": '{"qqq": 1}'}, "there is no setting 'qqq'"),
         ({"entry": None}, "column 'entry' must hold text"),
-        (
-            {"entry": "{"},
-            "column 'entry' must hold an item, as ReasoningGymTasks writes it: it is not a Python literal",
-        ),
+        ({"entry": "{"}, "column 'entry' must hold an item written by ReasoningGymTasks: it is not a Python literal"),
         ({"entry": "{'question': '1'}"}, "it must have question, answer and metadata"),
     ],
 )
@@ -156,7 +153,7 @@ def test_it_travels_to_another_process():
 
 
 def test_wrong_settings_and_a_missing_package_are_said_at_once(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match=r"failed_value must be null or 0 to 1, .* got 2"):
+    with pytest.raises(ValueError, match=r"failed_value must be null or from 0 to 1, got 2"):
         ReasoningGym(failed_value=2)
     assert isinstance(reward("reasoning_gym"), ReasoningGym)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)

@@ -87,7 +87,7 @@ def test_editors_and_type_checkers_see_the_names_that_load():
     assert [name for _, name, _ in imported] == [name for _, _, name in imported] == list(rewards._HOMES)
     assert {name: home.removeprefix("grpo_lightning.rewards.") for home, name, _ in imported} == rewards._HOMES
     assert all(name in dir(rewards) and getattr(rewards, name) for name in rewards.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Accurate'; there are: Accuracy, AllMatch, "):
+    with pytest.raises(AttributeError, match="no attribute 'Accurate'; available: Accuracy, AllMatch, "):
         _ = rewards.Accurate
 
 
@@ -99,13 +99,13 @@ def test_names_are_the_classes_in_snake_case():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("accuracies", r"no reward named 'accuracies'; there are: accuracy, .*Did you mean 'accuracy'\?"),
+        ("accuracies", r"Unknown reward 'accuracies'; available: accuracy, .*Did you mean 'accuracy'\?"),
         ("grpo_lightning.rewards.Accuracies", r"Did you mean 'accuracy'\?"),
         ("Format", r"Did you mean 'format'"),
         (
             "zzzzz",
-            r"there are: .*yes_no\. One of your own is named by its import path, 'my_module\.my_reward', or by the "
-            r"name of an entry point in the group 'grpo_lightning\.rewards'",
+            r"available: .*yes_no\. Name your own rewards by their import path, 'my_module\.my_reward', or by an "
+            r"entry point in the group 'grpo_lightning\.rewards'",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_plugin_by_its_entry_point(install: Install):
     assert score(reward("shortness")).total.tolist() == [[-1, -2]]
     with pytest.raises(ValueError, match=r"'shortness' is a function and takes no init_args, got {'factor': 2}"):
         reward("shortness", factor=2)
-    with pytest.raises(ValueError, match=r"no reward named 'scale'; there are: .*Did you mean 'scaled'\?"):
+    with pytest.raises(ValueError, match=r"Unknown reward 'scale'; available: .*Did you mean 'scaled'\?"):
         reward("scale")
 
 
@@ -179,7 +179,7 @@ def test_a_name_that_two_packages_announce_is_an_error(install: Install):
     install("acme_one", SOURCE, scaled="acme_one:Scaled")
     install("acme_two", SOURCE, scaled="acme_two:Scaled")
     for look in (available, lambda: reward("scaled")):
-        with pytest.raises(ValueError, match="Two packages announce the reward 'scaled': acme_") as caught:
+        with pytest.raises(ValueError, match="Two packages register the reward 'scaled': acme_") as caught:
             look()
         assert "acme_one" in str(caught.value)
         assert "acme_two" in str(caught.value)
@@ -187,7 +187,7 @@ def test_a_name_that_two_packages_announce_is_an_error(install: Install):
 
 def test_a_name_that_is_shipped_is_an_error(install: Install):
     install("acme_rewards", SOURCE, format="acme_rewards:Scaled")
-    with pytest.raises(ValueError, match="Two packages announce the reward 'format': grpo-lightning and acme_rewards"):
+    with pytest.raises(ValueError, match="Two packages register the reward 'format': grpo-lightning and acme_rewards"):
         reward("format")
 
 

@@ -154,7 +154,7 @@ def test_text_parts_are_read_and_images_are_refused(folder):
     answer = [{"role": "assistant", "content": "2"}]
     assert scored(RewardModel(folder), [(parts, answer)]) == scored(RewardModel(folder), [as_chat("one plus", "2")])
     parts[0]["content"].append({"type": "image"})
-    with pytest.raises(ValueError, match="reads text, and the prompt has parts of type image"):
+    with pytest.raises(ValueError, match="supports text only, but the prompt has parts of type image"):
         scored(RewardModel(folder), [(parts, answer)])
     with pytest.raises(ValueError, match="the prompt has 1 images"):
         RewardModel(folder).check_row({}, [None])
@@ -167,13 +167,13 @@ def test_too_long_is_not_scorable_and_said(folder, caplog):
     with caplog.at_level(logging.WARNING, "grpo_lightning"):
         found = scored(RewardModel(folder), pairs, log_metric=lambda *metric: logged.append(metric))
     assert found == [pytest.approx(plain(folder, pairs[:1])[0], abs=1e-5), None, None]
-    assert f"1 of 3 sequences have more than the {limit} tokens that the model takes, {limit + 1} the" in caplog.text
+    assert f"1 of 3 sequences exceed the model's limit of {limit} tokens (longest: {limit + 1})" in caplog.text
     assert logged == [("reward_model/too_long", pytest.approx(1 / 3))]
 
 
 def test_a_tokenizer_of_another_model_is_found(folder):
     model = tiny_classifier(vocab_size=60, **SMALL)
-    with pytest.raises(ValueError, match="gives the token 87, and the model has 60"):
+    with pytest.raises(ValueError, match="returned token 87, but the model's vocabulary has 60"):
         scored(RewardModel(model, tiny_tokenizer()), [("uu", "")])
 
 
@@ -218,7 +218,7 @@ def test_missing_weights_are_refused_where_they_load(tmp_path):
     model.save_pretrained(tmp_path, state_dict=weights)
     tiny_tokenizer().save_pretrained(tmp_path)
     RewardModel(tmp_path).check(8)
-    with pytest.raises(ValueError, match=r"lacks 3 weights, 'model.layers.1.mlp.down_proj.weight' first"):
+    with pytest.raises(ValueError, match=r"lacks 3 weights, first 'model.layers.1.mlp.down_proj.weight'"):
         RewardModel(tmp_path).connect(torch.device("cpu"))
 
 
@@ -228,7 +228,7 @@ def test_a_causal_model_under_another_name_is_refused_where_it_loads(tmp_path):
     path = tmp_path / "config.json"
     labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | labels))
-    with pytest.raises(ValueError, match=r"lacks 1 weights, 'score.weight' first: they would be random"):
+    with pytest.raises(ValueError, match=r"lacks 1 weights, first 'score.weight'; they would be initialized randomly"):
         RewardModel(folder).connect(torch.device("cpu"))
 
 
@@ -237,10 +237,10 @@ def test_names_and_arguments_are_checked(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"RewardModel.model './nowhere': no folder"):
         RewardModel("./nowhere").check(8)
     tiny_classifier().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="There is no tokenizer with the reward model"):
+    with pytest.raises(ValueError, match=r"has no tokenizer: set RewardModel.tokenizer"):
         RewardModel(tmp_path).check(8)
     RewardModel(tmp_path, folder).check(8)
-    with pytest.raises(ValueError, match="max_length is 999, and the model takes 256 tokens"):
+    with pytest.raises(ValueError, match="max_length is 999, but the model takes 256 tokens"):
         RewardModel(folder, max_length=999).check(8)
     for arguments, message in [
         ({"model": 7}, "must be a hub name, a folder or a Transformers model, got 7"),
@@ -261,7 +261,7 @@ def test_chat_without_a_template_is_refused_before_the_run(tmp_path):
     chats = [Prompt([{"role": "user", "content": "1 + 1"}]), Prompt("text")]
     module = make_module(rewards=rewards)
     module.reward_set.check_rows(chats[1:])
-    with pytest.raises(ValueError, match=r"1 rows cannot be judged(.|\n)*has no chat template: give RewardModel"):
+    with pytest.raises(ValueError, match=r"1 rows cannot be scored(.|\n)*has no chat template: set RewardModel"):
         module.reward_set.check_rows(chats)
 
 
@@ -271,7 +271,9 @@ def test_roles_that_the_template_refuses_are_found_before_the_run(tmp_path):
     rewards = RewardSet([RewardModel(save(tmp_path, tiny_classifier(), chat_template=template))])
     user = {"role": "user", "content": "1 + 1"}
     rewards.check_rows([Prompt([user])])
-    with pytest.raises(ValueError, match="takes no messages of system, user, assistant: System role not supported"):
+    with pytest.raises(
+        ValueError, match="does not accept messages with the roles system, user, assistant: System role not supported"
+    ):
         rewards.check_rows([Prompt([{"role": "system", "content": "s"}, user])])
 
 

@@ -165,14 +165,14 @@ def test_the_total_equals_a_plain_loop(data: st.DataObject):
         (first, None, r"must be a list of at least one reward, got <function first .*: write \[<function first"),
         ("short", None, r"must be a list of at least one reward, got 'short': write \['short'\]"),
         (None, None, "must be a list of at least one reward, got None"),
-        (["short"], None, r"got the text 'short': give the function itself, or .*reward\('short'\)"),
-        ([ExactMatch], None, r"give an instance, ExactMatch\(\.\.\.\)"),
+        (["short"], None, r"got the text 'short': pass the function itself, or .*reward\('short'\)"),
+        ([ExactMatch], None, r"pass an instance, ExactMatch\(\.\.\.\)"),
         ([first, second], [1.0], "reward_weights has 1 entries and rewards has 2"),
         ([first], [1.0, 1.0], "reward_weights has 2 entries and rewards has 1"),
         ([first], [math.inf], "must be finite, got inf for 'first'"),
-        ([first, second], [0, 0], "Every reward has weight 0"),
-        ([WeightedReward(first, weight=0)], None, "Every reward has weight 0"),
-        ([WeightedReward(first, weight=2)], [3], "'first' has the weight 2.0 and reward_weights gives it 3: keep one"),
+        ([first, second], [0, 0], "All rewards have weight 0"),
+        ([WeightedReward(first, weight=0)], None, "All rewards have weight 0"),
+        ([WeightedReward(first, weight=2)], [3], "'first' has weight 2.0 and reward_weights sets it to 3: keep one"),
         ([first, second, first], None, r"2 rewards are named 'first'.*WeightedReward\(reward, name=\.\.\.\)"),
         ([ExactMatch(), ExactMatch("b")], None, "2 rewards are named 'exact_match'"),
     ],
@@ -203,13 +203,13 @@ def having(columns: list[str]) -> list[Prompt]:
 def test_columns_are_checked_before_the_first_batch():
     rewards = RewardSet([needs_answer, ExactMatch("solution")])
     rewards.validate_prompts(having(["answer", "solution", "id"]))
-    with pytest.raises(ValueError, match=r"'needs_answer' needs the data column 'answer', .*have: solution, id"):
+    with pytest.raises(ValueError, match=r"'needs_answer' needs the data column 'answer', .*have only: solution, id"):
         rewards.validate_prompts(having(["solution", "id"]))
-    with pytest.raises(ValueError, match=r"'exact_match' needs the data column 'solution', .*have: answer"):
+    with pytest.raises(ValueError, match=r"'exact_match' needs the data column 'solution', .*have only: answer"):
         rewards.validate_prompts(having(["answer"]))
-    with pytest.raises(ValueError, match="have: none"):
+    with pytest.raises(ValueError, match="have only: none"):
         rewards.validate_prompts(having([]))
-    with pytest.raises(ValueError, match=r"\['completions'\] have the names of arguments"):
+    with pytest.raises(ValueError, match=r"\['completions'\] have the names of reward arguments"):
         rewards.validate_prompts(having(["answer", "solution", "completions"]))
 
 
@@ -235,14 +235,16 @@ def test_prompts_are_checked_source_by_source():
     text = Prompt("p", columns={"solution": "1", "id": 3}, index=0, source="text", rewards=["exact_match"])
     rewards.validate_prompts([math, text])
     rewards.validate_prompts([])
-    with pytest.raises(ValueError, match="'exact_match' needs the data column 'solution', which the data of 'math' do"):
+    with pytest.raises(
+        ValueError, match="'exact_match' needs the data column 'solution', but the data of 'math' have only"
+    ):
         rewards.validate_prompts(
             [
                 Prompt("p", columns={"answer": "1"}, index=0, source="math"),
                 Prompt("p", columns={"answer": "1"}, index=1, source="math"),
             ]
         )
-    with pytest.raises(ValueError, match="of 'math' name the reward 'exact'"):
+    with pytest.raises(ValueError, match="of 'math' name an unknown reward 'exact'"):
         rewards.validate_prompts(
             [text, Prompt("p", columns={"answer": "1"}, index=0, source="math", rewards=["exact"])]
         )
@@ -321,7 +323,7 @@ def test_failures_of_a_reward_count_where_it_applies():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["first"], "name the reward 'first'; there are: second, zero"),
+        (["first"], "name an unknown reward 'first'; available: second, zero"),
         (["zero"], "No reward of nonzero weight applies"),
         ([], "No reward of nonzero weight applies"),
         ("second", r"must be a list of names, got 'second'"),

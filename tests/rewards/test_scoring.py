@@ -329,7 +329,7 @@ def test_an_interrupt_is_no_failure():
 @pytest.mark.parametrize(
     ("returned", "described"),
     [
-        ([1.0] * 3, r"a list of 4 values, and returned a list of 3: \[1\.0"),
+        ([1.0] * 3, r"a list of 4 values, but returned a list of 3: \[1\.0"),
         ([1.0] * 5, "returned a list of 5"),
         ([1.0] * 6, "returned a list of 6"),
         ([], "returned a list of 0"),
@@ -362,7 +362,7 @@ def test_a_wrong_length_of_whole_groups(returned: Any):
         return returned
 
     bad.per_group = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="must return a list of 2 lists of 2 values, and returned"):
+    with pytest.raises(ValueError, match="must return a list of 2 lists of 2 values, but returned"):
         score(bad, *BATCH)
     assert score(bad, *BATCH, on_error="none").failures["bad/wrong_length"] == 4
 
@@ -404,7 +404,7 @@ def test_a_log_column_of_the_wrong_length_is_a_failure():
         log_extra("note", ["one"])
         return [1.0] * 4
 
-    with pytest.raises(ValueError, match=r"'bad' must give log_extra\('note'\) 4 values, and gave 1"):
+    with pytest.raises(ValueError, match=r"'bad' must pass 4 values to log_extra\('note'\), but passed 1"):
         score(bad, *BATCH)
     scores = score(bad, *BATCH, on_error="none")
     assert scores.extras == {}

@@ -295,7 +295,7 @@ def test_tags_as_text_are_an_error():
 
 @pytest.mark.parametrize("tags", [[], ["think", "think"], [""], ["<think>"], ["a b"]])
 def test_format_settings_are_checked(tags: list[str]):
-    with pytest.raises(ValueError, match="tags must be different names like 'think', at least one, got"):
+    with pytest.raises(ValueError, match="tags must be at least one name like 'think', without duplicates, got"):
         Format(tags)
 
 

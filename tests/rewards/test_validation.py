@@ -84,10 +84,10 @@ def test_rewards_without_a_check_take_every_row():
 
 def test_all_are_counted_and_the_first_named():
     prompts = [row(line, "the cat") for line in range(1, 31)]
-    with pytest.raises(ValueError, match="cannot be judged") as caught:
+    with pytest.raises(ValueError, match="cannot be scored") as caught:
         RewardSet([IoU(), ExactMatch("solution")]).check_rows([*prompts, row(31, [1, 2, 3, 4]), *prompts])
     first, *lines = str(caught.value).splitlines()
-    assert first == "31 rows cannot be judged (30 by 'iou', 1 by 'exact_match'):"
+    assert first == "31 rows cannot be scored (30 by 'iou', 1 by 'exact_match'):"
     assert [line.split(": ")[0] for line in lines[:20]] == [f"- a.jsonl:{line}" for line in range(1, 21)]
     assert lines[20] == "- and 11 more."
     assert "rewards: [...]" in lines[21]
@@ -110,7 +110,7 @@ def test_every_row_by_its_own_method():
     begins = [
         "its method 'rec': column 'solution' must hold one box, [x1, y1, x2, y2], got 'B'.",
         "its method 'mcq': column 'solution' must hold text or a number, got [{",
-        "There is no method 'rek' for the column 'accu_reward_method'; there are: ",
+        "Unknown method 'rek' in the column 'accu_reward_method'; available: ",
     ]
     for number, (line, begin) in enumerate(zip(found, begins, strict=True), start=1):
         assert line.startswith(f"- a.jsonl:{number}: reward 'accuracy': {begin}")
@@ -126,8 +126,8 @@ def test_a_method_whose_package_is_missing_is_named_by_its_row(monkeypatch: pyte
 
 
 def test_how_many_images_a_row_has():
-    assert "prompts with one image, got one with 2" in problems([row(1, [1, 2, 3, 4], images=2)], IoU())[0]
-    assert "need the size of an image, and the prompt has none" in problems([row(1, [1, 2, 3, 4], images=0)], IoU())[0]
+    assert "prompts with one image, got 2" in problems([row(1, [1, 2, 3, 4], images=2)], IoU())[0]
+    assert "need the size of an image, but the prompt has none" in problems([row(1, [1, 2, 3, 4], images=0)], IoU())[0]
     both = IoU(coordinates="norm1000", gold_coordinates="norm1000")
     assert not problems([row(1, [1, 2, 3, 4], images=0)], both)
     assert "lies outside" in problems([row(1, [1001, 0, 1200, 5], images=0)], both)[0]
@@ -145,8 +145,8 @@ def test_what_the_policy_on_errors_accepts_is_a_warning(caplog: pytest.LogCaptur
     lenient = WeightedReward(IoU(), on_error="none")
     with caplog.at_level(logging.WARNING):
         assert not problems([row(1, "the cat"), row(2, [1, 2, 3, 4])], lenient)
-    assert "1 rows cannot be judged (1 by 'iou'):\n- a.jsonl:1: reward 'iou': column" in caplog.text
-    assert "Every batch that has one of them goes without the reward" in caplog.text
+    assert "1 rows cannot be scored (1 by 'iou'):\n- a.jsonl:1: reward 'iou': column" in caplog.text
+    assert "The reward is skipped for every batch with one of these rows" in caplog.text
     caplog.clear()
     assert problems([row(1, "the cat")], lenient, ExactMatch("gold")) == []
     assert len(problems([row(1, "the cat")], lenient, WeightedReward(IoU(), name="strict"))) == 1
@@ -276,13 +276,9 @@ def test_rewards_as_text_are_an_error():
 def test_a_column_is_needed_only_where_its_reward_applies():
     math, boxes = Source("math", ("answer",), ("needs_answer",)), Source("boxes", ("box",), ("needs_box", "style"))
     check(math, boxes)
-    with pytest.raises(
-        ValueError, match=r"'needs_box' needs the data column 'box', which the data of 'math' do not have"
-    ):
+    with pytest.raises(ValueError, match=r"'needs_box' needs the data column 'box', but the data of 'math' have only"):
         check(Source("math", ("answer",)))
-    with pytest.raises(
-        ValueError, match=r"'needs_answer' needs .* the data of 'a', 'b' do not have; they have: id, box\."
-    ):
+    with pytest.raises(ValueError, match=r"'needs_answer' needs .* the data of 'a', 'b' have only: id, box\."):
         check(
             Source("a", ("id",), ("needs_answer",)),
             Source("b", ("box",)),
@@ -302,16 +298,16 @@ def test_a_column_that_some_sources_lack_is_said(caplog: pytest.LogCaptureFixtur
     [
         (
             Source("m", ("answer",), ("need_answer",)),
-            r"of 'm' name the reward 'need_answer'; there are: needs_answer, needs_box, style\. Did you mean .*answer'",
+            r"of 'm' name an unknown reward 'need_answer'; available: needs_answer, .* Did you mean .*answer'",
         ),
-        (Source("m", (), ("zzz",)), r"name the reward 'zzz'; there are: needs_answer, needs_box, style\.$"),
+        (Source("m", (), ("zzz",)), r"name an unknown reward 'zzz'; available: needs_answer, needs_box, style\.$"),
         (
             Source("m", (), ("style",)),
             r"No reward of nonzero weight applies to the prompts of 'm' \(rewards: \['style'\]\)",
         ),
         (Source("", (), ()), r"No reward of nonzero weight applies to the prompts \(rewards: \[\]\)"),
-        (Source("m", ("log_extra", "answer")), r"\['log_extra'\] of 'm' have the names of arguments"),
-        (Source("", ("finish_reasons",)), r"\['finish_reasons'\] have the names of arguments"),
+        (Source("m", ("log_extra", "answer")), r"\['log_extra'\] of 'm' have the names of reward arguments"),
+        (Source("", ("finish_reasons",)), r"\['finish_reasons'\] have the names of reward arguments"),
     ],
 )
 def test_what_does_not_fit_is_an_error(source: Source, message: str):

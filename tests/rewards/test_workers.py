@@ -60,7 +60,7 @@ def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> Re
             misbehaving.allocates,
             "hoard",
             "exception",
-            "MemoryError: .*with model.reward_workers.memory_gb as its limit",
+            "MemoryError: .*the limit is model.reward_workers.memory_gb",
         ),
         (misbehaving.dies, "is killed", "crash", r"its process ended by signal 9 \(SIGKILL\)"),
         (misbehaving.dies, "leaves", "crash", "its process ended with exit status 3"),
@@ -68,7 +68,7 @@ def reward_set(*rewards, workers: RewardWorkers = LIMITS, on_error="none") -> Re
         (misbehaving.wrong, "raise", "exception", "raised ValueError: no such luck"),
         (misbehaving.wrong, "short", "wrong_length", "must return a list of 2 values"),
         (misbehaving.wrong, "nan", "invalid_value", "returned nan for completion 0"),
-        (misbehaving.wrong, "unsendable", "exception", "its values cannot be sent"),
+        (misbehaving.wrong, "unsendable", "exception", "returned values that cannot be pickled"),
     ],
 )
 def test_a_call_that_goes_wrong_takes_no_other_with_it(reward, bad, kind, said, caplog):
@@ -82,7 +82,7 @@ def test_a_call_that_goes_wrong_takes_no_other_with_it(reward, bad, kind, said, 
     (message,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert re.search(said, message), message
     assert "prompt 1" in message
-    assert re.search(r"Going on with None\. The first of [24] of its kind, 4 completions in all\.$", message)
+    assert re.search(r"Continuing with None\. The first of [24] such failures, 4 completions in total\.$", message)
 
 
 def test_none_for_all_means_that_the_reward_does_not_apply():
@@ -197,10 +197,10 @@ def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
 @pytest.mark.parametrize(
     ("when", "does", "error"),
     [
-        ("load", "sleeps", "did not load in their own process within its 1 s: importing their modules takes too long"),
-        ("load", "ends", "ended with exit status 4, when it imported their modules; what it printed, if anything, is"),
-        ("warm up", "sleeps", r"its worker was not ready within 6 s \(getting the rewards ready takes too long\)"),
-        ("warm up", "ends", "its worker ended while it got the rewards ready; what it printed, if anything, is above"),
+        ("load", "sleeps", "did not load in their own process within 1 s: importing their modules takes too long"),
+        ("load", "ends", "ended with exit status 4 while importing their modules; its output, if any, is"),
+        ("warm up", "sleeps", r"its worker was not ready within 6 s \(warming up the rewards takes too long\)"),
+        ("warm up", "ends", "its worker ended while warming up the rewards; its output, if any, is above"),
     ],
 )
 def test_workers_that_do_not_start_say_why(when, does, error, monkeypatch):
@@ -270,7 +270,7 @@ def test_what_is_drawn_at_random_depends_on_the_completions_alone():
         (misbehaving.Unpicklable(), "it cannot be pickled", 1.0),
         (lambda completions: [3.0] * len(completions), "it cannot be pickled", 3.0),
         (misbehaving.ReturnsAwaitable(), "it is asynchronous", 2.0),
-        (misbehaving.OpensLater(), "it changes itself when it is called", 1.0),
+        (misbehaving.OpensLater(), "its state changes when it is called", 1.0),
     ],
 )
 def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, value, caplog):
@@ -280,7 +280,7 @@ def test_what_cannot_go_to_workers_stays_and_that_is_said_once(reward, why, valu
     (message,) = [record.message for record in caplog.records]
     assert "'mine' runs in the training process without time or memory limits: " in message
     assert why in message
-    assert "define it in a module that can be imported" in message
+    assert "define it in an importable module" in message
     assert "set in_process = True on it" in message
 
 
@@ -300,7 +300,7 @@ def test_a_reward_that_changes_itself_is_called_in_one_place(caplog):
     rewards = RewardSet([counts], workers=LIMITS)
     assert [rewards.score(groups("one", "two")).total[:, 0].tolist() for _ in range(3)] == [[1, 2], [3, 4], [5, 6]]
     assert counts.calls == 6
-    assert caplog.text.count("it changes itself when it is called") == 1
+    assert caplog.text.count("its state changes when it is called") == 1
 
 
 def test_what_a_reward_keeps_after_its_first_call_is_its_workers_own():
@@ -315,7 +315,7 @@ def test_what_cannot_be_sent_keeps_a_reward_here(caplog):
     rewards = reward_set(misbehaving.waits_for)  # it takes every column
     batch = groups("one", path=os.curdir, held=lambda: None)
     assert rewards.score(batch).total.tolist() == [[1, 1]]
-    assert "what it is called with cannot be pickled" in caplog.text
+    assert "its arguments cannot be pickled" in caplog.text
     assert reward_set(misbehaving.process).score(batch).extras["pid"] != [os.getpid()] * 2, "it takes no columns"
 
 
@@ -378,7 +378,7 @@ def test_a_column_that_cannot_be_loaded_elsewhere(caplog, monkeypatch):
     rewards = reward_set(misbehaving.waits_for)
     monkeypatch.setattr(OfThisModule, "__reduce__", lambda self: (misbehaving.dies, ([], ["exits"])))
     assert rewards.score(groups("one", path=os.curdir, value=OfThisModule())).total.tolist() == [[1, 1]]
-    assert "what it is called with cannot be loaded in another process" in caplog.text or "SystemExit" in caplog.text
+    assert "its arguments cannot be loaded in another process" in caplog.text or "SystemExit" in caplog.text
 
 
 def test_no_workers_at_all():

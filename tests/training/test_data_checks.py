@@ -58,22 +58,25 @@ BAD = [rec(0), rec(1, "the cat"), rec(2, [{"bbox_2d": [1, 2, 3, 4]}, 3]), rec(2,
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_bad_rows_of_files_are_named(is_streaming: bool):
     found = refusal(module(IoU()), datamodule=PromptDataModule(data(*BAD, streaming=is_streaming)))
-    assert found.startswith("2 rows cannot be judged (2 by 'iou'):\n- rows.jsonl:2: reward 'iou': column 'solution'")
+    assert found.startswith("2 rows cannot be scored (2 by 'iou'):\n- rows.jsonl:2: reward 'iou': column 'solution'")
     assert "\n- rows.jsonl:3: reward 'iou': " in found
 
 
 def test_training_and_validation_rows_are_named_together():
     found = refusal(module(IoU()), datamodule=PromptDataModule(data(*BAD), data(rec(0), rec(1, "B"), name="val.jsonl")))
-    assert found.startswith("3 rows cannot be judged")
+    assert found.startswith("3 rows cannot be scored")
     assert "\n- val.jsonl:2: reward 'iou'" in found
 
 
 def test_boxes_outside_of_their_image_are_named():
     rows = [rec(0), rec(1, [900, 10, 950, 50])]
     found = refusal(module(IoU()), datamodule=PromptDataModule(data(*rows, boxes="none")))
-    assert "- rows.jsonl:2: reward 'iou': The right box [900.0, 10.0, 950.0, 50.0] lies outside its image, 84" in found
+    assert (
+        "- rows.jsonl:2: reward 'iou': The ground-truth box [900.0, 10.0, 950.0, 50.0] lies outside its image, 84"
+        in found
+    )
     found = refusal(module(IoU()), PromptSource(rows, 2))
-    assert "- row 2: reward 'iou': The right box" in found
+    assert "- row 2: reward 'iou': The ground-truth box" in found
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])

@@ -1,1 +1,1 @@
-"""What a run will do and need, worked out before it starts: its batches, its memory, and other trainers' settings."""
+"""`grpo-lightning plan`: batch arithmetic and memory of a run before it starts, and other trainers' batch flags."""

@@ -1,4 +1,4 @@
-"""The arithmetic of batches: prompts, completions and optimizer steps of a recipe, or of another trainer's script."""
+"""Batch arithmetic: prompts, completions and optimizer steps of a recipe, or of another trainer's script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_lightning.training.micro_batches import Row, Share, padded_cost, split
 
 
 class MicroBatchShape(NamedTuple):
-    """The size of one forward and backward."""
+    """The size of one forward and backward pass."""
 
     num_prompts: int
     num_completions: int
@@ -20,7 +20,7 @@ class MicroBatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The arithmetic of a cycle: one rollout and everything trained on it.
+    """Batch arithmetic of a cycle: one rollout and the optimizer steps trained on it.
 
     Args:
         batch_size: Prompts per rank and rollout.
@@ -40,12 +40,12 @@ class BatchPlan:
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Over all ranks."""
+        """Prompts per rollout over all ranks."""
         return self.batch_size * self.world_size
 
     @property
     def completions_per_rollout(self) -> int:
-        """Over all ranks."""
+        """Completions per rollout over all ranks."""
         return self.prompts_per_rollout * self.num_generations
 
     @property
@@ -55,21 +55,21 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches a rank's rollout is cut into."""
+        """Micro-batches that a rank's rollout is split into."""
         return self.accumulate_grad_batches * self.updates_per_rollout
 
     @property
     def cycle(self) -> int:
-        """Micro-steps trained on one rollout: micro-batches x epochs."""
+        """Micro-steps per rollout: micro-batches x epochs."""
         return self.micro_batches * self.num_iterations
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps trained on one rollout."""
+        """Optimizer steps per rollout."""
         return self.updates_per_rollout * self.num_iterations
 
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
-        """The micro-batches of one epoch over the rollout, the costliest first, as a run cuts them.
+        """The micro-batches of one epoch over the rollout, as a run splits them, most expensive first.
 
         This is the worst case: all completions have the maximum length, and the rank is the one with the largest
         update. Empty micro-batches (a rank with fewer completions than micro-batches) are left out.
@@ -95,16 +95,16 @@ class RunPlan:
     """The length of a run, in optimizer steps."""
 
     steps_per_epoch: int | None
-    """None where the number of prompts is not known."""
+    """None if the number of prompts is unknown."""
 
     total_steps: int | None
-    """None where it depends on the number of prompts, or on a limit in time."""
+    """None if it depends on the number of prompts, or on a time limit."""
 
-    asked_steps: int | None
-    """`max_steps` as given, where it ends inside a cycle and is rounded up."""
+    requested_steps: int | None
+    """The configured `max_steps`, if it ends inside a cycle and is rounded up."""
 
     num_prompts: int | None
-    """Prompts that the run samples for; a prompt counts once per epoch."""
+    """Prompts sampled for in the whole run; a prompt counts once per epoch."""
 
     epochs: float | None
 
@@ -117,27 +117,27 @@ def plan_run(
     max_epochs: int | None = None,
     limit_train_batches: float | None = None,
 ) -> RunPlan:
-    """The length of a run.
+    """Compute the length of a run.
 
         rollouts per epoch = ceil(prompts / (batch_size x ranks)),   steps = rollouts x updates x epochs over each
 
     Args:
         batches: The cycle.
-        num_prompts: In the training data; None if it is not known.
-        max_steps: Optimizer steps; -1 for no limit. Rounded up to whole cycles, as the run does.
+        num_prompts: Prompts in the training data; None if unknown.
+        max_steps: Optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
         max_epochs: Epochs over the data; None or -1 for no limit.
-        limit_train_batches: As the Trainer takes it: a share of an epoch's micro-steps, or a number of them.
+        limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of them.
 
     Raises:
-        ValueError: If there is no prompt, or the limit leaves none.
+        ValueError: If there are no prompts, or the limit leaves none.
     """
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"A run needs at least one prompt, got {num_prompts}.")
     per_rollout = batches.steps_per_rollout
-    steps = asked = None
+    steps = requested = None
     if max_steps >= 0:
         steps = math.ceil(max_steps / per_rollout) * per_rollout
-        asked = max_steps if steps != max_steps else None
+        requested = max_steps if steps != max_steps else None
     per_epoch = prompts_per_epoch = None
     if num_prompts is not None:
         rollouts = math.ceil(num_prompts / batches.prompts_per_rollout)
@@ -149,18 +149,18 @@ def plan_run(
     if max_epochs is not None and max_epochs >= 0:
         if per_epoch is None:
             # An epoch may be shorter than max_steps.
-            return RunPlan(None, None, asked, None, None)
+            return RunPlan(None, None, requested, None, None)
         steps = per_epoch * max_epochs if steps is None else min(steps, per_epoch * max_epochs)
     if steps is None or per_epoch is None or prompts_per_epoch is None:
         sampled = None if steps is None else steps // per_rollout * batches.prompts_per_rollout
-        return RunPlan(per_epoch, steps, asked, sampled, None)
-    whole, rest = divmod(steps, per_epoch)
-    sampled = whole * prompts_per_epoch + rest // per_rollout * batches.prompts_per_rollout
-    return RunPlan(per_epoch, steps, asked, sampled, steps / per_epoch)
+        return RunPlan(per_epoch, steps, requested, sampled, None)
+    epochs, rest = divmod(steps, per_epoch)
+    sampled = epochs * prompts_per_epoch + rest // per_rollout * batches.prompts_per_rollout
+    return RunPlan(per_epoch, steps, requested, sampled, steps / per_epoch)
 
 
 def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
-    """Rollouts per epoch under `limit_train_batches`, which is rounded up to whole cycles."""
+    """Rollouts per epoch under `limit_train_batches`, which is rounded up to full cycles."""
     if limit is None:
         return rollouts
     batches = int(rollouts * cycle * limit) if isinstance(limit, float) else min(limit, rollouts * cycle)
@@ -170,20 +170,20 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 # ------------------------------------------------------------------------------------------- scripts of other trainers
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
-"""From these versions on, a group may spread over the micro-steps of an update; in VLM-R1 it never may."""
+"""First versions in which a group may spread over the micro-steps of an update; in VLM-R1 it never may."""
 
 
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
-    """Translate the batch flags of a TRL, ms-swift or VLM-R1 script: (the nearest settings here, how they differ).
+    """Translate the batch flags of a TRL, ms-swift or VLM-R1 script. Returns: (closest settings, differences).
 
         batch_size = b S / G,   updates_per_rollout = S / A,   accumulate_grad_batches = A
 
-    b is completions per device and micro-step, A micro-steps per update, S micro-steps served by one generation. S is
-    at least A here: generations of one update are sampled from the same weights, so they are one rollout. A group
-    never spreads over ranks, so `batch_size` is rounded to at least one prompt per rank.
+    b is completions per device and micro-step, A micro-steps per update, S micro-steps per generation. S is at least A
+    here: generations of one update are sampled from the same weights, so they form one rollout. A group is never split
+    over ranks, so `batch_size` is rounded to at least one prompt per rank.
 
     Args:
-        script: Its flags by their own names, `trainer` and `version`, as `command.parse_script` returns them.
+        script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
 
     Raises:
         ValueError: If the script would not start with its version of the trainer.
@@ -192,30 +192,30 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
     if S % A and (A % S or script.num_iterations > 1):
         differences.append(
-            f"There, a generation serves {S} micro-steps and an update takes {A}, so some updates begin inside a "
-            "generation and end in the next. Here a rollout is divided over whole updates."
+            f"There, a generation covers {S} micro-steps and an update {A}, so some updates start inside one "
+            "generation and end in the next. Here a rollout is divided into complete updates."
         )
     updates = max(1, round(S / A))
     prompts = b * W * A * updates // G
     batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
     if batches.prompts_per_rollout != prompts:
         differences.append(
-            f"There, a rollout has {prompts} prompt(s), which {W} ranks cannot share evenly: here all {G} completions "
-            f"of a prompt stay on one rank, so the smallest rollout has {W} x {G} = {W * G} completions. batch_size "
+            f"There, a rollout has {prompts} prompt(s), which {W} ranks cannot share evenly. Here all {G} completions "
+            f"of a prompt are on one rank, so the smallest rollout has {W} x {G} = {W * G} completions. batch_size "
             f"{batches.batch_size} gives {batches.prompts_per_rollout} prompts per rollout."
         )
     return batches, differences
 
 
 def micro_steps_per_generation(script: Namespace) -> int:
-    """S. Raises: ValueError if the script would not start with its version of the trainer."""
+    """S, the micro-steps per generation. Raises: ValueError if the script would not start with this trainer version."""
     first = FIRST_WITH_ACCUMULATION.get(script.trainer)
     spreads = first is not None and (script.version is None or script.version >= first)
     given = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(script, name) is not None]
     if len(given) == 2:
-        raise ValueError("Give --steps_per_generation or --generation_batch_size, not both.")
+        raise ValueError("Set --steps_per_generation or --generation_batch_size, not both.")
     if given and not spreads:
-        raise ValueError(f"This version of {script.trainer} has no --{given[0]}: leave it out.")
+        raise ValueError(f"This version of {script.trainer} has no --{given[0]}: remove it.")
     per_step, words = script.per_device_train_batch_size * script.world_size, "per_device_train_batch_size x world_size"
     S, rest = script.steps_per_generation or script.gradient_accumulation_steps, 0
     if script.generation_batch_size is not None:

@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
 
 HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-"""Of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
+"""Defaults of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
 
 ASSUMED_DEVICE_GIB = 80.0
-"""Of a device that is not here, to decide `gather_for_generation: auto`."""
+"""Assumed memory if this machine has no GPU, to resolve `gather_for_generation: auto`."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
     """Print the plan of a `fit` command line, or the translation of another trainer's script.
 
     Args:
-        args: After the word `plan`.
-        module_class: A subclass of GRPOLightningModule whose settings the recipe has.
+        args: The arguments after `plan`.
+        module_class: The subclass of GRPOLightningModule that the recipe configures.
 
     Raises:
-        ValueError: If a setting cannot be trained or translated.
-        SystemExit: With 1, after the plan, if the run does not fit.
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare replaces them; or,
-            after the arithmetic of the batches, if the policy does not.
+        ValueError: If a setting is invalid for training or cannot be translated.
+        SystemExit: With status 1, after the plan, if the run does not fit.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set; or, after the
+            batch arithmetic, if the policy does not exist.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate
@@ -61,18 +61,18 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from grpo_lightning.policy.probe import dense_reason
 
     config = parse(fit_args, module_class)
-    logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan says it all, in order
+    logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan itself reports everything, in order
     seed(config)
     module, data = instantiate(config, "model", "data", module_class=module_class)
     loader, console, is_on_cpu = module.loader, Console(highlight=False), str(config.trainer.accelerator) == "cpu"
     use_known_config(loader)
 
     ranks = ranks_of(config.trainer, own.devices, own.nodes)
-    # The data module asks its trainer for ranks and for the policy's tokenizer.
+    # The data module reads the ranks and the policy's tokenizer from its trainer.
     data.trainer = SimpleNamespace(lightning_module=module, world_size=ranks.world_size, global_rank=0)
     prompts = find_prompts(data, own)
     for known, sampling in ((prompts.train, module.sampling), (prompts.val, module.validation_sampling)):
-        module.reward_set.validate_prompts(known or [])  # what `fit` refuses is not planned
+        module.reward_set.validate_prompts(known or [])  # raise the errors that `fit` would raise
         module.reward_set.check_rows(known or [])
         check_lengths(loader, known or [], sampling.max_completion_length)
     completion_tokens = module.sampling.max_completion_length
@@ -101,11 +101,11 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     except FileNotFoundError as error:
         if data.prepare is None:
             raise
-        remedy = "data.prepare may build it: add --prepare to do so now."
-        report.print_lines(console, "Memory", [f"Not known: {error} {remedy}"])
+        remedy = "data.prepare may build it: add --prepare to run it now."
+        report.print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
         return
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # The static rule; the start-up probe of a run may still choose the dense path.
+    # The static rule only: a run's start-up probe may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
@@ -135,7 +135,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         offloaded=frozenset(module.offload),
     )
     total = report.device_bytes(own.device_gib) or ASSUMED_DEVICE_GIB * memory.GIB
-    settings, more = with_gathering(settings, sizes, module.engine, None if is_on_cpu else total / memory.GIB)
+    settings, more = resolve_gathering(settings, sizes, module.engine, None if is_on_cpu else total / memory.GIB)
     reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
     parts = memory.memory_parts(sizes, settings) + reward_parts
     remarks = [*model_remarks(sizes, loader, rows), *remarks, *more, *not_counted]
@@ -150,25 +150,25 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """The flags of `plan` itself; all others are those of `fit`."""
+    """Make the parser of the flags of `plan` itself; all others are passed to `fit`."""
     parser = argparse.ArgumentParser(
         prog="grpo-lightning plan",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Show what a run will do and need, without loading weights: the arithmetic of its batches, its\n"
-        "length, and the memory of a device part by part.\n\n"
+        description="Show the batch arithmetic, the length and the device memory of a run, part by part, without\n"
+        "loading weights.\n\n"
         "  grpo-lightning plan --config recipe.yaml [any override of fit] [--devices 8] [--nodes 2]",
-        epilog="The batch settings of another trainer's script in this package's words:\n\n"
+        epilog="Translate the batch settings of another trainer's script:\n\n"
         "  grpo-lightning plan --from trl --per_device_train_batch_size 8 --gradient_accumulation_steps 4 \\\n"
         "      --num_generations 8 --world_size 2        (grpo-lightning plan --from trl --help lists the flags)",
     )
-    parser.add_argument("--devices", type=int, help="devices per node, instead of the configuration's")
-    parser.add_argument("--nodes", type=int, help="nodes, instead of the configuration's")
-    parser.add_argument("--device_gib", type=float, help="memory of a device, instead of this machine's")
+    parser.add_argument("--devices", type=int, help="devices per node; default: as configured")
+    parser.add_argument("--nodes", type=int, help="nodes; default: as configured")
+    parser.add_argument("--device_gib", type=float, help="memory of a device in GiB; default: this machine's")
     parser.add_argument(
         "--prompt_tokens",
         type=int,
-        help="the longest prompt, images included, instead of the data's, which may be missing",
+        help="length of the longest prompt, including images; default: measured on the data. Without data, set this",
     )
     parser.add_argument(
         "--prepare", action="store_true", help="run data.prepare first, if the run would build its data"
@@ -177,22 +177,22 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def parse_script(args: list[str]) -> argparse.Namespace:
-    """The batch flags of another trainer's script; what is missing or out of range ends in argparse's error."""
+    """Parse the batch flags of another trainer's script; missing or invalid values end in argparse's error."""
     parser = argparse.ArgumentParser(
         prog="grpo-lightning plan --from",
         allow_abbrev=False,
-        description="The batch settings of a TRL, ms-swift or VLM-R1 script in this package's words.",
+        description="Translate the batch settings of a TRL, ms-swift or VLM-R1 script to this package's settings.",
     )
     parser.add_argument("--from", dest="trainer", required=True, choices=("trl", "ms-swift", "vlm-r1"))
     parser.add_argument(
-        "--version", type=parse_version, help="of TRL or ms-swift: 0.16, 3.3.1; the newest rule without it"
+        "--version", type=parse_version, help="version of TRL or ms-swift, such as 0.16 or 3.3.1; default: the newest"
     )
     flags: dict[str, tuple[int | None, int]] = {"world_size": (1, 1), "num_generations": (8, 2)}
     flags |= {"num_iterations": (1, 1), "steps_per_generation": (None, 1), "generation_batch_size": (None, 1)}
     flags |= dict.fromkeys(HF_DEFAULTS, (None, 1))
     for name, (default, _) in flags.items():
-        says = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
-        parser.add_argument(f"--{name}", type=int, default=default, help=says)
+        text = f"as in the script (default {HF_DEFAULTS.get(name, default)})".replace(" (default None)", "")
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
     script = parser.parse_args(args)
     for name, (_, least) in flags.items():
         if (value := getattr(script, name)) is not None and value < least:
@@ -200,15 +200,15 @@ def parse_script(args: list[str]) -> argparse.Namespace:
     missing = [name for name in HF_DEFAULTS if getattr(script, name) is None]
     if missing and script.trainer == "ms-swift":
         parser.error(
-            f"give {' and '.join(f'--{name}' for name in missing)}: ms-swift has defaults of its own (one completion "
-            "per device, and as many micro-steps as it finds fit), which depend on its version. Its log shows them."
+            f"set {' and '.join(f'--{name}' for name in missing)}: ms-swift has its own defaults (one completion "
+            "per device, and a computed number of micro-steps), which depend on its version. Its log shows them."
         )
     vars(script).update((name, HF_DEFAULTS[name]) for name in missing)
     return script
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """`0.17.2` to (0, 17)."""
+    """Parse `0.17.2` to (0, 17)."""
     try:
         return tuple(int(part) for part in text.split(".")[:2])
     except ValueError:
@@ -216,7 +216,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def seed(config: Namespace) -> None:
-    """The run's seed: `random:N` and what `data.prepare` builds follow from it."""
+    """Set the run's seed, which `random:N` and `data.prepare` depend on."""
     import lightning as L
 
     value = config.get("seed_everything")
@@ -225,7 +225,7 @@ def seed(config: Namespace) -> None:
 
 
 def use_known_config(loader: PolicyLoader) -> None:
-    """If a published policy's config cannot be read, as without a network, take it from the package."""
+    """If the config of a published policy cannot be loaded (no network), use the one in this package."""
     from grpo_lightning.cli.plan.model import known_config
 
     if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
@@ -234,23 +234,23 @@ def use_known_config(loader: PolicyLoader) -> None:
         loader.load_config()
     except FileNotFoundError:
         loader.model = config
-        print(f"{loader.name} cannot be read here: its sizes are those that this package knows.")
+        print(f"{loader.name} cannot be loaded here: using the sizes known to this package.")
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 
 class Ranks(NamedTuple):
-    """The processes of a run."""
+    """The ranks of a run."""
 
     world_size: int
     why: str
     idle: str = ""
-    """A line about devices without a rank."""
+    """A message about devices without a rank."""
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None) -> Ranks:
-    """The ranks of a trainer's configuration, or of `devices` per node and `nodes` instead.
+    """Count the ranks from the trainer's config, or from `devices` per node and `nodes`.
 
     Raises:
         ValueError: If there is no device or node, or the cluster's nodes have unequal numbers of devices.
@@ -264,20 +264,20 @@ def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None) -> Rank
     why = f"{count} per node x {num_nodes} node(s)"
     if count is None:
         count = max(1, here)
-        why = f"trainer.devices is {trainer.devices}: {count} on this machine; --devices N plans for another"
+        why = f"trainer.devices is {trainer.devices}: {count} on this machine; set another number with --devices N"
     if count < 1 or num_nodes < 1:
         raise ValueError(f"A run needs at least one device and one node, got {count} and {num_nodes}.")
     idle, rest = "", here - count
     if devices is None and rest > 0:
         idle = (
             f"{rest} of this machine's {here} devices {'is' if rest == 1 else 'are'} idle: trainer.devices is "
-            f"{trainer.devices}. Set it to {here} or auto to train on all of them."
+            f"{trainer.devices}. Set it to {here} or auto to use all of them."
         )
     return Ranks(count * num_nodes, why, idle)
 
 
 def count_devices(given: Any) -> int | None:
-    """Devices of a node as the Trainer takes them: a number, a list of indices, or None for all there are."""
+    """Count the devices per node in `trainer.devices`: a number or a list of indices; None for all available."""
     if isinstance(given, str):
         given = given.strip()
         with suppress(ValueError):
@@ -291,7 +291,7 @@ def count_devices(given: Any) -> int | None:
 
 def check_environment(environment: Mapping[str, str]) -> None:
     """Check SLURM's tasks per node and torchrun's processes. Raises: ValueError if nodes have unequal numbers."""
-    unequal = "Every node must have the same number of devices, as Lightning counts ranks by devices x num_nodes:"
+    unequal = "Every node must have the same number of devices, because Lightning has devices x num_nodes ranks:"
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):  # "8(x2),4" is 8, 8 and 4
         counts = {re.sub(r"\(x\d+\)", "", part).strip() for part in environment.get(name, "").split(",")}
         if len(counts) > 1 and all(count.isdigit() for count in counts):
@@ -307,19 +307,19 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 MEASURED_PROMPTS = 256
-"""Of many prompts, the longest texts are tokenized: with odd exceptions, the longest in tokens is among them."""
+"""Number of longest texts that are tokenized: the longest prompt in tokens is almost always among them."""
 
 MEASURED_IMAGES = 10_000
-"""Of many prompts with images, as many are opened for their sizes."""
+"""Maximum number of prompts whose images are opened to read their sizes."""
 
 LARGEST_IMAGES = 32
-"""Prompts with the largest images that are measured in tokens."""
+"""Number of prompts with the largest images that are tokenized."""
 
 ASSUMED_PROMPT_TOKENS = 512
 
 
 class Prompts(NamedTuple):
-    """The prompts of a run; None if they are streamed or do not exist yet."""
+    """The prompts of a run; None if the data are streamed or do not exist yet."""
 
     train: list[Prompt] | None
     val: list[Prompt] | None
@@ -327,7 +327,7 @@ class Prompts(NamedTuple):
 
 
 def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
-    """Set up the data as `fit` does. Raises: FileNotFoundError if they do not exist and nothing replaces them."""
+    """Set up the data as `fit` does. Raises: FileNotFoundError if they do not exist and cannot be assumed."""
     why = "the data are streamed"
     if own.prepare:
         data.prepare_data()
@@ -336,9 +336,9 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
     except FileNotFoundError as error:
         if data.prepare is None and own.prompt_tokens is None:
             raise FileNotFoundError(
-                f"{error} To plan without the data, give --prompt_tokens: --prompt_tokens 300."
+                f"{error} To plan without the data, set --prompt_tokens: --prompt_tokens 300."
             ) from error
-        why = f"the data are not here ({error})"
+        why = f"the data do not exist ({error})"
         if data.prepare is not None:
             why = f"data.prepare has not built the files yet ({error}) Add --prepare to build them now."
     train, val = (prompts if isinstance(prompts, list) else None for prompts in (data.train_prompts, data.val_prompts))
@@ -348,27 +348,27 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
 def longest_prompt(
     loader: PolicyLoader, max_prompt_length: int | None, prompts: list[Prompt] | None, given: int | None
 ) -> tuple[int, str]:
-    """(tokens of the longest training prompt, how they are known): as given, measured, limited or assumed."""
+    """(Tokens of the longest training prompt, source of this number): given, measured, the limit, or assumed."""
     if given is not None:
-        return given, "as --prompt_tokens says"
+        return given, "set by --prompt_tokens"
     why = "the prompts are not known yet"
     try:
         encoder = loader.load_encoder()
         if prompts:
             return measure_longest(prompts, encoder)
-    except (OSError, ImportError) as error:  # a folder with a config alone can be planned for, too
+    except (OSError, ImportError) as error:  # a folder with only a config can be planned for, too
         why = f"the policy's tokenizer cannot be loaded: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
     if max_prompt_length is not None:
         return max_prompt_length, "data.max_prompt_length"
-    return ASSUMED_PROMPT_TOKENS, f"assumed, without images, as {why}; --prompt_tokens N replaces it"
+    return ASSUMED_PROMPT_TOKENS, f"assumed, without images, because {why}; set it with --prompt_tokens N"
 
 
 def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
-    """The longest of the prompts that may be it, by the policy's tokenizer and processor."""
+    """Tokenize the candidates for the longest prompt with the policy's tokenizer and processor."""
     chosen, largest = longest_texts(prompts), largest_images(prompts)
     tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
     among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))
-    return tokens, f"the longest of all {len(prompts):,} prompts, by the policy's tokenizer{among}"
+    return tokens, f"the longest of all {len(prompts):,} prompts, with the policy's tokenizer{among}"
 
 
 def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
@@ -378,14 +378,14 @@ def longest_texts(prompts: list[Prompt]) -> list[Prompt]:
 
 def largest_images(prompts: list[Prompt]) -> list[Prompt]:
     """The prompts with the most pixels, by the headers of their images."""
-    seen = [prompt for prompt in prompts if prompt.images]
-    opened = seen[:: -(-len(seen) // MEASURED_IMAGES) or 1]
+    with_images = [prompt for prompt in prompts if prompt.images]
+    opened = with_images[:: -(-len(with_images) // MEASURED_IMAGES) or 1]
     sizes = [(sum(width * height for width, height in (image.size() for image in p.images)), p) for p in opened]
     return [prompt for _, prompt in sorted(sizes, key=lambda pair: pair[0], reverse=True)[:LARGEST_IMAGES]]
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Positions of the policy; None without a limit, or without a policy, which is reported when memory is planned."""
+    """Maximum positions of the policy; None without a limit, or if the policy is missing (reported later)."""
     from grpo_lightning.policy.hf import num_positions
 
     try:
@@ -395,7 +395,7 @@ def positions(loader: PolicyLoader) -> int | None:
 
 
 def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_length: int) -> None:
-    """Check as `fit` does that prompts and their completions fit the policy's positions. Raises: ValueError."""
+    """Check, as `fit` does, that prompts and completions fit the policy's positions. Raises: ValueError."""
     from grpo_lightning.policy.encoder import check_length
     from grpo_lightning.training.data_checks import TEMPLATE_TOKENS, num_bytes
 
@@ -408,29 +408,29 @@ def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_le
     checked = [*long, *largest_images(prompts)]
     if not checked:
         return
-    with suppress(OSError):  # without a tokenizer, lengths are assumed, and the plan says so
+    with suppress(OSError):  # without a tokenizer, lengths are assumed, and the plan reports it
         encoder = loader.load_encoder()
         for prompt in checked:
             check_length(prompt, encoder.num_tokens(prompt), limit, max_completion_length)
 
 
 def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_length: int) -> None:
-    """Check that a prompt of --prompt_tokens could be trained on. Raises: ValueError."""
+    """Check that a prompt with --prompt_tokens tokens could be trained on. Raises: ValueError."""
     if prompt_tokens < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {prompt_tokens}.")
     limit = positions(loader)
     if limit is not None and prompt_tokens + max_completion_length > limit:
         raise ValueError(
-            f"--prompt_tokens {prompt_tokens} and sampling.max_completion_length {max_completion_length} are more than "
-            f"the policy's {limit} positions: `fit` would refuse such a prompt. Lower one of them."
+            f"--prompt_tokens {prompt_tokens} plus sampling.max_completion_length {max_completion_length} are more "
+            f"than the policy's {limit} positions: `fit` would refuse such a prompt. Lower one of them."
         )
 
 
 def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) -> RunPlan:
-    """The run's length under the trainer's limits; `max_time` is not counted."""
+    """The run's length under the trainer's limits; `max_time` is ignored."""
     from grpo_lightning.cli.plan.batches import plan_run
 
-    if trainer.fast_dev_run:  # Lightning's own settings then; the run rounds them up to a full cycle
+    if trainer.fast_dev_run:  # Lightning sets these limits; the run rounds them up to a full cycle
         steps = int(trainer.fast_dev_run)
         return plan_run(batches, num_prompts, max_steps=steps, max_epochs=1, limit_train_batches=steps)
     return plan_run(
@@ -446,7 +446,7 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
-    """(completions, prompts) that the policy itself decodes at the same time; none with another engine."""
+    """(Completions, prompts) that the policy decodes at the same time; (0, 0) with an external engine."""
     from grpo_lightning.rollout.local import LocalEngine
 
     if not isinstance(engine, LocalEngine):
@@ -457,10 +457,10 @@ def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
     return prompts * batches.num_generations, prompts
 
 
-def with_gathering(
+def resolve_gathering(
     settings: MemorySettings, model: ModelSizes, engine: Any, device_gib: float | None
 ) -> tuple[MemorySettings, list[str]]:
-    """(the settings with whether sharded weights are gathered to sample, remarks). device_gib None: no limit."""
+    """Resolve whether sharded weights are gathered to sample; device_gib None: no limit. Returns: settings, remarks."""
     import dataclasses
 
     from grpo_lightning.cli.plan.memory import GIB, peak, state_parts
@@ -478,8 +478,8 @@ def with_gathering(
         choice = everything <= LARGEST_SHARE * free
         remarks = [
             f"the full weights, {everything:,.1f} GiB, {'are gathered' if choice else 'stay sharded'} while sampling "
-            f"(engine.gather_for_generation auto), as about {free:,.0f} of a device's {device_gib:,.0f} GiB are free "
-            "then; the run measures how many are"
+            f"(engine.gather_for_generation auto), because about {free:,.0f} of a device's {device_gib:,.0f} GiB are "
+            "free then; the run decides by the measured free memory"
         ]
     if not choice:
         remarks.append(
@@ -490,15 +490,15 @@ def with_gathering(
 
 
 def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -> list[str]:
-    """What the memory of a model leaves out, and how its vision tower is trained."""
+    """Remarks on memory that is not counted, and on the training of the vision tower."""
     remarks = []
     if model.num_linear_layers:
-        remarks.append(f"{model.num_linear_layers} layers keep a recurrent state: not counted")
+        remarks.append(f"{model.num_linear_layers} layers keep a recurrent state, which is not counted")
     if not sampling_rows:
-        remarks.append("an engine of its own samples, with memory of its own: not counted")
+        remarks.append("an external engine samples, whose memory is not counted")
     if model.num_vision_weights:
-        how = "frozen, as policy.lora trains the language model alone" if loader.lora else "frozen"
+        how = "frozen, because policy.lora trains the language model only" if loader.lora else "frozen"
         if model.has_trained_tower or loader.freeze_vision_modules:
             how = f"{'trained' if model.has_trained_tower else 'frozen'} (policy.freeze_vision_modules)"
-        remarks.append(f"{model.num_vision_weights:,} of the weights are the vision tower's and its projector's: {how}")
+        remarks.append(f"{model.num_vision_weights:,} of the weights belong to the vision tower and projector: {how}")
     return remarks

@@ -1,4 +1,4 @@
-"""The memory of a device by part: formulas for what a run keeps, and for what sampling and an update need on top."""
+"""Memory estimate of a device by part: persistent states, and temporary memory of sampling and updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_lightning.rewards.reward_model import RewardModel
 GIB = 2**30
 
 Moment = Literal["sampling", "update", "step"]
-"""While completions are sampled; in a micro-batch's forward and backward; while the optimizer steps."""
+"""Sampling completions; forward and backward of a micro-batch; the optimizer step."""
 
 MOMENTS: tuple[Moment, ...] = ("sampling", "update", "step")
 ALWAYS: frozenset[Moment] = frozenset(MOMENTS)
@@ -32,17 +32,17 @@ STEP: frozenset[Moment] = frozenset({"step"})
 Checkpointing = Literal["none", "layers", "chunks"]
 
 ADAPTER_BYTES = 4
-"""Per LoRA weight."""
+"""Bytes per LoRA weight."""
 
 SUB_GROUP = 10**9
 """Weights that ZeRO-3 steps at a time (`sub_group_size`)."""
 
 ADAMW_BYTES = 8.0
 BYTES_OF_8_BIT = 2 + 2 * 4 / 256
-"""Two states of a byte, each with a 32-bit scale per 256 (arXiv:2110.02861, in the blocks of bitsandbytes)."""
+"""Bytes per weight: two 8-bit states, each with a 32-bit scale per 256 (arXiv:2110.02861, bitsandbytes' blocks)."""
 
 PROBE_WEIGHTS = 64 * 1024
-"""More than the 4,096 up to which 8-bit optimizers keep a tensor in 32 bits."""
+"""Size of the probe: more than the 4,096 weights up to which 8-bit optimizers keep a tensor in 32 bits."""
 
 
 class Part(NamedTuple):
@@ -52,13 +52,13 @@ class Part(NamedTuple):
     num_bytes: int
     moments: frozenset[Moment]
     how: str
-    """How the size comes about."""
+    """Explanation of the size."""
 
     is_estimate: bool = False
-    """False if tensors of the run have this size."""
+    """False if tensors of the run have exactly this size."""
 
     is_on_cpu: bool = False
-    """True if it lies in the CPU's memory, for every device of a node."""
+    """True if the part is in CPU memory, once per device of a node."""
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
@@ -80,14 +80,14 @@ class Precision:
 
     weights: int
     compute: int
-    """Of the inputs and outputs of matrix products."""
+    """Bytes per input and output of matrix products."""
 
     is_mixed: bool = False
-    """True under autocast of 32-bit weights: the stream between the layers has 32 bits, matrix products 16."""
+    """True under autocast of 32-bit weights: the residual stream has 32 bits, matrix products 16."""
 
     @property
     def residual(self) -> int:
-        """Of the stream between the layers, and of the keys that scoring caches: autocast rotates them in 32 bits."""
+        """Bytes in the residual stream and in the keys cached by scoring: autocast rotates keys in 32 bits."""
         return 4 if self.is_mixed else self.compute
 
 
@@ -99,7 +99,7 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
         dtype: `policy.dtype`: "...-true" with a width replaces it, "32-true" and "...-mixed" keep it.
 
     Raises:
-        ValueError: If one of them is not known.
+        ValueError: If one of them is unknown.
     """
     name = ALIASES.get(str(precision), str(precision))
     if dtype not in FLOAT_BYTES:
@@ -109,35 +109,35 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
     if name in TRUE:
         width = TRUE[name] or FLOAT_BYTES[dtype]
         return Precision(width, width)
-    raise ValueError(f"trainer.precision {precision!r} is not known here: {', '.join([*TRUE, *MIXED])}.")
+    raise ValueError(f"trainer.precision {precision!r} is unknown to plan; known: {', '.join([*TRUE, *MIXED])}.")
 
 
 @dataclass(frozen=True)
 class Division:
-    """Over how many ranks a strategy divides each state (1: a full copy on every device), and what is on the CPU."""
+    """Number of ranks over which a strategy shards each state (1: a full copy on every device), and CPU offload."""
 
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
     stage: int = 0
-    """DeepSpeed's ZeRO stage: it converts the model and keeps 32-bit master weights; from 2 on it sums gradients in
-    32 bits."""
+    """DeepSpeed's ZeRO stage, 0 without DeepSpeed. DeepSpeed converts the model and keeps 32-bit master weights; from
+    stage 2 on it sums gradients in 32 bits."""
 
     has_buckets: bool = False
-    """DDP's second copy of the gradients, in the buckets in which they are averaged."""
+    """True for DDP's second copy of the gradients, in all-reduce buckets."""
 
     gathers_layers: bool = False
     gathers_ends: bool = False
-    """Embeddings and head stay gathered through a forward and backward (FSDP2's root)."""
+    """True if embeddings and head stay gathered during a forward and backward pass (FSDP2's root module)."""
 
     offloads_optimizer: bool = False
-    """Optimizer states, master weights and their gradients are on the CPU."""
+    """True if optimizer states, master weights and their gradients are on the CPU."""
 
     offloads_weights: bool = False
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """How `trainer.strategy` divides the states among W ranks.
+    """Sharding of each state by `trainer.strategy` over W ranks.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -149,11 +149,11 @@ def division_of(strategy: Any, world_size: int) -> Division:
     Source: ZeRO (arXiv:1910.02054), section 3 and figure 1; DDP's buckets: torch, `gradient_as_bucket_view=False`.
 
     Args:
-        strategy: A name, or a class path and its arguments. "..._offload" moves to the CPU what can be there.
+        strategy: A name, or a class path and its arguments. "..._offload" offloads optimizer and weights to the CPU.
         world_size: W.
 
     Raises:
-        ValueError: If the strategy is unknown here, or one that `fit` refuses.
+        ValueError: If the strategy is unknown to plan, or refused by `fit`.
     """
     from lightning.pytorch.strategies import StrategyRegistry
 
@@ -187,16 +187,16 @@ def division_of(strategy: Any, world_size: int) -> Division:
     if kind in ("auto", "SingleDeviceStrategy"):
         return Division()
     raise ValueError(
-        f"How the strategy {given!r} divides memory is not known here; auto, single_device, ddp, fsdp2, zero1, zero2, "
-        "zero3 and zero3_offload are."
+        f"Strategy {given!r} is unknown to plan; known: auto, single_device, ddp, fsdp2, zero1, zero2, zero3, "
+        "zero3_offload."
     )
 
 
 def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
-    """(stage, whether the optimizer is offloaded, whether the weights are) by GRPODeepSpeedStrategy's arguments.
+    """(ZeRO stage, optimizer offloaded, weights offloaded), from the arguments of GRPODeepSpeedStrategy.
 
     Raises:
-        ValueError: If the DeepSpeed configuration among them has no stage of ZeRO.
+        ValueError: If the DeepSpeed config has no ZeRO stage.
     """
     config = arguments.get("config")
     if config is None:
@@ -214,19 +214,19 @@ def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
 def optimizer_bytes(
     factory: Callable[[Iterable[Parameter]], Optimizer], settings: Any, width: int
 ) -> tuple[float, list[str]]:
-    """(bytes of optimizer state per trained weight, remarks): counted on a small tensor after a step of the optimizer.
+    """(Bytes of optimizer state per trained weight, remarks), measured by an optimizer step on a small tensor.
 
-    AdamW keeps two numbers as wide as the weight: 8 bytes at 32 bits. Optimizers that factor a matrix need less on
+    AdamW keeps two numbers as wide as the weight: 8 bytes at 32 bits. Optimizers that factorize matrices need less on
     larger ones.
 
     Args:
         factory: Makes the optimizer.
-        settings: `model.optimizer` of the configuration, which names its class.
-        width: Bytes of a weight that it steps.
+        settings: `model.optimizer` of the config, which names its class.
+        width: Bytes per weight that the optimizer updates.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
-    if "8bit" in name:  # which steps on a GPU only
-        paged = ["a paged optimizer moves its states to the CPU while memory is short: they count on the device here"]
+    if "8bit" in name:  # these step on GPUs only
+        paged = ["a paged optimizer moves its states to the CPU when memory is short; here they count on the device"]
         return BYTES_OF_8_BIT, paged * name.startswith("Paged")
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
     probe = Parameter(torch.zeros(256, PROBE_WEIGHTS // 256, dtype=dtype))
@@ -245,7 +245,7 @@ def optimizer_bytes(
 
 
 class Pass(NamedTuple):
-    """One forward: rows of tokens that attend to a context, their own tokens included."""
+    """One forward pass: rows of tokens that attend to a context, which includes their own tokens."""
 
     rows: int
     tokens: int
@@ -254,7 +254,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A micro-batch and how it is scored."""
+    """A micro-batch and its scoring settings."""
 
     num_prompts: int
     num_completions: int
@@ -263,7 +263,7 @@ class ScoredBatch:
     path: Literal["extended", "dense"] = "extended"
     chunk_size: int | None = None
     head_chunk_size: int | None = None
-    """Tokens whose logits exist at a time; None: those of a whole chunk."""
+    """Number of tokens whose logits exist at a time; None for those of a whole chunk."""
 
     @property
     def has_sliced_head(self) -> bool:
@@ -272,7 +272,7 @@ class ScoredBatch:
 
     @property
     def chunk_rows(self) -> list[int]:
-        """Completions of every chunk, as `Scorer.chunks` cuts them, the largest first."""
+        """Completions of each chunk, as `Scorer.chunks` splits them, largest first."""
         if self.chunk_size is None or self.chunk_size >= self.num_completions:
             return [self.num_completions]
         chunks = math.ceil(self.num_completions / self.chunk_size)
@@ -281,7 +281,7 @@ class ScoredBatch:
 
     @property
     def passes(self) -> list[Pass]:
-        """The forwards: the prompts', then one per chunk. On the dense path every row brings its own prompt."""
+        """The forward passes: the prompts, then one per chunk. On the dense path each row includes its prompt."""
         total = self.prompt_length + self.completion_length
         if self.path == "dense":
             return [Pass(rows, total, total) for rows in self.chunk_rows]
@@ -292,18 +292,18 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The settings of a run that its memory depends on, besides the model."""
+    """The settings of a run that determine its memory, apart from the model."""
 
     batch: ScoredBatch
-    """The largest micro-batch, at its longest."""
+    """The largest micro-batch, with all lengths at their maximum."""
 
     precision: Precision
     optimizer_bytes: float = ADAMW_BYTES
-    """Of optimizer state per trained weight."""
+    """Bytes of optimizer state per trained weight."""
 
     division: Division = field(default_factory=Division)
     sampling_rows: int = 0
-    """Completions decoded at the same time; 0 if the policy does not sample itself."""
+    """Completions decoded at the same time; 0 with an external engine."""
 
     sampling_prompts: int = 0
     checkpointing: Checkpointing = "none"
@@ -316,22 +316,22 @@ class MemorySettings:
     """True if every device gathers all sharded weights to sample."""
 
     offloaded: frozenset[str] = frozenset()
-    """What is on the CPU while completions are sampled: "reference", "optimizer"."""
+    """States offloaded to the CPU during sampling: "reference", "optimizer"."""
 
     @property
     def widths(self) -> Precision:
-        """The precision as the strategy runs it: DeepSpeed converts the model and keeps masters in the optimizer."""
+        """The effective precision: DeepSpeed converts the model and keeps master weights in the optimizer."""
         width = self.precision.compute
         return Precision(width, width) if self.division.stage else self.precision
 
     @property
     def adapter_width(self) -> int:
-        """Bytes of a LoRA weight: 4 whatever the model is, but DeepSpeed converts adapters too."""
+        """Bytes per LoRA weight: 4 for any model, except under DeepSpeed, which converts adapters too."""
         return self.widths.weights if self.division.stage else ADAPTER_BYTES
 
 
 def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Every part that has bytes, of the policy alone; see `reward_parts`."""
+    """All nonempty parts of the policy; for reward models see `reward_parts`."""
     parts = [*state_parts(model, settings), *sampling_parts(model, settings), *update_parts(model, settings)]
     return [part for part in parts if part.num_bytes]
 
@@ -340,14 +340,14 @@ def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """What stays from step to step: weights, reference, gradients, optimizer. Some parts may have no bytes.
+    """Persistent states: weights, reference, gradients, optimizer. Parts may be empty.
 
     Bytes per trained weight of a float32 model under AdamW: 4 of weights, 4 of gradients (DDP: 8), 8 of states, and 4
     of the reference. Under DeepSpeed with 16 bits: 2 of weights, 2 of the reference, 4 of summed gradients (stage 1:
     2), 4 of master weights, 8 of states; offloaded, the CPU holds another 4 of gradients.
     """
     kept = [*weight_parts(model, settings), *gradient_parts(model, settings), *optimizer_parts(model, settings)]
-    kept = [piece for part in kept for piece in parked(part, settings.offloaded)]
+    kept = [piece for part in kept for piece in offload_part(part, settings.offloaded)]
     return [*kept, *gathered_parts(model, settings), *autocast_parts(model, settings)]
 
 
@@ -364,24 +364,27 @@ def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
         copied, reference = "a copy of the starting adapter", model.num_adapters * ADAPTER_BYTES
         reference *= model.has_starting_adapter
     elif model.num_trained < model.num_weights and not settings.division.gathers_layers:
-        copied, reference = "a frozen copy of what is trained", model.num_trained * width
+        copied, reference = "a frozen copy of the trainable parameters", model.num_trained * width
     sizes = [
         ("weights", plain, how),
         ("adapters", model.num_adapters * settings.adapter_width, lora),
         ("reference", reference * settings.has_reference, copied),
     ]
-    return [Part(name, share(size, ranks), ALWAYS, how + over(ranks), is_on_cpu=on_cpu) for name, size, how in sizes]
+    return [
+        Part(name, share(size, ranks), ALWAYS, how + format_ranks(ranks), is_on_cpu=on_cpu) for name, size, how in sizes
+    ]
 
 
 def gradient_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Gradients, and DDP's buckets. ZeRO-3 sums them in one buffer, made at the start and kept."""
+    """Gradients, and DDP's buckets. ZeRO-3 sums gradients in one persistent buffer."""
     division, least = settings.division, 4 if settings.division.stage >= 2 else 0
     width, adapter_width = settings.widths.weights, settings.adapter_width
     gradients = model.num_trained * max(width, least) + model.num_adapters * max(adapter_width, least)
     buckets = (model.num_trained * width + model.num_adapters * adapter_width) * division.has_buckets
     is_held = settings.accumulates or (settings.checkpointing == "chunks" and len(settings.batch.chunk_rows) > 1)
     during = ALWAYS if division.stage == 3 else TRAINING if is_held else STEP
-    how, on_cpu = f"of what is trained{over(division.gradients)}", division.offloads_optimizer and division.stage == 3
+    how = f"of the trainable parameters{format_ranks(division.gradients)}"
+    on_cpu = division.offloads_optimizer and division.stage == 3
     return [
         Part("gradients", share(gradients, division.gradients), during, how, is_on_cpu=on_cpu),
         Part("gradient buckets", buckets, ALWAYS, "DDP's second copy of the gradients"),
@@ -389,7 +392,7 @@ def gradient_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and what a step needs: a copy of one state.
+    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and the temporary memory of a step: one state's copy.
 
     The step of ZeRO-1 and ZeRO-3 also copies gradients to 32 bits; ZeRO-2 steps on the 32-bit sums themselves.
     """
@@ -397,12 +400,12 @@ def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     own = -(-model.num_stepped // division.optimizer)
     stepped = 0 if on_cpu else min(own, SUB_GROUP) if division.stage == 3 else own
     work = stepped * (per_weight / 2 + 4 * (division.stage in (1, 3)))
-    words = f"bytes per trained weight{over(division.optimizer)}"
+    words = f"bytes per trained weight{format_ranks(division.optimizer)}"
     return [
         Part("optimizer states", share(own * per_weight), ALWAYS, f"{per_weight:.3g} {words}", is_on_cpu=on_cpu),
         Part("master weights", 4 * own * (division.stage > 0), ALWAYS, f"4 {words}", is_on_cpu=on_cpu),
         Part("master gradients", 4 * own * on_cpu, ALWAYS, "for the step on the CPU", is_on_cpu=True),
-        Part("optimizer's work", share(work), STEP, f"copies of the {stepped:,} weights stepped at once", True),
+        Part("optimizer's work", share(work), STEP, f"copies of the {stepped:,} weights updated at once", True),
     ]
 
 
@@ -411,22 +414,22 @@ def share(num_bytes: float, ranks: int = 1) -> int:
     return math.ceil(num_bytes / ranks)
 
 
-def over(ranks: int) -> str:
-    """How a part is divided, in words."""
+def format_ranks(ranks: int) -> str:
+    """Format the number of ranks that share a part; empty for one."""
     return f", over {ranks} ranks" if ranks > 1 else ""
 
 
-def parked(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """The part; if `model.offload` names it, its place on the CPU while completions are sampled, too."""
+def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
+    """Split a part named in `model.offload` into its device memory in training and its CPU memory in sampling."""
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
-    there = Part(f"{part.name}, parked", part.num_bytes, SAMPLING, "model.offload", is_on_cpu=True)
-    return [part._replace(moments=TRAINING), there]
+    on_cpu = Part(f"{part.name}, offloaded", part.num_bytes, SAMPLING, "model.offload", is_on_cpu=True)
+    return [part._replace(moments=TRAINING), on_cpu]
 
 
 def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Full weights where they are sharded: of the layers that run, or all of them while sampling."""
+    """Gathered copies of sharded weights: those of the running layers, or all of them during sampling."""
     division, width = settings.division, settings.widths.compute
     if not division.gathers_layers:
         return []
@@ -444,13 +447,14 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Autocast's 16-bit copies of 32-bit matrices. FSDP2 gathers in 16 bits and needs none.
 
-    Copies of trained matrices are kept and used again; of frozen ones each forward makes its own, for its backward.
+    Copies of trained matrices are cached and reused; each forward pass makes its own copies of frozen ones, which its
+    backward pass needs.
     """
     if not settings.widths.is_mixed or settings.division.gathers_layers:
         return []
     passes, mode = settings.batch.passes, settings.checkpointing
     forwards = 1 if mode == "layers" else min(2, len(passes)) if mode == "chunks" else len(passes)
-    how = f"copies of frozen matrices by {forwards} forwards: policy.dtype bfloat16 needs none"
+    how = f"copies of frozen matrices by {forwards} forward passes: policy.dtype bfloat16 needs none"
     return [
         Part(
             "16-bit weights", 2 * model.num_trained_matrices, UPDATE | SAMPLING, "autocast's copies", is_estimate=True
@@ -463,7 +467,7 @@ def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """What decoding needs: the cache at its fullest, one layer of it twice, and the scores of the next token."""
+    """Memory of decoding: the full KV cache, a second copy of one of its layers, and the next-token scores."""
     batch, widths, rows = settings.batch, settings.widths, settings.sampling_rows
     tokens = batch.prompt_length + batch.completion_length - 1  # the last token is never fed back
     cache, layers = cache_bytes(model, rows, tokens, widths), len(model.windows)
@@ -479,7 +483,7 @@ def sampling_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def cache_bytes(model: ModelSizes, rows: int, tokens: int, precision: Precision) -> int:
-    """Bytes of the key-value cache of some sequences.
+    """Bytes of the KV cache.
 
         sum over layers of  rows x min(tokens, window - 1) x key-value heads x head size x 2 x bytes of a number
 
@@ -489,12 +493,12 @@ def cache_bytes(model: ModelSizes, rows: int, tokens: int, precision: Precision)
 
 
 def cached_positions(model: ModelSizes, tokens: int) -> int:
-    """Positions that all layers keep of one sequence."""
+    """Cached positions of one sequence, summed over layers."""
     return sum(tokens if window is None else min(tokens, window - 1) for window in model.windows)
 
 
 def update_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """What forward and backward of the largest micro-batch need."""
+    """Temporary memory of the forward and backward pass of the largest micro-batch."""
     batch, mode = settings.batch, settings.checkpointing
     kept, passing = logits_bytes(model, batch, mode)
     width = f"{batch.completion_length:,} x {model.vocab_size:,}"
@@ -503,7 +507,7 @@ def update_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
         how = f"{batch.head_chunk_size:,} tokens x {model.vocab_size:,} at a time (policy.head_chunk_size)"
     largest = Part("logits, passing", passing, UPDATE, how, is_estimate=True)
     layer = max(layer_bytes(model, size, settings.widths, is_eager=settings.is_eager) for size in batch.passes)
-    if mode == "layers" and layer > passing:  # a layer is recomputed when the logits are gone
+    if mode == "layers" and layer > passing:  # layers are recomputed after the logits are freed
         largest = Part("recomputed layer", layer, UPDATE, "one at a time", is_estimate=True)
     activations = activation_bytes(model, batch, settings.widths, mode, is_eager=settings.is_eager)
     rows_kept = batch.chunk_rows[0] if mode == "chunks" else batch.num_completions
@@ -515,22 +519,22 @@ def update_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager: bool = False) -> int:
-    """Bytes that one decoder layer keeps of a forward for its backward pass.
+    """Activation bytes of one decoder layer, kept from the forward for the backward pass.
 
-    The count of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for RMS norms, grouped queries, fused
-    attention, a gated feed-forward block and no dropout. Their `s b h (34 + 5 a s / h)` is the same count for GPT-3's
-    layer. With c and r the bytes of a number in products and between the layers, h the hidden and i the feed-forward
-    width, a heads of size d, per token:
+    The formula of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for RMS norms, grouped queries, fused
+    kernels, a gated feed-forward block and no dropout. Their `s b h (34 + 5 a s / h)` is the same count for GPT-3's
+    layer. c and r are the bytes per number in matrix products and in the residual stream, h is the hidden and i the
+    feed-forward width; a heads of size d. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      the copies that the products behind read       2 c h; under autocast 5 c h
+                      copies read by the matrix products after them  2 c h; under autocast 5 c h
         attention     queries and output                             2 c a d
                       keys and values, per token of the context      2 c a d
                       the softmax's sum, the mask                    4 a, c per token of the context
                       eager attention: its scores                    (4 + c) a per token of the context
         feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
 
-    Llama and Qwen2 keep this within 2 %. Further norms (Qwen3, Gemma 3) and experts keep more, and are not counted.
+    Llama and Qwen2 match within 2 %. Additional norms (Qwen3, Gemma 3) and experts keep more, which is not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context
@@ -547,13 +551,13 @@ def activation_bytes(
 ) -> int:
     """Bytes kept for the backward pass of a micro-batch, without the logits.
 
-        none      every layer of every forward
-        layers    every layer's input; one layer is recomputed at a time on top
-        chunks    every layer of the prompts' forward and of the largest chunk, which is recomputed
+        none      all layers of all forward passes
+        layers    the input of each layer; in addition one layer at a time is recomputed
+        chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
 
-    and the prompts' keys and values, the last norm's input and result, and what the head reads. Images count as tokens
-    of the decoder. The activations of a trained vision tower are not counted; adapters keep up to half as much again
-    where they are 32-bit in a 16-bit model.
+    plus the prompts' keys and values, the input and output of the last norm, and the head's input. Images count as
+    tokens of the decoder. Not counted: the activations of a trained vision tower, and those of adapters, up to half as
+    much again if they are 32-bit in a 16-bit model.
     """
     passes = batch.passes
     if mode == "chunks":
@@ -572,12 +576,12 @@ def activation_bytes(
 
 
 def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
-    """Bytes of the float32 logits: (kept for the backward pass, passing, while the entropy is computed).
+    """Bytes of the float32 logits: (kept for the backward pass, temporary during the entropy).
 
-    whole    kept = 4 rows T V (of all completions, or of one chunk where chunks are recomputed),
-             passing = 16 rows' T V, with rows' those of the largest chunk
-    slices   kept = 0, passing = 20 S V: a chunk of more than S tokens runs the head on S at a time, and again in
-             the backward pass
+    unsliced   kept = 4 rows T V (all completions, or those of one chunk if chunks are recomputed),
+               temporary = 16 rows' T V, with rows' those of the largest chunk
+    sliced     kept = 0, temporary = 20 S V: for a chunk of more than S tokens the head runs on S tokens at a time, and
+               again in the backward pass
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None
@@ -591,19 +595,19 @@ def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "n
 
 
 def reward_parts(rewards: Iterable[WeightedReward]) -> tuple[list[Part], list[str]]:
-    """(the full copy of each reward model that every device has, remarks on what is not counted).
+    """(The unsharded copy of each reward model per device, remarks on memory that is not counted).
 
-    A call's activations are smaller than an update's and are not counted.
+    The activations of a call are smaller than those of an update and are not counted.
 
     Raises:
-        FileNotFoundError: If a reward model's config cannot be read and its sizes are not known here.
+        FileNotFoundError: If a reward model's config cannot be loaded and its sizes are unknown.
     """
     parts, remarks = [], []
     for reward in rewards:
         inner = innermost(reward.reward)
         if not isinstance(inner, RewardModel):
             if reward.loads:
-                remarks.append(f"what the reward {reward.name} loads is not counted")
+                remarks.append(f"the model loaded by the reward {reward.name} is not counted")
             continue
         try:
             config = inner.source.load_config()
@@ -611,7 +615,7 @@ def reward_parts(rewards: Iterable[WeightedReward]) -> tuple[list[Part], list[st
             config = known_config(inner.source.model)
             if config is None:
                 raise
-            remarks.append(f"{inner.source.model} cannot be read here: its sizes are those that this package knows")
+            remarks.append(f"{inner.source.model} cannot be loaded here: using the sizes known to this package")
         num_weights, width = inner.source.size(config)
         how = f"{num_weights:,} weights of {width} bytes, a full copy on every device"
         how += ", to which it moves during its calls" * inner.offload

@@ -1,4 +1,4 @@
-"""The sizes of a policy, read from its config and its parameters on the meta device: no weight is loaded."""
+"""Parameter counts and sizes of a policy, from its config and a model on the meta device: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -22,71 +22,71 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.settings import PolicySettings
 
 QUANTIZED_BYTES = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
-"""Per weight. 4 bits: nf4 in blocks of 64, whose scales are 8 bits and have 32-bit scales per 256 (QLoRA,
-arXiv:2305.14314, section 3). 8 bits: its scale per row is left out."""
+"""Bytes per weight. 4 bits: nf4 in blocks of 64 with 8-bit scales, which have 32-bit scales per 256 (QLoRA,
+arXiv:2305.14314, section 3). 8 bits: the scale per row is ignored."""
 
 NUMBERED = re.compile(r"(^|\.)\d+\.")
-"""In the names of parameters that belong to one of several layers."""
+"""Matches names of parameters in numbered layers."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder, and how many of its weights are trained. Tied weights count once."""
+    """Sizes of a decoder and its number of trainable parameters. Tied weights count once."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward block that a token runs through; with experts, of all that it is sent to."""
+    """Width of the feed-forward block per token; with experts, summed over the experts that a token is routed to."""
 
     vocab_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
-    """The sliding window in tokens, or None, of each layer that keeps keys and values."""
+    """Sliding window in tokens, or None, of each layer with a KV cache."""
 
     num_linear_layers: int = 0
-    """Layers with a recurrent state instead of keys and values; the state is not counted."""
+    """Layers with a recurrent state instead of a KV cache; the state is not counted."""
 
     has_gated_mlp: bool = True
     num_weights: int = 0
     num_layer_weights: int = 0
-    """Of one decoder layer, the mean of all."""
+    """Weights of one decoder layer, averaged over layers."""
 
     num_end_weights: int = 0
-    """Embeddings, last norm and head."""
+    """Weights of embeddings, last norm and head."""
 
     num_vision_weights: int = 0
-    """Of the vision tower and its projector."""
+    """Weights of the vision tower and its projector."""
 
     has_trained_tower: bool = False
     num_trained: int = 0
-    """Trained weights of the model's own, without adapters."""
+    """Trained weights without adapters."""
 
     num_trained_matrices: int = 0
     """Trained weights in matrices: autocast keeps a 16-bit copy of each."""
 
     num_frozen_matrices: int = 0
-    """Frozen weights in unquantized matrices: autocast makes a 16-bit copy of each in every forward."""
+    """Frozen weights in unquantized matrices: autocast makes a 16-bit copy of each in every forward pass."""
 
     num_adapters: int = 0
     """LoRA weights, all trained."""
 
     has_starting_adapter: bool = False
-    """True if the reference is a copy of the adapter that the run started from."""
+    """True if the reference is a copy of the initial adapter."""
 
     num_quantized: int = 0
     quantized_bytes: float = 0.0
-    """Per quantized weight."""
+    """Bytes per quantized weight."""
 
     @property
     def num_stepped(self) -> int:
-        """Weights that the optimizer steps."""
+        """Weights that the optimizer updates."""
         return self.num_trained + self.num_adapters
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The architecture of a config, with parameters that have shapes and no memory."""
+    """Build the model of a config on the meta device: parameters have shapes but no memory."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
@@ -95,16 +95,15 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
 
 
 def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
-    """Sizes of a language or vision-language model of transformers under the policy's settings.
+    """Compute the sizes of a transformers language or vision-language model under the policy's settings.
 
     Args:
-        model: On any device. It is changed in place: frozen as the run freezes it, a saved adapter put into its layers.
-        settings: What is trained, adapted and quantized.
+        model: On any device. Changed in place: its parameters are frozen as in the run, a saved adapter is inserted.
+        settings: Freezing, LoRA and quantization settings.
 
     Raises:
-        FileNotFoundError: If the adapter to start from does not exist.
-        ValueError: If the config does not name its sizes as transformers does, or layers to freeze or to adapt do not
-            exist.
+        FileNotFoundError: If the initial adapter does not exist.
+        ValueError: If the config lacks transformers' names of sizes, or layers to freeze or to adapt do not exist.
     """
     from transformers import DynamicCache
 
@@ -113,7 +112,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
         num_heads, hidden_size = int(config.num_attention_heads), int(config.hidden_size)
         num_layers, vocab_size = int(config.num_hidden_layers), int(config.vocab_size)
     except AttributeError as error:
-        raise ValueError(f"{type(config).__name__} does not name its sizes as other models do: {error}.") from error
+        raise ValueError(f"{type(config).__name__} does not use transformers' names of sizes: {error}.") from error
     cached = DynamicCache(config=config).layers
     attention = [layer for layer in cached if hasattr(layer, "keys")]
     limit_training(model, settings)
@@ -152,7 +151,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
 
 
 def limit_training(model: Any, settings: PolicySettings) -> None:
-    """Freeze what a run with these settings freezes."""
+    """Freeze the parameters that a run with these settings freezes."""
     if settings.lora is not None:
         model.requires_grad_(False)
         return
@@ -164,12 +163,12 @@ def limit_training(model: Any, settings: PolicySettings) -> None:
 
 
 def count(weights: Iterable[torch.Tensor]) -> int:
-    """Numbers in some parameters."""
+    """Count the elements of parameters."""
     return sum(weight.numel() for weight in weights)
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights that tokens are multiplied by: all matrices but the embeddings, and the head, tied or not."""
+    """Weights used in matrix products: all matrices except the embeddings, plus the head, tied or not."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -177,7 +176,7 @@ def matrices(model: Any) -> list[nn.Parameter]:
 
 
 def linear_weights(model: Any) -> list[torch.Tensor]:
-    """Weights that quantization narrows: those of every linear layer but the head."""
+    """Weights that are quantized: those of all linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -185,20 +184,20 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
 
 
 def intermediate_size(config: Any) -> int:
-    """Width of the feed-forward block that one token runs through."""
+    """Width of the feed-forward block per token, summed over the experts that it is routed to."""
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(dense)
     routed = int(getattr(config, "moe_intermediate_size", None) or dense)
     shared = getattr(config, "shared_expert_intermediate_size", None)
-    if shared is None:  # some configs give their number instead, each as wide as the others
+    if shared is None:  # some configs have the number of shared experts instead, each as wide as the others
         shared = int(getattr(config, "n_shared_experts", None) or 0) * routed
     return int(experts) * routed + int(shared)
 
 
 def count_adapters(model: Any, lora: LoRA) -> int:
-    """Weights of LoRA's adapters. A saved adapter decides its own layers and ranks: peft builds it, without weights."""
+    """Count the weights of LoRA adapters. A saved adapter has its own layers and ranks: peft builds it on meta."""
     if lora.adapter is None:
         layers: list[Any] = list(targets(model, lora.target_modules).values())
         return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
@@ -240,7 +239,7 @@ _SIZES: dict[str, tuple[int | bool, ...]] = {
     "Llama-3.1-70B": (128256, 8192, 28672, 80, 64, 8, 128, 131072, False),
     "Llama-3.3-70B": (128256, 8192, 28672, 80, 64, 8, 128, 131072, False),
 }
-"""Of published models, so that `plan` works without a network."""
+"""Sizes of published models, so that `plan` works without a network."""
 
 _QWEN2_5_TOWER = {
     **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14},
@@ -255,7 +254,7 @@ _INTERN_VIT_300M = {
 
 
 def _known() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Hub name, model type and config of each published model."""
+    """Yield hub name, model type and config of each published model."""
     configs = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in _SIZES.items()}
     for name, config in configs.items():
         owner, kind = ("Qwen", name[:5].lower()) if name.startswith("Qwen") else ("meta-llama", "llama")
@@ -278,7 +277,7 @@ def _known() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """The config of a published model by its hub name; None if its sizes are not known here."""
+    """The config of a published model by its hub name; None if its sizes are unknown."""
     from transformers import AutoConfig
 
     return next((AutoConfig.for_model(kind, **config) for known, kind, config in _known() if known == name), None)

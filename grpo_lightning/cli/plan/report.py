@@ -1,4 +1,4 @@
-"""What `grpo-lightning plan` prints."""
+"""Output of `grpo-lightning plan`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Share of a device above which fragmentation and the CUDA context decide whether a run fits."""
+"""Fraction of a device's memory above which fragmentation and the CUDA context decide whether a run fits."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
-    """A heading and its lines."""
+    """Print a heading and its lines."""
     console.print(f"\n[bold]{title}[/bold]")
     for line in lines:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """`1 prompt`, `1,600 prompts`."""
+    """Format a number with its noun: `1 prompt`, `1,600 prompts`."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
@@ -38,16 +38,16 @@ def count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
-    """The arithmetic of a cycle."""
+    """Format the batch arithmetic of a cycle."""
     b = batches
     update = f"{b.completions_per_update:,.6g}"
     return [
         f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')} x {b.num_generations} completions = "
         f"{b.completions_per_rollout:,} completions per rollout (ranks: {why_world_size}).",
-        f"A rank cuts its {b.batch_size * b.num_generations:,} into {b.accumulate_grad_batches} x "
+        f"Each rank splits its {b.batch_size * b.num_generations:,} into {b.accumulate_grad_batches} x "
         f"{b.updates_per_rollout} = {count(b.micro_batches, 'micro-batch', 'es')} (accumulate_grad_batches x "
         f"updates_per_rollout) of about {b.batch_size * b.num_generations / b.micro_batches:,.3g} completions.",
-        f"A rollout is trained for {b.updates_per_rollout} x {b.num_iterations} = "
+        f"Each rollout is used for {b.updates_per_rollout} x {b.num_iterations} = "
         f"{count(b.steps_per_rollout, 'optimizer step')} (updates_per_rollout x num_iterations), each on {update} "
         "completions over all ranks.",
     ]
@@ -56,11 +56,11 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
 def length_lines(
     config: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int | None, why_unknown: str
 ) -> list[str]:
-    """Steps per epoch and in all; with dynamic sampling, how many there may be."""
+    """Format the steps per epoch and in total; with dynamic sampling, their maximum."""
     settings = config.model.dynamic_sampling
     most = "" if settings is None else "up to "
     if num_prompts is None or length.steps_per_epoch is None:
-        lines = [f"The number of prompts is not known: {why_unknown}.".replace("..", ".")]
+        lines = [f"The number of prompts is unknown: {why_unknown}.".replace("..", ".")]
     else:
         rollouts = length.steps_per_epoch // batches.steps_per_rollout
         epoch = f"{count(rollouts, 'rollout')} = {count(length.steps_per_epoch, 'optimizer step')} per epoch."
@@ -68,15 +68,15 @@ def length_lines(
     if settings is not None:
         lines.append(
             f"With dynamic_sampling, a rollout may take up to {settings.max_resample_times + 1} times the prompts and "
-            "the time to sample, and an epoch may have fewer steps."
+            "the sampling time, and an epoch may have fewer steps."
         )
-    if length.asked_steps is not None and not config.trainer.fast_dev_run:
-        lines.append(f"max_steps {length.asked_steps} ends inside a cycle: it is rounded up.")
+    if length.requested_steps is not None and not config.trainer.fast_dev_run:
+        lines.append(f"max_steps {length.requested_steps} ends inside a cycle: it is rounded up.")
     return [*lines, total_line(config, batches, length)]
 
 
 def total_line(config: Namespace, batches: BatchPlan, length: RunPlan) -> str:
-    """The length of the run and what decides it."""
+    """Format the length of the run and the limits that determine it."""
     trainer, is_open = config.trainer, config.model.dynamic_sampling is not None
     limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs, "max_time": trainer.max_time}
     if trainer.fast_dev_run:
@@ -85,11 +85,11 @@ def total_line(config: Namespace, batches: BatchPlan, length: RunPlan) -> str:
     by_epochs = trainer.max_epochs not in (None, -1)
     if length.total_steps is None:
         if trainer.max_steps >= 0 or by_epochs:
-            return f"The length of the run follows from the number of prompts ({by})."
+            return f"The length of the run depends on the number of prompts ({by})."
         if trainer.max_time is None:
-            return "Nothing ends the run: max_epochs -1, and neither max_steps nor max_time."
-        return f"The time decides how long the run is ({by})."
-    by += ": fewer if the time is up before" * ("max_time" in by)
+            return "The run has no end: max_epochs is -1, and neither max_steps nor max_time is set."
+        return f"The length of the run depends on the time limit ({by})."
+    by += ": fewer if the time limit is reached first" * ("max_time" in by)
     line = f"The run: {'up to ' * (is_open and by_epochs)}{count(length.total_steps, 'optimizer step')}"
     if length.num_prompts is not None:
         line += f", {count(length.num_prompts, 'prompt')} {'trained on' if is_open else 'sampled for'}"
@@ -101,7 +101,7 @@ def total_line(config: Namespace, batches: BatchPlan, length: RunPlan) -> str:
 
 
 def validation_line(trainer: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int) -> str:
-    """How often the run validates."""
+    """Format how often the run validates."""
     if not num_prompts:
         return "No validation data."
     prompts, every = f"Validation on {count(num_prompts, 'prompt')}", trainer.val_check_interval
@@ -119,7 +119,7 @@ def validation_line(trainer: Namespace, batches: BatchPlan, length: RunPlan, num
 
 
 def token_lines(settings: MemorySettings, why_prompt_tokens: str) -> list[str]:
-    """The largest micro-batch in tokens, and how it is cut into chunks."""
+    """Format the largest micro-batch in tokens, and its chunks."""
     batch = settings.batch
     N, B, L, T = batch.num_prompts, batch.num_completions, batch.prompt_length, batch.completion_length
     dense, shared = B * (L + T), N * L + B * T
@@ -128,8 +128,8 @@ def token_lines(settings: MemorySettings, why_prompt_tokens: str) -> list[str]:
         lines.append(f"The largest micro-batch: {B} x ({L:,} + {T:,}) = {dense:,} tokens (dense path).")
     else:
         lines.append(
-            f"The largest micro-batch: {N} x {L:,} prompt + {B} x {T:,} completion tokens = {shared:,}; with the "
-            f"prompt in every row it would be {dense:,}, {dense / shared:.1f} times as many."
+            f"The largest micro-batch: {N} x {L:,} prompt + {B} x {T:,} completion tokens = {shared:,}; with a copy of "
+            f"the prompt in every row it would be {dense:,}, {dense / shared:.1f} times as many."
         )
     chunks, setting = batch.chunk_rows, f"policy.chunk_size {batch.chunk_size}".replace("None", "null")
     size = f"{count(len(chunks), 'forward')} of at most {count(chunks[0], 'completion')}"
@@ -138,7 +138,7 @@ def token_lines(settings: MemorySettings, why_prompt_tokens: str) -> list[str]:
     elif settings.checkpointing == "chunks":
         size += ", each recomputed in the backward pass."
     else:
-        size += ". Their activations are all kept: policy.activation_checkpointing 'chunks' keeps one at a time."
+        size += ". All their activations are kept: policy.activation_checkpointing 'chunks' keeps one chunk at a time."
     return [*lines, f"{setting}: {size}"]
 
 
@@ -153,10 +153,10 @@ def print_memory(
     remarks: list[str],
     device_gib: float | None,
 ) -> str | None:
-    """Print the table of parts, the highest moment, and the device it has to fit.
+    """Print the table of parts, the peak, and the comparison with the device.
 
     Returns:
-        That it does not fit, with the settings that need less; None if it may fit, or there is no device to compare.
+        An error message with settings that reduce memory if it does not fit; None if it may fit, or there is no device.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -177,7 +177,7 @@ def print_memory(
     console.print(table)
     compared = device_line(peaks[highest], device_gib)
     if model.has_trained_tower:
-        compared += " What the trained vision tower keeps of images for its backward pass comes on top."
+        compared += " The activations of the trained vision tower come on top."
     for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), compared]:
         console.print(note, markup=False)
     if not compared.startswith(verdict(2)):
@@ -186,59 +186,59 @@ def print_memory(
     assert total_bytes is not None
     too_high = [moment for moment in MOMENTS if peaks[moment] > total_bytes]
     lines = [f"{moment}: {'; '.join(levers(model, settings, moment))}" for moment in too_high]
-    return "\n".join([f"{compared} What needs less, by moment:", *lines])
+    return "\n".join([f"{compared} Settings that reduce memory, by phase:", *lines])
 
 
 def memory_notes(model: ModelSizes, settings: MemorySettings, remarks: list[str]) -> list[str]:
-    """What the table is about, and what it leaves out."""
+    """Format notes on the contents of the table and what it leaves out."""
     weights = f"{model.num_weights:,} weights, {model.num_layers} layers, {settings.widths.weights} bytes each"
     trained = f" {model.num_stepped:,} are trained ({model.num_stepped / model.num_weights:.2%})."
     return [
         f"The policy has {weights} (trainer.precision, policy.dtype)."
         + trained * (model.num_stepped != model.num_weights),
-        "sampling: while completions are sampled; update: in a micro-batch's forward and backward; step: while the "
-        "optimizer steps. ~ is an estimate by formula. Fragmentation, the CUDA context (about 0.5 GiB) and buckets of "
-        "DeepSpeed (up to 0.8 GiB) come on top. A run on a GPU logs its measured peaks as memory/<phase>_gib.",
+        "sampling: sampling completions; update: forward and backward of a micro-batch; step: the optimizer step. "
+        "~ is an estimate by formula. Fragmentation, the CUDA context (about 0.5 GiB) and DeepSpeed's buckets (up to "
+        "0.8 GiB) come on top. A run on a GPU logs its measured peaks as memory/<phase>_gib.",
         *[f"{remark[0].upper()}{remark[1:]}." for remark in remarks],
     ]
 
 
 def cpu_lines(parts: list[Part]) -> list[str]:
-    """What is kept on the CPU instead of the device."""
-    there = [part for part in parts if part.is_on_cpu]
-    if not there:
+    """Format the memory on the CPU."""
+    on_cpu = [part for part in parts if part.is_on_cpu]
+    if not on_cpu:
         return []
     needed = max(peak(parts, moment, is_on_cpu=True) for moment in MOMENTS)
-    sizes = ", ".join(f"{part.name} {part.num_bytes / GIB:.2f}" for part in there)
+    sizes = ", ".join(f"{part.name} {part.num_bytes / GIB:.2f}" for part in on_cpu)
     return [f"On the CPU, for every device of a node: {needed / GIB:.2f} GiB ({sizes})."]
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Memory of the device as given, or of this machine's; None if there is none."""
+    """Memory of the given device size, otherwise of this machine's GPU; None if there is none."""
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def device_line(needed: int, device_gib: float | None) -> str:
-    """Compare what is needed with the device."""
+    """Compare the needed bytes with the device's memory."""
     total = device_bytes(device_gib)
     if total is None:
-        return "No CUDA device is here to compare with; --device_gib N names one."
-    answer = f"{verdict(needed / total)}: {needed / GIB:.1f}"
+        return "No CUDA device to compare with; set its memory with --device_gib N."
+    line = f"{verdict(needed / total)}: {needed / GIB:.1f}"
     if device_gib is not None:
-        return f"{answer} of {device_gib:g} GiB."
+        return f"{line} of {device_gib:g} GiB."
     name = torch.cuda.get_device_properties(0).name
-    return f"{answer} GiB of the {total / GIB:.1f} GiB of this machine's {name} ({needed / total:.0%})."
+    return f"{line} GiB of the {total / GIB:.1f} GiB of this machine's {name} ({needed / total:.0%})."
 
 
 def verdict(share: float) -> str:
-    """Whether this share of a device's memory exists."""
+    """Whether this fraction of a device's memory fits."""
     return "It fits" if share <= TIGHT else "It may not fit" if share <= 1 else "It does not fit"
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """The settings that lower the memory of a moment and are not used yet, the cheapest in time first."""
+    """Unused settings that reduce the memory of a phase, those with the lowest time cost first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [
@@ -266,7 +266,7 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
 
 
 def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) -> None:
-    """A script's batches as settings, the arithmetic, and what differs."""
+    """Print a script's batches as settings of this package, the batch arithmetic, and the differences."""
     console = Console(highlight=False)
     console.print("\n[bold]Here[/bold]")
     for line in (
@@ -280,6 +280,6 @@ def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) 
         f"  num_iterations: {batches.num_iterations}",
     ):
         console.print(line, markup=False)
-    print_lines(console, "In words", batch_lines(batches, f"{trainer}'s processes"))
+    print_lines(console, "Batches", batch_lines(batches, f"{trainer}'s processes"))
     same = "Every update trains on as many prompts and completions as the script's."
     print_lines(console, "Differences", differences or [same])

@@ -1,1 +1,1 @@
-"""Boxes in answers: parsing, coordinate frames, IoU and detection rewards."""
+"""Bounding boxes in answers: parsing, coordinate frames, IoU and detection rewards."""

@@ -1,4 +1,4 @@
-"""Box coordinates: boxes of answers and of the data in one frame, and the base of the rewards that compare them."""
+"""Box coordinates: map answer boxes and ground-truth boxes to one frame; base class of rewards that compare boxes."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ GivenCoordinates = Literal["auto", "original", "resized", "norm1000"]
 GoldCoordinates = Literal["original", "norm1000"]
 
 Scale = tuple[float, float]
-"""The size of one unit of x and of y, in pixels of the image in the data."""
+"""Pixels of the image in the data per unit of x and of y."""
 
 
 class BoxFrame(NamedTuple):
-    """Converts the boxes of an answer and of the data to the same units."""
+    """Converts answer boxes and ground-truth boxes to the same units."""
 
     given_scale: Scale
     right_scale: Scale
     size: tuple[float, float] | None
-    """Width and height of the image; None if they are not known."""
+    """Width and height of the image; None if unknown."""
 
     def given(self, boxes: Sequence[Box | None]) -> Tensor:
-        """[n, 4] float64: boxes of an answer, clipped to the image; an empty box for None."""
+        """Convert answer boxes: [n, 4] float64, clipped to the image; an empty box for None."""
         return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def right(self, boxes: Sequence[Box]) -> Tensor:
-        """[n, 4] float64: boxes of the data, clipped to the image. Raises: ValueError if one lies outside it."""
+        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError if one is outside it."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._placed(boxes, self.right_scale)
 
     def _placed(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
-        """[n, 4] float64: the boxes in common units, clipped to the image."""
+        """Scale boxes to the common units and clip them to the image: [n, 4] float64."""
         placed = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) * torch.tensor(scale * 2, dtype=torch.float64)
         return placed if self.size is None else clip(placed, *self.size)
 
 
 class BoxReward(Reward):
-    """A reward that compares the boxes of an answer with those of its row, in one image.
+    """Base class of rewards that compare the boxes of an answer with the ground truth, in one image.
 
     Args:
-        answer_column: The data column with the right boxes. A row without one (None or empty text) is not scorable.
+        answer_column: The data column with the ground-truth boxes. Rows without one (None or empty text) are not
+            scorable.
         coordinates: The coordinates of answers. "auto": those of the policy's family (`ImageView.coordinates`), mapped
-            to the image in the data. "original": pixels of that image. "resized": pixels of the image that the policy
-            sees. "norm1000": 0 to 1000 across and down.
+            to the image in the data. "original": pixels of that image. "resized": pixels of the image after the
+            policy's preprocessing. "norm1000": 0 to 1000 across and down.
         gold_coordinates: The coordinates of the data: "original" pixels or "norm1000" (VLM-R1's data for InternVL).
     """
 
@@ -66,7 +67,7 @@ class BoxReward(Reward):
         coordinates: GivenCoordinates = "auto",
         gold_coordinates: GoldCoordinates = "original",
     ) -> None:
-        """Raises: ValueError if a convention is unknown."""
+        """Raises: ValueError if `coordinates` or `gold_coordinates` is unknown."""
         if coordinates not in get_args(GivenCoordinates):
             raise ValueError(
                 f"coordinates must be one of {', '.join(get_args(GivenCoordinates))}, got {coordinates!r}."
@@ -86,22 +87,22 @@ class BoxReward(Reward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Compare.
+        """Score completions.
 
-        Logs `<name>/unreadable`, the share of answers without a readable box. They are wrong, not failures.
+        Logs `<name>/unreadable`, the fraction of answers without a readable box. They are wrong, not failures.
 
         Args:
             completions: [B].
             image_views: [B] the images of each prompt.
-            log_metric: The run's.
+            log_metric: The run's logging function.
             columns: [B] each, the data columns.
 
         Returns:
             [B] in [0, 1], None where the row is not scorable.
 
         Raises:
-            ValueError: If a row's right boxes cannot be read, or lie outside its image; if its prompt has several
-                images, or none and their sizes are needed.
+            ValueError: If a row's ground-truth boxes cannot be parsed, or lie outside its image; if its prompt has
+                several images, or none although the image size is needed.
         """
         answers = columns[self.answer_column]
         views: Sequence[Sequence[ImageView]] = [()] * len(completions) if image_views is None else image_views
@@ -120,7 +121,7 @@ class BoxReward(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the right boxes, against their image too where its size is known. Raises: ValueError as a call does."""
+        """Check the ground-truth boxes, with their image if its size is known. Raises: ValueError as a call does."""
         right = self.right(columns.get(self.answer_column))
         if right is None:
             return
@@ -131,25 +132,25 @@ class BoxReward(Reward):
 
     @abstractmethod
     def right(self, answer: Any) -> Any:
-        """The right boxes of a row; None if it has none. Raises: ValueError if they cannot be read."""
+        """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes in a value of `right`, to be checked before the run; others are checked when they are compared."""
+        """The boxes in a ground truth, to check them before the run; by default they are only checked in calls."""
         return ()
 
     @abstractmethod
     def given(self, text: str) -> Any:
-        """The answer of a completion; None if it cannot be read."""
+        """Parse the answer of a completion; None if it cannot be parsed."""
 
     @abstractmethod
     def compare(self, given: Any, right: Any, frame: BoxFrame) -> float:
-        """The score of an answer, in [0, 1]; an answer of None could not be read."""
+        """Score an answer in [0, 1]; the answer is None if it could not be parsed."""
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
-    """The frame of a prompt's image.
+    """Make the coordinate frame of a prompt's image.
 
-    Without an image the two conventions must be the same one, and "original" boxes are then not clipped.
+    Without an image the two coordinate conventions must be equal, and "original" boxes are then not clipped.
 
     Args:
         views: The images of the prompt.
@@ -157,7 +158,7 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
         right: The coordinates of the data.
 
     Raises:
-        ValueError: If there are several images, or none and its size is needed.
+        ValueError: If there are several images, or none although the image size is needed.
     """
     check_num_images(len(views), given, right)
     if not views:
@@ -167,51 +168,51 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that a prompt has the one image that its boxes need. Args and raises: as `frame_of`."""
+    """Check that a prompt has the one image that its boxes refer to. Args and raises: as `frame_of`."""
     if num_images > 1:
         raise ValueError(
-            f"Boxes are compared in prompts with one image, got one with {num_images}: it is not known which one is "
-            "meant. Score these rows by another reward (`rewards` of the data set's entry)."
+            f"Box rewards need prompts with one image, got {num_images}: it is unknown which one the boxes refer to. "
+            "Score these rows with another reward (`rewards` of the dataset's entry)."
         )
     if not num_images and given != right:
         raise ValueError(
-            f"coordinates {given!r} and gold_coordinates {right!r} need the size of an image, and the prompt has none: "
-            "give its row one, set both alike ('original' or 'norm1000'), or score the row by another reward."
+            f"coordinates {given!r} and gold_coordinates {right!r} need the size of an image, but the prompt has none: "
+            "add an image, set both to the same value ('original' or 'norm1000'), or score the row with another reward."
         )
 
 
 def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> None:
-    """Check that a box of the data overlaps its image.
+    """Check that a ground-truth box overlaps its image.
 
     Args:
         box: The box in the units of the data.
-        scale: The size of one unit in pixels.
-        size: Width and height of the image, in pixels; None if they are not known.
+        scale: Pixels per unit.
+        size: Width and height of the image, in pixels; None if unknown.
 
     Raises:
-        ValueError: If all of it lies outside, it has no area, or its numbers are from 0 to 1.
+        ValueError: If the box lies completely outside, has no area, or has coordinates from 0 to 1.
     """
     if size is not None and is_share(box, size):
         raise ValueError(
-            f"The right box {list(box)} ends within the first pixel of its image, {size[0]:g} x {size[1]:g} pixels: if "
-            "its numbers are shares of the image, from 0 to 1, multiply them by its width and height."
+            f"The ground-truth box {list(box)} ends within the first pixel of its image, {size[0]:g} x {size[1]:g} "
+            "pixels: if its coordinates are fractions from 0 to 1, multiply them by the image's width and height."
         )
     limits = size or (math.inf, math.inf)
     least = 0.0 if size else -math.inf
     across = min(box[2] * scale[0], limits[0]) - max(box[0] * scale[0], least)
     down = min(box[3] * scale[1], limits[1]) - max(box[1] * scale[1], least)
-    # The area as well: a product of tiny sides may be 0 where neither is.
+    # The area is checked too: the product of tiny sides may underflow to 0.
     if not (across > 0 and down > 0 and across * down > 0):
         if size is None:
-            raise ValueError(f"The right box {list(box)} has no area: (x2 - x1) * (y2 - y1) must be above 0.")
+            raise ValueError(f"The ground-truth box {list(box)} has no area: (x2 - x1) * (y2 - y1) must be above 0.")
         raise ValueError(
-            f"The right box {list(box)} lies outside its image, {size[0]:g} x {size[1]:g} pixels: does "
-            "gold_coordinates match the data?"
+            f"The ground-truth box {list(box)} lies outside its image, {size[0]:g} x {size[1]:g} pixels: check that "
+            "gold_coordinates matches the data."
         )
 
 
 def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tuple[Scale, tuple[float, float] | None]:
-    """(The size of a unit of right boxes, the size that they are clipped to); size: of the image, None without one."""
+    """(Scale of ground-truth boxes, the size they are clipped to), from the image size; None without an image."""
     if right == "original":
         return (1, 1), size
     if size is None:
@@ -220,7 +221,7 @@ def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tu
 
 
 def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:
-    """The size of one unit of a convention, in pixels of the image in the data."""
+    """Pixels of the image in the data per unit of a coordinate convention."""
     if coordinates == "original":
         return 1, 1
     return view.scale if coordinates == "auto" else dataclasses.replace(view, coordinates=coordinates).scale

@@ -1,7 +1,7 @@
-"""Boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in fences or bare.
+"""Parse boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in code fences or bare.
 
-Completions are untrusted text, so everything here takes linear time: a pattern whose neighbours begin with different
-characters, `str` methods, and the JSON parser, called at most twice.
+Completions are untrusted text, so everything here takes linear time: a pattern whose adjacent parts start with
+different characters, `str` methods, and the JSON parser, called at most twice.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from grpo_lightning.core.types import Box
-from grpo_lightning.rewards.answers import after_thought, between_answer_tags, plain
+from grpo_lightning.rewards.answers import after_reasoning, between_answer_tags, plain
 
 LARGEST = 1e9
-"""A coordinate further from 0 is none: areas must stay finite."""
+"""Maximum absolute coordinate, so that areas stay finite."""
 
 _NUMBER = r"\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
 _BOX = re.compile(r"\[" + ",".join([_NUMBER] * 4) + r"\]")
@@ -27,16 +27,16 @@ class Detection(NamedTuple):
     """One object in an answer or in the data."""
 
     box: Box | None
-    """None if it is not four numbers."""
+    """None if the box is not four numbers."""
 
     label: str | None
-    """In lower case, whitespace made single spaces; None if it has none."""
+    """Lowercase, with single spaces; None if the object has no label."""
 
 
 def answer_of(text: str) -> str:
     """The text in the last `<answer>` tags of a completion, otherwise after `</think>`."""
     answer = between_answer_tags(text)
-    return after_thought(text) if answer is None else answer
+    return after_reasoning(text) if answer is None else answer
 
 
 def last_box(text: str) -> Box | None:
@@ -46,15 +46,15 @@ def last_box(text: str) -> Box | None:
 
 
 def boxes_in(answer: str) -> list[Box | None]:
-    """All `[x1, y1, x2, y2]` of an answer, in order; None for one that has a number too large to be a coordinate."""
+    """All `[x1, y1, x2, y2]` of an answer, in order; None for a box with too large a coordinate."""
     return [_as_box([float(number) for number in found.groups()]) for found in _BOX.finditer(answer)]
 
 
 def detections(text: str) -> list[Detection] | None:
-    """The objects that a completion's answer lists; None if it cannot be read as such a list.
+    """Parse the objects listed in a completion's answer; None if the answer is not such a list.
 
-    The answer is JSON, in its last fences, bare, or with words around it: a list of `{"bbox_2d": [x1, y1, x2, y2],
-    "label": "..."}`, or one of them. A bare box is an object without a label; any other item is an object without a
+    The answer is JSON, in its last code fences, bare, or with words around it: a list of `{"bbox_2d": [x1, y1, x2, y2],
+    "label": "..."}`, or a single one. A bare box is an object without a label; any other item is an object without a
     box. `None`, `null` and `[]` are empty lists.
     """
     answer = _in_fences(answer_of(text))
@@ -69,25 +69,25 @@ def detections(text: str) -> list[Detection] | None:
 
 
 def has_json_box(answer: str) -> bool:
-    """Whether an answer is JSON, alone or in fences: an object with a box in it, or a list with such an object."""
+    """Whether an answer is JSON, bare or in code fences: an object with a box in it, or a list with such an object."""
     answer = answer.strip()
     value = _parsed(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]
     return any(_as_box(part) is not None for item in items if isinstance(item, dict) for part in item.values())
 
 
-def right_box(answer: Any, column: str) -> Box | None:
-    """The one box of a data row: four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
+def gold_box(answer: Any, column: str) -> Box | None:
+    """Parse the ground-truth box of a row: four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
 
     Args:
         answer: Text may have answer tags around the box (VLM-R1's `<answer> [1, 2, 3, 4] </answer>`).
         column: The data column, for messages.
 
     Returns:
-        None if the row has none (None or empty text).
+        The box; None if the row has none (None or empty text).
 
     Raises:
-        ValueError: If it is not one box, or a box without an inside.
+        ValueError: If it is not one box, or the box has no area.
     """
     if answer is None or (isinstance(answer, str) and not answer):
         return None
@@ -102,18 +102,18 @@ def right_box(answer: Any, column: str) -> Box | None:
     return found[0]
 
 
-def right_detections(answer: Any, column: str) -> list[Detection] | None:
-    """The objects of a data row: a list of mappings with `bbox_2d` and `label`, or text with one (see `detections`).
+def gold_detections(answer: Any, column: str) -> list[Detection] | None:
+    """Parse the ground-truth objects of a row: mappings with `bbox_2d` and `label`, or text (see `detections`).
 
     Args:
         answer: `[]` and the text `None` are empty lists.
         column: The data column, for messages.
 
     Returns:
-        None if the row has no answer (None or empty text).
+        The objects; None if the row has no answer (None or empty text).
 
     Raises:
-        ValueError: If it is no such list, or an object has no label or no box with an inside.
+        ValueError: If it is not such a list, or an object has no label, no box or a box without area.
     """
     if answer is None or (isinstance(answer, str) and not answer):
         return None
@@ -124,8 +124,8 @@ def right_detections(answer: Any, column: str) -> list[Detection] | None:
     for number, detection in enumerate(found):
         if detection.label is None or detection.box is None or not _has_inside(detection.box):
             raise ValueError(
-                f"column {column!r} must give every object a label and a bbox_2d with x1 < x2 and y1 < y2, and object "
-                f"{number} has none, got {answer!r:.200}."
+                f"column {column!r} must have a label and a bbox_2d with x1 < x2 and y1 < y2 for every object, but "
+                f"object {number} has none, got {answer!r:.200}."
             )
     return found
 
@@ -141,15 +141,15 @@ def _in_fences(answer: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text, `_INVALID` if it is none. Numbers are floats: a million digits are just infinite."""
+    """Parse JSON; `_INVALID` if it is not valid. All numbers are floats: a million digits become infinity."""
     try:
         return json.loads(text, parse_int=float)
-    except (ValueError, RecursionError):  # too many brackets raise the second
+    except (ValueError, RecursionError):  # RecursionError: too many nested brackets
         return _INVALID
 
 
 def _listed(value: Any) -> list[Detection] | None:
-    """The objects in parsed JSON or a data column; None if it is no list of anything."""
+    """Convert parsed JSON or a value of a data column to objects; None if it is not a list."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if value is None:
         return []
@@ -159,7 +159,7 @@ def _listed(value: Any) -> list[Detection] | None:
 
 
 def _as_detection(item: Any) -> Detection:
-    """One object, without a box or label if the item has no readable one."""
+    """Convert an item to an object; box and label are None if the item has no readable one."""
     if not isinstance(item, Mapping):
         return Detection(_as_box(item), None)
     label = item.get("label")
@@ -169,17 +169,17 @@ def _as_detection(item: Any) -> Detection:
 
 
 def _as_box(value: Any) -> Box | None:
-    """Four numbers as a box, None of anything else."""
+    """Convert four numbers to a box; None for anything else."""
     if not isinstance(value, list | tuple) or len(value) != 4:
         return None
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in value):
         return None
-    if not all(abs(number) <= LARGEST for number in value):  # false of NaN too
+    if not all(abs(number) <= LARGEST for number in value):  # false for NaN too
         return None
     x1, y1, x2, y2 = map(float, value)
     return x1, y1, x2, y2
 
 
 def _has_inside(box: Box) -> bool:
-    """Whether a box is more than a line or point, and not inverted."""
+    """Whether a box has an area and is not inverted."""
     return box[0] < box[2] and box[1] < box[3]

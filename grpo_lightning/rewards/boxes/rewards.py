@@ -1,4 +1,4 @@
-"""Rewards for boxes: pointing at one thing (referring expressions) and listing objects (detection), as in VLM-R1."""
+"""Box rewards: IoU for referring expressions, and detection rewards for listed objects, as in VLM-R1."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from grpo_lightning.rewards.boxes.parsing import (
     Detection,
     boxes_in,
     detections,
+    gold_box,
+    gold_detections,
     has_json_box,
     last_box,
-    right_box,
-    right_detections,
 )
 from grpo_lightning.rewards.text import Format, Repetition
 
 
 class IoU(BoxReward):
-    """Intersection over union of the answer's box and the right one.
+    """Intersection over union of the answer's box and the ground-truth box.
 
-    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`, else after `</think>`,
-    else in all of it; whole numbers or not, inside JSON or bare. It is mapped to pixels of the image in the data and
-    clipped to the image. No box, an inverted or empty one: 0.
+    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`, otherwise after
+    `</think>`, otherwise in all of it; with integers or decimals, inside JSON or bare. It is mapped to pixels of the
+    image in the data and clipped to the image. The reward is 0 without a box and for an inverted or empty one.
 
-    VLM-R1's `iou_reward` counts overlaps of at most one unit as 0, reads whole numbers only and the first box instead
-    of the last, maps by patches of 14 pixels whatever the family, and makes every error a 0.
+    VLM-R1's `iou_reward` counts overlaps of at most one unit as 0, reads integers only and the first box instead of
+    the last, maps by patches of 14 pixels for every family, and turns every error into a 0.
 
     Args:
-        answer_column: The data column with the right box: four numbers, a mapping with `bbox_2d`, or text with
+        answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
             `[x1, y1, x2, y2]`. It is clipped to the image. A row without a box is not scorable.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        threshold: None gives the IoU itself; a number gives 1 above it and 0 otherwise.
+        threshold: None returns the IoU itself; with a number, the reward is 1 above it and 0 otherwise.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class IoU(BoxReward):
         gold_coordinates: GoldCoordinates = "original",
         threshold: float | None = None,
     ) -> None:
-        """Raises: ValueError if a convention is unknown, or the threshold is not in [0, 1)."""
+        """Raises: ValueError if a coordinate convention is unknown, or the threshold is not in [0, 1)."""
         super().__init__(answer_column, coordinates=coordinates, gold_coordinates=gold_coordinates)
         if threshold is not None and not 0 <= threshold < 1:
             raise ValueError(f"threshold must be None or at least 0 and below 1, got {threshold}.")
@@ -64,19 +64,19 @@ class IoU(BoxReward):
 
     @property
     def name(self) -> str:
-        """One word."""
+        """`iou`, where the default would be `io_u`."""
         return "iou"
 
     def right(self, answer: Any) -> Box | None:
-        """The row's box. Raises: ValueError if it is none."""
-        return right_box(answer, self.answer_column)
+        """Parse the row's box. Raises: ValueError if it is not one box."""
+        return gold_box(answer, self.answer_column)
 
     def boxes_of(self, right: Box) -> Sequence[Box]:
-        """The one box."""
+        """The ground-truth box."""
         return [right]
 
     def given(self, text: str) -> Box | None:
-        """The answer's box."""
+        """Parse the answer's last box."""
         return last_box(text)
 
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
@@ -88,12 +88,12 @@ class IoU(BoxReward):
 class FormatRec(Reward):
     """1 if the completion is `<think>...</think><answer>...</answer>` and the answer has a box of four numbers, else 0.
 
-    Only whitespace may stand around and between the two parts; each tag occurs exactly once. VLM-R1's
+    Only whitespace is allowed around and between the two parts; each tag must occur exactly once. VLM-R1's
     `format_reward_rec` is a pattern that takes minutes for some thousand characters, refuses decimals, negatives and
     `[ 1`, and accepts text around the tags, invalid JSON, and braces that straddle `</answer>`.
 
     Args:
-        needs_json: True if the answer must be JSON, alone or in ```json fences: an object with a box, or a list with
+        needs_json: True if the answer must be JSON, bare or in ```json fences: an object with a box, or a list with
             one (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in it is enough (VLM-R1 for InternVL).
         prompt_opens_first: As in `Format`.
     """
@@ -103,10 +103,10 @@ class FormatRec(Reward):
         self._tags = Format(prompt_opens_first=prompt_opens_first)
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Check. Args: completions: [B]. Returns: [B], each 0 or 1."""
-        tagged = self._tags(completions=completions)
+        """Check the format. Args: completions: [B]. Returns: [B], each 0 or 1."""
+        formats = self._tags(completions=completions)
         texts = [completion_text(completion) for completion in completions]
-        return [float(kept == 1 and self._has_box(text)) for kept, text in zip(tagged, texts, strict=True)]
+        return [float(value == 1 and self._has_box(text)) for value, text in zip(formats, texts, strict=True)]
 
     def _has_box(self, text: str) -> bool:
         """Whether the answer has a box."""
@@ -115,49 +115,49 @@ class FormatRec(Reward):
 
 
 class DetectionReward(BoxReward):
-    """A reward for an answer that lists objects. Args: as in `BoxReward`."""
+    """Base class of rewards for answers that list objects. Args: as in `BoxReward`."""
 
     def right(self, answer: Any) -> list[Detection] | None:
-        """The row's objects. Raises: ValueError if they cannot be read."""
-        return right_detections(answer, self.answer_column)
+        """Parse the row's objects. Raises: ValueError if they cannot be parsed."""
+        return gold_detections(answer, self.answer_column)
 
     def boxes_of(self, right: Sequence[Detection]) -> list[Box]:
         """The boxes of the objects."""
         return [item.box for item in right if item.box]
 
     def given(self, text: str) -> list[Detection] | None:
-        """The answer's objects."""
+        """Parse the answer's objects."""
         return detections(text)
 
     def compare(self, given: list[Detection] | None, right: list[Detection], frame: BoxFrame) -> float:
-        """An answer that cannot be read is worth 0; two empty lists 1, one of them 0."""
+        """Score an answer: 0 if it could not be parsed; 1 if both lists are empty, 0 if only one is."""
         if given is None:
             return 0.0
         return self.match(given, right, frame) if given and right else float(not given and not right)
 
     @abstractmethod
     def match(self, given: list[Detection], right: list[Detection], frame: BoxFrame) -> float:
-        """How good a list of objects is, in [0, 1]. Both have at least one."""
+        """Score a list of objects in [0, 1]. Both lists have at least one object."""
 
 
 class DetectionMAP(DetectionReward):
-    """COCO's mean average precision of the objects that an answer lists (VLM-R1's `map`, `od_ap` and `od_ap50`).
+    """COCO's mean average precision of the objects listed in an answer (VLM-R1's `map`, `od_ap` and `od_ap50`).
 
     The last `<answer>...</answer>` of a completion is JSON, in ```json fences or bare: a list of `{"bbox_2d": [x1, y1,
     x2, y2], "label": "..."}`, or `None`. If neither the answer nor the data list an object, the reward is 1; if only
     one of them does, it is 0. An object without a label or without four numbers is a false positive; labels are
-    compared without regard to case.
+    compared case-insensitively.
 
-    Boxes of an answer have no scores: their order is the ranking, so objects listed after the last right one of their
-    label cost nothing. `OdLength` penalises them. VLM-R1 drops objects whose label is not among the right ones, so that
-    naming everything is free; takes any text for an empty list; and does not map boxes to the image in the data.
+    Boxes of an answer have no scores: their order is the ranking, so objects listed after the last correct one of
+    their label cost nothing. `OdLength` penalizes them. VLM-R1 drops objects whose label is not in the ground truth, so
+    that listing everything is free; treats any text as an empty list; and does not map boxes to the image in the data.
 
     Args:
-        answer_column: The data column with the right objects: a list of such mappings, or text with one. `[]` is none;
-            a row without (None or empty text) is not scorable.
+        answer_column: The data column with the ground-truth objects: a list of such mappings, or text with one. `[]`
+            means no objects; a row without an answer (None or empty text) is not scorable.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        iou_threshold: The lowest IoU of a right box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` is
+        iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` is
             0.5.
     """
 
@@ -189,7 +189,7 @@ class DetectionMAP(DetectionReward):
 
 
 class OdLength(DetectionMAP):
-    """`DetectionMAP` with a penalty for listing more objects than there are (VLM-R1's `odLength`).
+    """`DetectionMAP` with a penalty for listing too many objects (VLM-R1's `odLength`).
 
         r = mAP * min(1, m / n)        n objects in the answer, m in the data
 
@@ -201,7 +201,7 @@ class OdLength(DetectionMAP):
     """
 
     def match(self, given: list[Detection], right: list[Detection], frame: BoxFrame) -> float:
-        """The average precision times the share."""
+        """The average precision times min(1, m / n)."""
         return super().match(given, right, frame) * min(1.0, len(right) / len(given))
 
 
@@ -210,21 +210,21 @@ class WeightedSum(DetectionReward):
 
         r = (p * sum of IoU + l * k) / m + c * (1 - ((m - t) / m + (n - t) / n) / 2), divided by p + l + c
 
-    The answer has n objects and the data m; t of them are matched, k with the right label, and only the IoU of these k
-    counts. p, l, c are the weights. Pairs are matched greedily from the largest IoU down to `iou_threshold`, each
-    object once; of equal pairs those with the right label come first.
+    The answer has n objects and the data m; t of them are matched, k with the correct label, and only the IoU of these
+    k counts. p, l, c are the weights. Pairs are matched greedily from the largest IoU down to `iou_threshold`, each
+    object once; ties go to pairs with the correct label.
 
-    Objects are read as in `DetectionMAP`; two empty lists are worth 1. VLM-R1 gives an object without a label that of
-    the one before it, and does not map boxes to the image in the data.
+    Objects are parsed as in `DetectionMAP`; the reward of two empty lists is 1. VLM-R1 gives an object without a label
+    the label of the object before it, and does not map boxes to the image in the data.
 
     Args:
         answer_column: As in `DetectionMAP`.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
         position_weight: p, at least 0.
-        label_weight: l, likewise.
-        completeness_weight: c, likewise.
-        iou_threshold: The lowest IoU of a pair.
+        label_weight: l, at least 0.
+        completeness_weight: c, at least 0.
+        iou_threshold: Minimum IoU of a pair.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class WeightedSum(DetectionReward):
         self.weights = (position_weight, label_weight, completeness_weight)
         if not all(weight >= 0 and math.isfinite(weight) for weight in self.weights) or not sum(self.weights) > 0:
             raise ValueError(
-                f"position_weight, label_weight and completeness_weight must be at least 0, and one of them above, got "
-                f"{self.weights}."
+                "position_weight, label_weight and completeness_weight must be at least 0, and one of them above 0, "
+                f"got {self.weights}."
             )
         _check_share("iou_threshold", iou_threshold)
         self.iou_threshold = iou_threshold
@@ -260,33 +260,33 @@ class WeightedSum(DetectionReward):
     def _pairs(
         self, given: Sequence[Detection], right: Sequence[Detection], frame: BoxFrame
     ) -> list[tuple[float, bool]]:
-        """The IoU of every pair, and whether its labels are the same."""
+        """Match objects. Returns: the IoU of each pair, and whether its labels are equal."""
         boxes = frame.given([item.box for item in given]), frame.right(self.boxes_of(right))
         overlaps = iou(boxes[0][:, None], boxes[1])
         near = torch.nonzero(overlaps >= self.iou_threshold).tolist()
         found = [(overlaps[i, j].item(), given[i].label == right[j].label, i, j) for i, j in near]
-        pairs, taken = [], (set[int](), set[int]())
+        pairs, matched = [], (set[int](), set[int]())
         for overlap, has_label, i, j in sorted(found, key=lambda pair: (-pair[0], not pair[1])):
-            if i not in taken[0] and j not in taken[1]:
-                taken[0].add(i)
-                taken[1].add(j)
+            if i not in matched[0] and j not in matched[1]:
+                matched[0].add(i)
+                matched[1].add(j)
                 pairs.append((overlap, has_label))
         return pairs
 
 
 def _check_share(name: str, value: float) -> None:
-    """Raises: ValueError if a threshold is not above 0 and at most 1."""
+    """Check the range of a threshold. Raises: ValueError if it is not above 0 and at most 1."""
     if not 0 < value <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, got {value}.")
 
 
 class BoxRepetition(Reward):
-    """The share of listed objects that repeat an earlier one, times a penalty (VLM-R1's `repetition`).
+    """The fraction of listed objects that repeat an earlier one, times a penalty (VLM-R1's `repetition`).
 
-        r = (1 - different objects / objects) * max_penalty
+        r = (1 - unique objects / objects) * max_penalty
 
-    Two objects are the same if their boxes and labels are. An answer that lists no box (read as in `DetectionMAP`) is
-    scored as text by `Repetition`, as in VLM-R1, which reads JSON in ```json fences only.
+    Two objects are equal if their boxes and labels are. An answer without boxes (parsed as in `DetectionMAP`) is scored
+    as text by `Repetition`, as in VLM-R1, which reads JSON in ```json fences only.
 
     Args:
         n_grams: As in `Repetition`, in words.
@@ -299,11 +299,11 @@ class BoxRepetition(Reward):
         self.max_penalty = max_penalty
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Count. Args: completions: [B]. Returns: [B] in [max_penalty, 0]."""
+        """Score repetition. Args: completions: [B]. Returns: [B] in [max_penalty, 0]."""
         return [self._score(completion_text(completion)) for completion in completions]
 
     def _score(self, text: str) -> float | None:
-        """The penalty of one completion."""
+        """Compute the penalty of one completion."""
         objects = detections(text) or []
         if not any(item.box for item in objects):
             return self._texts(completions=[text], completion_ids=[[]])[0]
@@ -319,23 +319,24 @@ def average_precision(
 ) -> float:
     """COCO's mean average precision over labels, recalls and IoU thresholds, by pycocotools.
 
-    The mean is over the labels of both sides: one that only the answer has is worth 0, so that inventing costs.
-    Boxes of an answer have no scores, so their order is the ranking. Neither their number nor their size is limited.
+    The mean is over the labels of both sides: a label that only the answer has counts as 0, so that hallucinated labels
+    are penalized. Boxes of an answer have no scores, so their order is the ranking. Neither their number nor their size
+    is limited.
 
     Args:
         given: [n, 4] boxes of the answer; an empty one is a false positive.
-        given_labels: n.
-        right: [m, 4] boxes of the data, m > 0, none of them empty.
-        right_labels: m.
-        iou_threshold: The lowest IoU of a right box; None averages over 0.5, 0.55, ..., 0.95.
+        given_labels: [n] labels.
+        right: [m, 4] ground-truth boxes, m > 0, none of them empty.
+        right_labels: [m] labels.
+        iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95.
 
     Returns:
-        In [0, 1].
+        The mean average precision, in [0, 1].
     """
     from pycocotools.cocoeval import COCOeval
 
     categories = {label: number for number, label in enumerate(dict.fromkeys(right_labels), start=1)}
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools reports each step, and has no switch
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints each step, which cannot be turned off
         evaluation = COCOeval(
             _coco(right, right_labels, categories), _coco(given, given_labels, categories), iouType="bbox"
         )
@@ -346,12 +347,12 @@ def average_precision(
         evaluation.evaluate()
         evaluation.accumulate()
     by_category = evaluation.eval["precision"].mean(axis=(0, 1))  # [categories, 1, 1]
-    # Rounded, as pycocotools adds an epsilon to what it divides by, which leaves 1 - 1e-16 of a 1.
+    # Rounded, because pycocotools adds an epsilon to the denominator, which turns 1 into 1 - 1e-16.
     return round(float(by_category.sum()) / len({*right_labels, *given_labels}), 12)
 
 
 def _coco(boxes: Tensor, labels: Sequence[str | None], categories: dict[str | None, int]) -> Any:
-    """The boxes of one image as pycocotools takes them, without those of other categories."""
+    """Convert the boxes of one image to pycocotools' format, without those of other categories."""
     from pycocotools.coco import COCO
 
     sizes = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).tolist()

@@ -49,7 +49,7 @@ def test_a_run_by_hand():
     run = plan_run(plan, 10, max_epochs=2)
     assert (run.steps_per_epoch, run.total_steps, run.num_prompts, run.epochs) == (12, 24, 20, 2.0)
     run = plan_run(plan, 10, max_steps=18)  # rounded up to 20: an epoch and 2 rollouts of 4
-    assert (run.total_steps, run.asked_steps, run.num_prompts) == (20, 18, 18)
+    assert (run.total_steps, run.requested_steps, run.num_prompts) == (20, 18, 18)
     assert plan_run(plan, 10, max_steps=4, max_epochs=2).total_steps == 4
     assert plan_run(plan, 10, max_steps=400, max_epochs=2).total_steps == 24
 
@@ -135,7 +135,7 @@ def test_the_version_decides_whether_groups_may_spread():
 @pytest.mark.parametrize("flags", [{"A": 4, "S": 6}, {"A": 4, "S": 3}, {"A": 4, "S": 2, "mu": 2}])
 def test_updates_across_generations_have_no_equal(flags):
     (difference,) = translate(script(b=8, G=8, **flags))[1]
-    assert "begin inside a generation" in difference
+    assert "start inside one generation" in difference
 
 
 def test_a_group_over_several_ranks_has_no_equal():
@@ -167,7 +167,7 @@ def test_scripts_that_would_not_start(flags, error):
         ({"G": 1}, "--num_generations must be at least 2, got 1"),
         ({"b": 0}, "--per_device_train_batch_size must be at least 1, got 0"),
         ({"version": "new"}, "must look like 0.17 or 3.3.1, got 'new'"),
-        ({"trainer": "ms-swift", "A": 1}, "give --per_device_train_batch_size: ms-swift has defaults of its own"),
+        ({"trainer": "ms-swift", "A": 1}, "set --per_device_train_batch_size: ms-swift has its own defaults"),
     ],
 )
 def test_flags_out_of_range(flags, error, capsys):

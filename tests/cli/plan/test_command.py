@@ -72,9 +72,9 @@ def test_a_plan_without_weights(recipe, said, monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     out = said(recipe(trainer={"accumulate_grad_batches": 2}, updates_per_rollout=2, num_iterations=3))
     assert "2 prompts per rank x 1 rank x 4 completions = 8 completions per rollout" in out
-    assert "cuts its 8 into 2 x 2 = 4 micro-batches" in out
+    assert "splits its 8 into 2 x 2 = 4 micro-batches" in out
     assert "of about 2 completions" in out
-    assert "trained for 2 x 3 = 6 optimizer steps" in out
+    assert "used for 2 x 3 = 6 optimizer steps" in out
     assert "10 prompts: 5 rollouts = 30 optimizer steps per epoch" in out
     assert "6 optimizer steps, 2 prompts sampled for, 8 completions, 0.2 epochs (max_steps 6)" in out
     assert "No validation data" in out
@@ -101,7 +101,7 @@ def test_overrides_of_fit_and_ranks(recipe, said):
     assert "2 per node x 3 node(s)" in out
     assert "10 prompts: 1 rollout = 1 optimizer step per epoch" in out
     assert "Validation on 3 prompts every epoch." in out
-    assert "Longest prompt: 33 tokens (as --prompt_tokens says)" in out
+    assert "Longest prompt: 33 tokens (set by --prompt_tokens)" in out
     assert "gradient buckets" in out  # more than one rank: DDP
 
 
@@ -140,9 +140,11 @@ def test_debugging_runs_are_as_long_as_planned(recipe, said, settings, steps, sa
 
 def test_a_limit_in_time(recipe, said):
     limit = {"max_time": "00:01:00:00"}
-    assert "The time decides how long the run is (max_time " in said(recipe(trainer={"max_steps": -1, **limit}))
-    assert ": fewer if the time is up before)." in said(recipe(trainer=limit))
-    assert "Nothing ends the run" in said(recipe(trainer={"max_steps": -1, "max_epochs": -1}))
+    assert "The length of the run depends on the time limit (max_time " in said(
+        recipe(trainer={"max_steps": -1, **limit})
+    )
+    assert ": fewer if the time limit is reached first)." in said(recipe(trainer=limit))
+    assert "The run has no end" in said(recipe(trainer={"max_steps": -1, "max_epochs": -1}))
 
 
 def test_prompts_that_fit_refuses_are_not_planned(recipe, said):
@@ -150,7 +152,7 @@ def test_prompts_that_fit_refuses_are_not_planned(recipe, said):
     assert "Longest completion: 246" in said(recipe(sampling={"max_completion_length": 246}))
     with pytest.raises(ValueError, match=r"has 10 tokens.* more than the policy's 256 positions"):
         said(recipe(sampling={"max_completion_length": 247}))
-    with pytest.raises(ValueError, match=r"--prompt_tokens 251 and .*length 6 are more than .* 256 positions"):
+    with pytest.raises(ValueError, match=r"--prompt_tokens 251 plus .*length 6 are more than .* 256 positions"):
         said([*recipe(), "--prompt_tokens=251"])
     Path("long.jsonl").write_text(json.dumps({"prompt": "x" * 255, "answer": "1"}))
     with pytest.raises(ValueError, match="has 255 tokens"):
@@ -178,7 +180,7 @@ def test_memory_in_gib_for_a_published_model(recipe, said):
     """Llama-3.2-1B in float32: 1,235,814,400 x 4 bytes are 4.60 GiB; AdamW's states twice that. No tokenizer there."""
     llama_1b().save_pretrained("llama")
     out = said(recipe(policy="./llama", objective={"beta": 0.0}, trainer={"accumulate_grad_batches": 4}))
-    assert "Longest prompt: 512 tokens (assumed, without images, as the policy's tokenizer cannot be loaded" in out
+    assert "Longest prompt: 512 tokens (assumed, without images, because the policy's tokenizer cannot be loaded" in out
     assert "1,235,814,400 weights, 16 layers, 4 bytes each" in out
     assert re.search(r"weights │ 4\.60 │ 4\.60 │ 4\.60 │", out)
     assert re.search(r"gradients │ │ 4\.60 │ 4\.60 │", out)
@@ -229,7 +231,7 @@ def test_frozen_layers_are_planned(recipe, said):
         )
     )
     assert re.search(r"163,904 weights.* 8\d,\d{3} are trained \(5\d", out)
-    assert "a frozen copy of what is trained" in out
+    assert "a frozen copy of the trainable parameters" in out
 
 
 def test_seventy_billion_weights_are_planned_in_seconds(recipe, said, capsys):
@@ -324,9 +326,9 @@ def test_data_and_policy_that_the_run_builds(recipe, said):
     )
     args = recipe(policy="./made", data={"prepare": "build_all.build"})
     out = said(args)
-    assert "number of prompts is not known: data.prepare has not built the files yet" in out
+    assert "number of prompts is unknown: data.prepare has not built the files yet" in out
     assert "6 optimizer steps, 12 prompts sampled for" in out
-    assert "Memory Not known: model.policy './made'" in out
+    assert "Memory Unknown: model.policy './made'" in out
     assert "add --prepare" in out
     out = said([*args, "--prepare"])
     assert "10 prompts: 5 rollouts" in out
@@ -379,10 +381,10 @@ def test_a_published_policy_is_planned_without_hub_and_data(recipe, said):
     """Neither the model nor the data set can be had here; of the policy, only the number of its weights is checked."""
     data = {"datasets": [{"dataset": "openai/gsm8k", "subset": "main"}]}
     out = said([*recipe(policy="Qwen/Qwen2.5-1.5B-Instruct", data=data), "--prompt_tokens", "300"])
-    assert "Qwen/Qwen2.5-1.5B-Instruct cannot be read here: its sizes are those that this package knows." in out
+    assert "Qwen/Qwen2.5-1.5B-Instruct cannot be loaded here: using the sizes known to this package." in out
     assert "2 prompts per rank x 1 rank x 4 completions = 8 completions per rollout" in out
-    assert "The number of prompts is not known: the data are not here (dataset 'openai/gsm8k'" in out
-    assert "Longest prompt: 300 tokens (as --prompt_tokens says)." in out
+    assert "The number of prompts is unknown: the data do not exist (dataset 'openai/gsm8k'" in out
+    assert "Longest prompt: 300 tokens (set by --prompt_tokens)." in out
     assert "1,543,714,304 weights, 28 layers" in out
 
 

@@ -101,7 +101,7 @@ def test_widths(precision, dtype, expected):
 
 
 def test_unknown_widths_are_refused():
-    with pytest.raises(ValueError, match="'transformer-engine' is not known here: 32-true, bf16-true"):
+    with pytest.raises(ValueError, match="'transformer-engine' is unknown to plan; known: 32-true, bf16-true"):
         precision_of("transformer-engine", "float32")
     with pytest.raises(ValueError, match=r"policy.dtype must be one of float32, .*got 'int8'"):
         precision_of("32-true", "int8")
@@ -157,7 +157,7 @@ def test_strategies_that_fit_refuses_are_not_planned(name):
 
 
 def test_an_unknown_strategy_is_named():
-    with pytest.raises(ValueError, match=r"'xla' divides memory is not known here; auto, .* zero3_offload are"):
+    with pytest.raises(ValueError, match=r"'xla' is unknown to plan; known: auto, .* zero3_offload"):
         division_of("xla", 2)
 
 
@@ -254,7 +254,7 @@ def test_offloading_moves_parts_to_the_cpu():
 def test_offloading_while_sampling_parks_parts():
     parked, whole = parts_of(offloaded=frozenset({"reference", "optimizer"})), parts_of()
     assert parked["reference"].moments == parked["optimizer states"].moments == TRAINING
-    assert parked["reference, parked"].is_on_cpu
+    assert parked["reference, offloaded"].is_on_cpu
     assert peak(whole.values(), "sampling") - peak(parked.values(), "sampling") == 4000 + 8000
     assert peak(whole.values(), "step") == peak(parked.values(), "step")
 
@@ -481,4 +481,4 @@ def test_what_cannot_be_counted_is_named():
     judge = LLMJudge("model", base_url="http://localhost:1/v1")
     parts, remarks = rewards(Format(), Loads(), judge, ByMethod(), Cosine(), Cosine(accuracy=Loads()))
     assert parts == []
-    assert remarks == [f"what the reward {name} loads is not counted" for name in ("r1", "r5")]
+    assert remarks == [f"the model loaded by the reward {name} is not counted" for name in ("r1", "r5")]

@@ -99,7 +99,7 @@ def test_windows_experts_and_recurrent_layers():
 
 def test_a_config_without_the_usual_sizes_is_named():
     kind, settings = MAMBA
-    with pytest.raises(ValueError, match="Mamba2Config does not name its sizes"):
+    with pytest.raises(ValueError, match="Mamba2Config does not use transformers' names of sizes"):
         sizes(AutoConfig.for_model(kind, **settings))
 
 

@@ -32,9 +32,12 @@ def token_text(checkpointing="none", **changes):
 
 def test_tokens_and_chunks():
     whole = token_text()
-    assert "2 x 10 prompt + 8 x 6 completion tokens = 68; with the prompt in every row it would be 128, 1.9" in whole
+    assert (
+        "2 x 10 prompt + 8 x 6 completion tokens = 68; with a copy of the prompt in every row it would be 128, 1.9"
+        in whole
+    )
     assert "policy.chunk_size null: all 8 completions in one forward" in whole
-    assert "3 forwards of at most 3 completions. Their activations are all kept" in token_text(chunk_size=3)
+    assert "3 forwards of at most 3 completions. All their activations are kept" in token_text(chunk_size=3)
     assert "3 completions, each recomputed in the backward pass" in token_text("chunks", chunk_size=3)
     assert "8 x (10 + 6) = 128 tokens (dense path)" in token_text(path="dense")
 
@@ -43,13 +46,13 @@ def test_what_is_on_the_cpu():
     """The highest moment, not the sum of all parts."""
     parts = [
         Part("weights", 2 * GIB, ALWAYS, "", is_on_cpu=True),
-        Part("optimizer states, parked", GIB, frozenset({"sampling"}), "", is_on_cpu=True),
+        Part("optimizer states, offloaded", GIB, frozenset({"sampling"}), "", is_on_cpu=True),
         Part("gradients", GIB, STEP, "", is_on_cpu=True),
         Part("cache", GIB, ALWAYS, ""),
     ]
     (line,) = report.cpu_lines(parts)
     assert line.startswith(
-        "On the CPU, for every device of a node: 3.00 GiB (weights 2.00, optimizer states, parked 1.00"
+        "On the CPU, for every device of a node: 3.00 GiB (weights 2.00, optimizer states, offloaded 1.00"
     )
     assert report.cpu_lines(parts[-1:]) == []
 
@@ -60,7 +63,7 @@ def test_the_device_is_compared(monkeypatch):
         total_memory = 2**30
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "No CUDA device is here" in report.device_line(2**29, None)
+    assert "No CUDA device to compare with" in report.device_line(2**29, None)
     assert report.device_line(2**29, 0.5) == "It may not fit: 0.5 of 0.5 GiB."
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)

@@ -69,9 +69,9 @@ def said(capsys):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_family_is_planned(recipe, said, family):
     out = said(recipe(family))
-    assert re.search(r"Longest prompt: \d+ tokens \(the longest of all 4 prompts, by the policy's tokenizer\)", out)
-    assert re.search(r"[\d,]+ of the weights are the vision tower's and its projector's: trained", out)
-    assert "What the trained vision tower keeps of images for its backward pass comes on top" in out
+    assert re.search(r"Longest prompt: \d+ tokens \(the longest of all 4 prompts, with the policy's tokenizer\)", out)
+    assert re.search(r"[\d,]+ of the weights belong to the vision tower and projector: trained", out)
+    assert "The activations of the trained vision tower come on top" in out
 
 
 def prompts_of(sizes=SIZES):
@@ -90,7 +90,7 @@ def test_the_longest_prompt_is_the_one_with_the_largest_image(monkeypatch):
     found, why = plan.measure_longest(prompts, encoder)
     assert found == tokens
     assert why == (
-        "the longest of all 4 prompts, by the policy's tokenizer, among the 1 longest texts and 1 largest images"
+        "the longest of all 4 prompts, with the policy's tokenizer, among the 1 longest texts and 1 largest images"
     )
     monkeypatch.setattr(plan, "MEASURED_IMAGES", 2)  # every second one is opened
     assert plan.measure_longest(prompts, encoder)[0] < tokens
@@ -98,9 +98,9 @@ def test_the_longest_prompt_is_the_one_with_the_largest_image(monkeypatch):
 
 def test_a_frozen_tower(recipe, said):
     out = said(recipe(freeze_vision_modules=True))
-    assert "projector's: frozen (policy.freeze_vision_modules)." in out
+    assert "projector: frozen (policy.freeze_vision_modules)." in out
     assert "comes on top" not in out
-    assert "frozen, as policy.lora trains the language model alone" in said(recipe(lora={"rank": 2}))
+    assert "frozen, because policy.lora trains the language model only" in said(recipe(lora={"rank": 2}))
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_published_models(recipe, said, name, weights, tower):
     config = published(name)
     out = said([*recipe(config.model_type, config=config), "--prompt_tokens=600"])
     assert f"The policy has {weights} weights" in out
-    assert f"{tower} of the weights are the vision tower's" in out
-    assert "Longest prompt: 600 tokens (as --prompt_tokens says)" in out
+    assert f"{tower} of the weights belong to the vision tower" in out
+    assert "Longest prompt: 600 tokens (set by --prompt_tokens)" in out
 
 
 def test_prompts_are_assumed_where_they_are_not_built(recipe, said):
     args = recipe(data={"datasets": [{"json_path": "later.jsonl"}], "prepare": "tests.cli.plan.test_vision.nothing"})
-    assert "Longest prompt: 512 tokens (assumed, without images, as" in said(args)
+    assert "Longest prompt: 512 tokens (assumed, without images, because" in said(args)
     assert "Longest prompt: 40 tokens (data.max_prompt_length)" in said([*args, "--data.max_prompt_length=40"])
 
 

@@ -28,10 +28,10 @@ def test_one_box_in_every_convention():
         (RESIZED, "original", box),
         (NORM, "original", box),
     ):
-        for gold, right_box in (("original", box), ("norm1000", norm)):
+        for gold, gold_box in (("original", box), ("norm1000", norm)):
             frame = frame_of([view], coordinates, gold)
             assert frame.given([given_box]).tolist() == [list(box)], (view, coordinates)
-            assert frame.right([right_box]).tolist() == [list(box)], (view, gold)
+            assert frame.right([gold_box]).tolist() == [list(box)], (view, gold)
 
 
 @given(sizes, sizes, sizes, sizes, parts, st.sampled_from(["resized", "norm1000"]))
@@ -52,13 +52,13 @@ def test_boxes_are_clipped_to_the_image():
 
 def test_a_right_box_outside_its_image_is_an_error():
     with pytest.raises(
-        ValueError, match=r"\[600.*\] lies outside its image, 400 x 200 pixels: does gold_coordinates match"
+        ValueError, match=r"\[600.*\] lies outside its image, 400 x 200 pixels: check that gold_coordinates matches"
     ):
         frame_of([RESIZED], "auto", "original").right([(600, 500, 900, 990)])
 
 
 def test_a_right_box_without_an_area_is_an_error_where_no_size_is_known():
-    with pytest.raises(ValueError, match=r"^The right box \[5, 5, 5, 9\] has no area: ") as caught:
+    with pytest.raises(ValueError, match=r"^The ground-truth box \[5, 5, 5, 9\] has no area: ") as caught:
         frame_of([], "original", "original").right([(5, 5, 5, 9)])
     assert "0 x 0" not in str(caught.value)
 
@@ -74,7 +74,7 @@ def test_without_an_image_the_conventions_must_agree():
 
 
 def test_several_images_are_an_error():
-    with pytest.raises(ValueError, match="prompts with one image, got one with 2"):
+    with pytest.raises(ValueError, match="prompts with one image, got 2"):
         frame_of([RESIZED, RESIZED], "original", "original")
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from grpo_lightning.rewards.boxes.parsing import (
     Detection,
     detections,
+    gold_box,
+    gold_detections,
     has_json_box,
     last_box,
-    right_box,
-    right_detections,
 )
 
 CAT = Detection((1, 2, 3, 4), "cat")
@@ -145,19 +145,19 @@ def test_a_right_box_in_any_form():
         CAT_JSON,
         f"```json\n{CAT_JSON}\n```",
     ]:
-        assert right_box(gold, "solution") == (1, 2, 3, 4), gold
+        assert gold_box(gold, "solution") == (1, 2, 3, 4), gold
 
 
 @pytest.mark.parametrize("boxes", [np.array([1, 2, 3, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0])])
 def test_right_boxes_of_arrays(boxes: Any):
-    assert right_box(boxes, "solution") == (1, 2, 3, 4)
-    with pytest.raises(ValueError, match="give every object a label"):
-        right_detections(boxes, "solution")
+    assert gold_box(boxes, "solution") == (1, 2, 3, 4)
+    with pytest.raises(ValueError, match="have a label and a bbox_2d"):
+        gold_detections(boxes, "solution")
 
 
 def test_a_row_without_a_right_box():
-    assert right_box(None, "solution") is None
-    assert right_box("", "solution") is None
+    assert gold_box(None, "solution") is None
+    assert gold_box("", "solution") is None
 
 
 @pytest.mark.parametrize(
@@ -178,19 +178,19 @@ def test_a_row_without_a_right_box():
 )
 def test_a_right_box_that_is_none_names_its_row(gold: Any, problem: str):
     with pytest.raises(ValueError, match=f"column 'gold' must hold .*{problem}"):
-        right_box(gold, "gold")
+        gold_box(gold, "gold")
 
 
 @pytest.mark.parametrize(
     "gold", [[{"bbox_2d": [1, 2, 3, 4], "label": "CAT"}], CAT_JSON, f"<answer>\n```json\n{CAT_JSON}\n```\n</answer>"]
 )
 def test_right_objects_in_any_form(gold: Any):
-    assert right_detections(gold, "solution") == [CAT]
+    assert gold_detections(gold, "solution") == [CAT]
 
 
 def test_rows_without_right_objects():
-    assert right_detections([], "solution") == right_detections("None", "solution") == []
-    assert right_detections(None, "solution") is right_detections("", "solution") is None
+    assert gold_detections([], "solution") == gold_detections("None", "solution") == []
+    assert gold_detections(None, "solution") is gold_detections("", "solution") is None
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,11 @@ def test_rows_without_right_objects():
     [
         ("two cats", "must hold a list like .*got 'two cats'"),
         (5, "must hold a list like"),
-        ([[1, 2, 3, 4]], "every object a label and a bbox_2d .* object 0 has none"),
+        ([[1, 2, 3, 4]], "a label and a bbox_2d .* object 0 has none"),
         ([{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2], "label": "b"}], "object 1 has none"),
         ([{"bbox_2d": [1, 2, 1, 4], "label": "a"}], "x1 < x2"),
     ],
 )
 def test_right_objects_that_are_none_name_their_row(gold: Any, problem: str):
-    with pytest.raises(ValueError, match=f"column 'gold' {problem}|column 'gold' must give .*{problem}"):
-        right_detections(gold, "gold")
+    with pytest.raises(ValueError, match=f"column 'gold' {problem}|column 'gold' must have .*{problem}"):
+        gold_detections(gold, "gold")

@@ -321,7 +321,7 @@ def test_boxes_are_mapped_to_the_image_in_the_data(kind: Any):
 def test_wrong_right_objects_are_errors_and_no_zeros(kind: Any):
     with pytest.raises(ValueError, match="column 'solution' must hold a list like"):
         value(kind, [CAT], "a cat")
-    with pytest.raises(ValueError, match="every object a label and a bbox_2d"):
+    with pytest.raises(ValueError, match=r"a label and a bbox_2d .* for every object"):
         value(kind, [CAT], [[0, 0, 10, 10]])
     with pytest.raises(ValueError, match="lies outside its image"):
         kind()(completions=[json.dumps(CAT)], image_views=[[ImageView(5, 5, 5, 5, "resized")]], solution=[[FAR]])
@@ -342,7 +342,7 @@ def test_unreadable_answers_are_counted():
     [
         (DetectionMAP, {"iou_threshold": 0.0}, "iou_threshold must be above 0 and at most 1, got 0.0"),
         (WeightedSum, {"iou_threshold": 50.0}, "iou_threshold must be above 0"),
-        (WeightedSum, {"label_weight": -1.0}, r"must be at least 0, and one of them above, got \(0.7, -1.0, 0.3\)"),
+        (WeightedSum, {"label_weight": -1.0}, r"must be at least 0, and one of them above 0, got \(0.7, -1.0, 0.3\)"),
         (WeightedSum, {"position_weight": 0.0, "completeness_weight": 0.0}, "one of them above"),
     ],
 )
