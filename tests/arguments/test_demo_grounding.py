@@ -120,7 +120,7 @@ class Taught:
         self.num_images: list[int] = []
         self.tower_batches: list[int] = []
         loss, labels, features = (
-            grounding._Habits.loss,
+            grounding._Corpus.loss,
             grounding.labels_of,
             grounding.features_of,
         )
@@ -142,7 +142,7 @@ class Taught:
         towers, words = model.model.visual.patch_embed.proj.weight, model.lm_head.weight
         before = towers.detach().clone(), words.detach().clone()
         with monkeypatch.context() as patch:
-            patch.setattr(grounding._Habits, "loss", note_loss)
+            patch.setattr(grounding._Corpus, "loss", note_loss)
             patch.setattr(grounding, "labels_of", note_images)
             patch.setattr(grounding, "features_of", note_batch)
             settings = GroundingWarmUp(**WARM_UP | changed)

@@ -53,7 +53,7 @@ def test_reward():
 
     assert value("prime_factorization", "two") is None
     assert value("prime_factorization", "two", failed_value=0.25) == 0.25
-    with pytest.raises(ValueError, match="executes the answers"):
+    with pytest.raises(ValueError, match="executes the policy's answers"):
         value("string_insertion", "")
     assert value("string_insertion", "", evaluate_answers=True) == 1
 

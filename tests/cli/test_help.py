@@ -44,7 +44,7 @@ def keys():
         ("model.dynamic_sampling.max_resample_times", "int"),
         ("model.reward_workers.num_workers", "int"),
         ("model.sync_reference.every_n_steps", "int"),
-        ("data.datasets.json_path", "A file in UTF-8"),
+        ("data.datasets.json_path", "A UTF-8 file"),
         ("trainer.max_epochs", "One, if neither max_steps"),
     ],
 )
