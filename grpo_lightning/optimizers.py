@@ -1,4 +1,4 @@
-"""Optimizers in the form a recipe names them.
+"""Optimizers that recipes can name.
 
     optimizer: {class_path: grpo_lightning.optimizers.AdamW, init_args: {lr: 1.0e-6}}
 
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
-"""Parameters to an optimizer."""
+"""Callable that builds an optimizer for the given parameters."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -34,11 +34,11 @@ class AdamW(torch.optim.AdamW):
 
 
 def bitsandbytes_class(name: str, summary: str) -> Any:
-    """A class whose objects are bitsandbytes' of this name, with `AdamW`'s defaults; the package is imported then.
+    """Wrap an optimizer class of bitsandbytes with `AdamW`'s defaults; bitsandbytes is imported on first use.
 
     Args:
-        name: Of the class, there and here.
-        summary: Its docstring.
+        name: Class name in `bitsandbytes.optim`, also used here.
+        summary: Docstring of the class.
     """
 
     def make(
@@ -52,8 +52,8 @@ def bitsandbytes_class(name: str, summary: str) -> Any:
             import bitsandbytes
         except ImportError as error:
             raise ModuleNotFoundError(
-                f"{name} needs bitsandbytes, which is not installed: pip install 'grpo-lightning[quantization]'. Or "
-                "take AdamW."
+                f"{name} needs bitsandbytes, which is not installed: pip install 'grpo-lightning[quantization]', or "
+                "use AdamW."
             ) from error
         optimizer: Optimizer = getattr(bitsandbytes.optim, name)(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
@@ -66,10 +66,10 @@ def bitsandbytes_class(name: str, summary: str) -> Any:
 
 AdamW8bit = bitsandbytes_class(
     "AdamW8bit",
-    "AdamW with 8-bit states, each block with its own scale (arXiv:2110.02861): 2 bytes a weight instead of 8.\n\n"
+    "AdamW with block-wise quantized 8-bit states (arXiv:2110.02861): 2 bytes per parameter instead of 8.\n\n"
     "It runs on CUDA and CPUs. The weights keep their dtype.",
 )
 PagedAdamW8bit = bitsandbytes_class(
     "PagedAdamW8bit",
-    "`AdamW8bit` with states that move to the CPU's memory by pages where the device's runs out.",
+    "`AdamW8bit` with paged states, which move to CPU memory when the device runs out of memory.",
 )
