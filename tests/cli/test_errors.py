@@ -40,7 +40,7 @@ def test_a_refused_setting_is_one_error_line(capsys):
 
 def test_what_others_refuse_says_how_to_see_more(capsys):
     assert exit_of(raise_, MisconfigurationException("no such accelerator")) == 2
-    assert capsys.readouterr().err == f"error: no such accelerator\n({TRACEBACK}=1 shows the whole traceback.)\n"
+    assert capsys.readouterr().err == f"error: no such accelerator\n({TRACEBACK}=1 shows the full traceback.)\n"
 
 
 def test_what_the_command_line_says_itself_needs_no_traceback(capsys):
@@ -136,7 +136,7 @@ def test_that_another_rank_has_ended_is_one_line(monkeypatch, capsys):
             "[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:2. This is typically caused by ..."
         )
     assert end.value.code == 1
-    assert capsys.readouterr().err == "rank 2: stopped, because another rank has ended; what it said is why.\n"
+    assert capsys.readouterr().err == "rank 2: stopped because another rank has exited; see its error message.\n"
     with pytest.raises(RuntimeError, match="shapes"), short_errors():
         wait("shapes differ")
     monkeypatch.setenv(TRACEBACK, "1")

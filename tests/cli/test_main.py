@@ -411,7 +411,7 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
     flags = ["fit", "--config", name, "--ckpt_path=auto"]
     with caplog.at_level("INFO", "grpo_lightning"):
         first = main([*flags, "--trainer.max_steps=2"])
-        assert "No checkpoint in runs/recipe/version_*/checkpoints yet: starting afresh." in caplog.messages
+        assert "No checkpoint in runs/recipe/version_*/checkpoints yet: starting a new run." in caplog.messages
         (whole,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
         half = whole.with_name("half.ckpt")
         half.write_bytes(whole.read_bytes()[:-100])
