@@ -44,8 +44,8 @@ DESCRIPTIONS = {
         "one epoch. --ckpt_path auto resumes from the newest usable checkpoint of runs/<run_name>, in its folder, or "
         "starts a new run (it also searches folders that the recipe sends checkpoints to); --ckpt_path FILE, or the "
         "folder of a run for its newest checkpoint, resumes in a new folder. Settings come from the command line, "
-        "never from the checkpoint. A job that SLURM has requeued resumes as with auto. Checkpoints are written at the end "
-        "of every epoch and every 15 minutes, keeping the newest of each, unless trainer.callbacks has a "
+        "never from the checkpoint. A job that SLURM has requeued resumes as with auto. Checkpoints are written at the "
+        "end of every epoch and every 15 minutes, keeping the newest of each, unless trainer.callbacks has a "
         "ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after the current step. "
         "--model.objective.help shows the settings of one object, --model.scheduler.help=Cosine those of a class."
     ),
@@ -74,7 +74,7 @@ class Parser(LightningArgumentParser):
     """True if a policy given as a name is expanded to `PolicyLoader` settings with that name."""
 
     def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Expand short names in settings: of a file, an object in it, or the section `parent_key` (`--model m.yaml`)."""
+        """Expand short names in a file, in an object in it, or in the section `parent_key` (`--model m.yaml`)."""
         tree = {parent_key: cfg} if parent_key else cfg
         tree = config.in_tree(tree, expands_policy=self.expands_policy)
         return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)

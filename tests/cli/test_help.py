@@ -132,7 +132,7 @@ def test_a_file_without_config_in_front(tmp_path, monkeypatch):
     Path("my.yaml").write_text(RECIPE)
     with pytest.raises(ConfigurationError, match=r"write --config my\.yaml"):
         parse(["my.yaml", "--trainer.max_steps=1"])
-    with pytest.raises(ConfigurationError, match="'stray' belongs to no flag"):
+    with pytest.raises(ConfigurationError, match="'stray' does not belong to a flag"):
         parse(["--config", "my.yaml", "stray"])
 
 
