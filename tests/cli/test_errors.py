@@ -35,7 +35,7 @@ def test_a_refused_setting_is_one_error_line(capsys):
     assert exit_of(Objective, beta=-1.0) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "error: objective.beta must be at least 0 (0 is no reference), got -1.0.\n"
+    assert err == "error: objective.beta must be at least 0 (0 for no reference), got -1.0.\n"
 
 
 def test_what_others_refuse_says_how_to_see_more(capsys):
@@ -90,7 +90,7 @@ def test_the_parsers_wrapping_is_taken_off(monkeypatch):
     config = parser.parse_args(["--objective.beta=-1"])
     wrapped = caught(getattr(parser, "instantiate", None) or parser.instantiate_classes, config)
     inner = expected(wrapped)
-    assert str(inner) == "objective.beta must be at least 0 (0 is no reference), got -1.0."
+    assert str(inner) == "objective.beta must be at least 0 (0 for no reference), got -1.0."
 
 
 def test_the_whole_traceback_on_request(monkeypatch):
