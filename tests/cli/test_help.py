@@ -39,13 +39,13 @@ def keys():
         ("model.validation.num_generations", "int"),
         ("model.policy.lora.rank", "int"),
         ("model.policy.max_pixels", "null"),
-        ("model.engine.max_rows", "Completions decoded at the same time"),
+        ("model.engine.max_rows", "Maximum number of completions decoded"),
         ("model.optimizer.lr", "float"),
         ("model.dynamic_sampling.max_resample_times", "int"),
         ("model.reward_workers.num_workers", "int"),
         ("model.sync_reference.every_n_steps", "int"),
         ("data.datasets.json_path", "A file in UTF-8"),
-        ("trainer.max_epochs", "One, if neither max_steps"),
+        ("trainer.max_epochs", "Defaults to 1 if max_steps"),
     ],
 )
 def test_nested_keys_are_explained(keys, key, said):
