@@ -55,7 +55,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home (PEP 562). Raises: AttributeError if `name` is not public."""
+    """Import a public name on first access (PEP 562). Raises: AttributeError if `name` is not public."""
     if name == "__version__":
         return version("grpo-lightning")
     if name not in _HOMES:
@@ -66,5 +66,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names to complete, those not loaded yet included."""
+    """Names for tab completion, including those not loaded yet."""
     return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
 """GRPO as a LightningModule: sample, score, compute advantages, update.
 
-A cycle starts with a rollout: every prompt gets G completions, which are rewarded and compared within their group. The
-rollout is cut into micro-batches, and every `training_step` of the cycle trains on one of them. Optimization is
-automatic: accumulation, clipping, schedules, `max_steps` and callbacks work as everywhere in Lightning.
+A cycle starts with a rollout: G completions are sampled for every prompt, scored, and compared within their group. The
+rollout is split into micro-batches, and each `training_step` of the cycle trains on one of them. Lightning's automatic
+optimization is used, so accumulation, clipping, schedules, `max_steps` and callbacks work as usual.
 """
 
 from __future__ import annotations
@@ -79,27 +79,28 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: hub name, folder, `PolicyLoader`, or a model or config in memory.
-        rewards: What completions are rewarded for: functions, `Reward`s or `WeightedReward`s.
-        reward_weights: One per reward; null takes each reward's own weight (1 by default).
-        reward_workers: The processes that rewards run in, and their limits.
-        tokenizer: Of a policy given in memory, or instead of the policy's own.
-        engine: What samples the completions; the policy itself by default.
-        sampling: The distribution that completions are sampled from, and their maximum length.
+        rewards: Reward functions, `Reward`s or `WeightedReward`s.
+        reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
+        reward_workers: Number and limits of the worker processes that run the rewards.
+        tokenizer: Tokenizer for a policy given in memory, or to replace the policy's own.
+        engine: Samples the completions; by default the policy itself (`LocalEngine`).
+        sampling: Sampling distribution and maximum completion length.
         objective: The loss.
-        validation: How `validate`, `test` and `predict` sample completions, and when one counts as solved.
+        validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
         sync_reference: Periodically updates the reference towards the policy; null keeps the initial policy as the
             reference.
         offload: What to offload to the CPU during sampling: "reference", "optimizer".
-        optimizer: Parameters to optimizer.
-        scheduler: Optimizer to learning-rate schedule; null keeps the rate.
+        optimizer: Callable that builds the optimizer for the trainable parameters.
+        scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        old_logprobs: "recompute" scores the rollout with the weights that sampled it; "rollout" takes the engine's.
-        dynamic_sampling: Replaces prompts whose groups have zero reward variance by further ones; null keeps them.
+        old_logprobs: "recompute" scores the rollout with the weights that sampled it; "rollout" uses the engine's
+            log-probs.
+        dynamic_sampling: Replaces prompts whose groups have zero reward variance by new prompts; null keeps them.
         overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or
             also exclude them from the "group" statistics.
-        seed: Of sampling; null takes `seed_everything`.
+        seed: Sampling seed; null uses the seed of `seed_everything`.
     """
 
     policy: nn.Module
@@ -155,7 +156,7 @@ class GRPOLightningModule(L.LightningModule):
         self.save_hyperparameters(checkpoints.plain_settings(arguments, self.loader))
 
         self.rollout: Rollout | None = None
-        """The last one of this process, for those who look on; training goes by the cycle."""
+        """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
         self.run = RunState()
         self.is_connected = False
         self.warn_once = WarnOnce()
@@ -167,9 +168,9 @@ class GRPOLightningModule(L.LightningModule):
     # ------------------------------------------------------------------------------------------------------- the step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One micro-batch: a share of an optimizer step's loss. The first of a cycle samples the rollout."""
+        """Loss of one micro-batch, its share of the optimizer step's loss. The first of a cycle samples a rollout."""
         if self.is_rollout_due(batch, batch_idx):
-            # Lightning zeroes gradients after the training step: the last ones would sit in memory while sampling.
+            # Lightning zeroes gradients only after the training step; they would occupy memory during sampling.
             self.policy.zero_grad()
             rollout = self.sample_and_score(as_prompt_batch(batch).prompts)
             rollout = self.resample(rollout)
@@ -178,16 +179,17 @@ class GRPOLightningModule(L.LightningModule):
         assert self.run.cycle is not None
         return self.train_on(self.run.cycle.next())
 
-    # The verbs. Each can be overridden without calling it: what is logged, checkpoints and dynamic sampling do not
-    # depend on their bodies.
+    # The steps of the algorithm. Each can be overridden without calling super(): logging, checkpoints and dynamic
+    # sampling do not depend on their bodies.
 
     def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts from the current weights.
 
         Args:
-            prompts: N, of this rank.
-            numbers: N, of the prompts among all that the ranks sample in the cycle; by default the first, in turn. What
-                is sampled for a prompt depends on its number, not on how many ranks there are.
+            prompts: N prompts of this rank.
+            numbers: N indices of the prompts among those that all ranks sample in this cycle; by default the first
+                ones, round-robin over ranks. The seed of a prompt follows from its index, so that completions do not
+                depend on the number of ranks.
         """
         self.engine.sync_weights(self.policy)
         numbers = ranks.own_numbers(len(prompts)) if numbers is None else numbers
@@ -195,18 +197,19 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
     def score_rewards(self, rollout: Rollout) -> Rollout:
-        """Run the rewards: `scores`, and the rewards [N, G] that completions are compared by."""
+        """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        if self.dynamic_sampling is None or self.objective.kl_in == "reward":  # no group is scored in vain
-            self.add_ref_logprobs(rollout)  # while rewards run in processes of their own
+        # With dynamic sampling some groups are replaced: the reference then scores only those that remain.
+        if self.dynamic_sampling is None or self.objective.kl_in == "reward":
+            self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
             scores = scoring.finish()
         rewards = self.objective.combine_rewards(scores.total, scores.by_reward, self.reward_set.weights)
         return replace(rollout, scores=scores, rewards=rewards)
 
     def resample(self, rollout: Rollout) -> Rollout:
-        """With `dynamic_sampling`, replace groups without a gradient by groups of further prompts."""
+        """With `dynamic_sampling`, replace groups without a gradient by groups of new prompts."""
         if self.dynamic_sampling is None:
             return rollout
         source = source_of(self.trainer.train_dataloader)
@@ -215,14 +218,15 @@ class GRPOLightningModule(L.LightningModule):
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
-        """The advantage [N, G] of every completion over its group; the scale may be that of all ranks' rewards."""
+        """Compute the advantages [N, G]; a batch-wide scale covers the rewards of all ranks."""
         everyone = ranks.gather_objects(rollout.rewards)
         advantages = self.objective.compute_advantages(torch.cat(everyone)).split([len(part) for part in everyone])
         return replace(rollout, advantages=advantages[ranks.rank()])
 
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
-        # With a reference they stay, for `policy/kl`: a KL in the rewards leaves hardly an advantage at 0.
+        # With a reference, completions of advantage 0 are kept for `policy/kl`; with the KL in the rewards, hardly any
+        # advantage is 0.
         skips = not self.objective.trains_on_zero_advantages and not self.objective.needs_reference
         micro_batches, counts = self.actor.micro_batches(
             rollout.groups, rollout.advantages, self.cycle_shape, skip_zero_advantages=skips
@@ -230,7 +234,7 @@ class GRPOLightningModule(L.LightningModule):
         return Cycle(micro_batches, counts, self.num_iterations)
 
     def update(self, turn: Turn) -> Tensor:
-        """The loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
+        """Compute the loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
         batch = turn.batch
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
@@ -246,7 +250,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def actor(self) -> Actor:
-        """The policy, and what runs a rollout through it."""
+        """Bundles the policy, the reference and the scorer, which compute log-probs of a rollout."""
         return Actor(
             self.policy,
             self.reference,
@@ -261,14 +265,14 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def cycle_shape(self) -> CycleShape:
-        """How often a rollout of this run is trained on."""
+        """Micro-batches, optimizer steps and epochs per rollout."""
         return CycleShape(self.trainer.accumulate_grad_batches, self.updates_per_rollout, self.num_iterations)
 
     def sample_and_score(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Rollout:
-        """`sample`, then `score_rewards`, and what is logged of them. Dynamic sampling comes back for more.
+        """Sample a rollout, score it and log both. Dynamic sampling calls this again for new prompts.
 
         Raises:
-            ValueError: If `score_rewards` did not give one reward per completion.
+            ValueError: If `score_rewards` did not return one reward per completion.
         """
         with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
             rollout = self.sample(prompts) if numbers is None else self.sample(prompts, numbers)
@@ -287,10 +291,10 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout(groups, scores, without_truncated(rewards, groups, self.overlong_filter))
 
     def start_cycle(self, rollout: Rollout) -> None:
-        """Begin to train on a rollout.
+        """Start training on a rollout: notify callbacks, split it into micro-batches, and add old and ref log-probs.
 
         Raises:
-            ValueError: If `compute_advantages` did not give one advantage per completion.
+            ValueError: If `compute_advantages` did not return one advantage per completion.
         """
         per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
         self.rollout = rollout
@@ -308,7 +312,7 @@ class GRPOLightningModule(L.LightningModule):
             self.actor.add_old_logprobs(micro_batches, self.cycle_shape)
 
     def train_on(self, turn: Turn) -> Tensor:
-        """`update`, and what is logged of the optimizer step if this is its last micro-batch."""
+        """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
         self.notify("on_phase", "update")
         self.policy.train()
         loss = self.update(turn)
@@ -317,7 +321,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
-        """Score a rollout's completions with the reference, if there is one and they have no such log-probs yet."""
+        """Add reference log-probs to the rollout, if there is a reference and they are missing."""
         self.actor.add_ref_logprobs(rollout.groups, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
 
     def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:
@@ -331,18 +335,18 @@ class GRPOLightningModule(L.LightningModule):
             self.warn_once(
                 log,
                 reason,
-                "No completion of an optimizer step has an advantage: %s. The step learns nothing%s; "
-                "rollout/empty_updates is the share of such steps.",
+                "All advantages of an optimizer step are 0: %s. The step has no gradient%s; rollout/empty_updates is "
+                "the fraction of such steps.",
                 reason,
                 f" apart from {apart}" if apart else "",
             )
 
     def cycle_length(self, accumulate_grad_batches: int) -> int:
-        """Micro-steps trained on one rollout."""
+        """Number of micro-steps trained on one rollout."""
         return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
-        """True at the start of a cycle; loader and pending rollout must agree on where in it the run is."""
+        """True at the start of a cycle. Checks that the data loader and the pending cycle are at the same position."""
         shape = self.cycle_shape
         position = batch_idx % shape.num_micro_steps
         shape.check_position(self.run.cycle, as_prompt_batch(batch), position)
@@ -350,29 +354,31 @@ class GRPOLightningModule(L.LightningModule):
         return position == 0
 
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
-        """Give a cycle that came from a checkpoint its images again: every batch of a cycle has its prompts."""
+        """Restore the images of a cycle that was loaded from a checkpoint, which holds none.
+
+        Every batch of a cycle contains its prompts, and thereby their images.
+        """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.sees_images or cycle.micro_batches[0].vision is not None:
             return
-        # Of a frozen tower, the features are those of the passes that sampling ran: run again, they are the same to the
-        # last bit.
+        # Sampling caches the features of a frozen vision tower. Sampling one token computes them again, bit-identical.
         one_token = replace(self.sampling, max_completion_length=1)
         groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts))
         give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what is done inside, and tell the callbacks that show it."""
+        """Time a phase, and announce it to the callbacks (`on_phase`)."""
         self.notify("on_phase", name)
         with self.metrics.timed(name):
             yield
 
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
-        """Call one of the hooks beyond Lightning's on every callback that has a method of its name.
+        """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" begins.
-        `on_rollout(trainer, module, rollout)`: a cycle begins with this `Rollout`, scored and compared.
-        `on_decode(trainer, done, total)`: a rollout has sampled `done` of at most `total` tokens per completion.
+        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" starts.
+        `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
+        `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion are sampled.
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -381,13 +387,13 @@ class GRPOLightningModule(L.LightningModule):
     def generate(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
     ) -> list[Group]:
-        """Encode, sample and group; every prompt has its own seed."""
+        """Encode N prompts and sample G completions for each; `seeds` holds one seed per prompt."""
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
         return source.sample(prompts, num_generations, sampling, seeds, progress)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
-        """Ask all rewards, by the length limit of training also where completions are only evaluated."""
+        """Start all reward calls. Rewards see the length limit of training, in evaluation too."""
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
 
@@ -395,9 +401,9 @@ class GRPOLightningModule(L.LightningModule):
 
     @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
-        """Completions of N prompts, sampled as `validation` says or greedy, with their rewards. No loss is computed.
+        """Sample (by `validation`, or greedily) and score completions of N prompts. No loss is computed.
 
-        What is sampled for a prompt depends on its place in the data alone.
+        The seed of a prompt follows from its index in the data alone.
         """
         num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
@@ -407,7 +413,7 @@ class GRPOLightningModule(L.LightningModule):
         return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
 
     def on_validation_epoch_start(self) -> None:
-        """Begin a table of every kind of completions, for each loader."""
+        """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
         sources = data_checks.known_sources(self.trainer)
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
         self.tables = [evaluation_tables(self.reward_set, self.validation, sources, self.device) for _ in loaders]
@@ -418,7 +424,7 @@ class GRPOLightningModule(L.LightningModule):
             table.update(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=kind == "greedy"))
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val/...` of sampled and `val/greedy/...` of greedy completions, over a loader's prompts of all ranks."""
+        """Log `val/...` (sampled) and `val/greedy/...` (greedy) per loader, over the prompts of all ranks."""
         self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
 
     # `test` is validation under another name.
@@ -433,7 +439,7 @@ class GRPOLightningModule(L.LightningModule):
     # ---------------------------------------------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Check the data against the cycle, rewards, tokenizer and model, before any weights are loaded."""
+        """Check the data against cycle length, rewards, tokenizer and model before any weights are loaded."""
         if stage == "fit":
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
             checks.check_precision(self.loader, self.trainer)
@@ -442,11 +448,11 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
-            self.run.cycle = None  # an earlier run may have left one pending; a checkpoint brings its own
+            self.run.cycle = None  # left over from an earlier run; a checkpoint restores its own
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
-        """Check settings that cannot train, and warn of others. Raises: ValueError naming the key and what to do."""
+        """Refuse settings that cannot train, and warn about doubtful ones. Raises: ValueError naming key and remedy."""
         names, has_lora = self.reward_set.names, self.loader.lora is not None
         checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
         checks.check_counts(
@@ -459,7 +465,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)
         checks.check_offload(self.offload, has_copy=self.objective.needs_reference and not has_lora)
         dynamic_sampling.check(self.dynamic_sampling, names, is_kl_in_reward=self.objective.kl_in == "reward")
-        with contextlib.suppress(FileNotFoundError):  # `plan` makes modules where a reward model's files are not
+        with contextlib.suppress(FileNotFoundError):  # `plan` builds modules without the files of a reward model
             self.reward_set.check(self.sampling.max_completion_length)
         checks.check_validation(self.validation, names)
         warn_of_length_weights(self.objective)
@@ -469,26 +475,26 @@ class GRPOLightningModule(L.LightningModule):
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_turned_once(rewards, metrics, trainer)
-        data_checks.check_columns(rewards, trainer)  # which costs nothing, before all images are read
-        data_checks.check_images(trainer)  # the rewards' own checks get their sizes
+        data_checks.check_columns(rewards, trainer)  # cheap, so before all images are read
+        data_checks.check_images(trainer)  # before the checks of the rewards, which use the image sizes
         data_checks.check_rows(rewards, trainer)
         data_checks.check_prompts(self.loader, trainer, trained=self.sampling, validated=self.validation_sampling)
         data_checks.check_readers(rewards, metrics, self.loader, trainer)
 
     @property
     def validation_sampling(self) -> SamplingParams:
-        """How completions are sampled that are evaluated."""
+        """Sampling parameters of validation."""
         return self.validation.draw(self.sampling, is_greedy=False)[1]
 
     def configure_model(self) -> None:
-        """Load the policy and connect engine and rewards to it; called again by Lightning, it does nothing."""
+        """Load the policy and connect engine and rewards to it. Idempotent: Lightning calls it more than once."""
         self.load_policy()
         if self.is_connected:
             return
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
         if self.scorer is not None:
             self.check_sampling(self.scorer)
-        device = self._trainer.strategy.root_device if self._trainer else self.device  # the module is moved there later
+        device = self._trainer.strategy.root_device if self._trainer else self.device  # the module moves there later
         self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
         self.is_connected = True
 
@@ -510,18 +516,19 @@ class GRPOLightningModule(L.LightningModule):
         self.sharding.shard(self.policy)
         if isinstance(self.reference, FrozenCopy):
             self.sharding.shard(self.reference.model)
-        self.tokenizer = loaded.tokenizer  # last: a load that failed is repeated
+        self.tokenizer = loaded.tokenizer  # set last, so that a failed load is retried
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; a process that launched the run (`ddp_notebook`, `ddp_fork`) gets its results into a policy.
+        """Load weights; loads the policy first if needed.
 
-        The run was in its children: here nothing is loaded yet, and the trained weights would be ignored as unknown.
+        With `ddp_notebook` and `ddp_fork` the run happens in child processes, and the launching process has no policy
+        yet: without one, the trained weights would be ignored as unknown keys.
         """
         self.load_policy()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over what is trained, and the schedule, stepped after every optimizer step."""
+        """Build the optimizer of the trainable parameters, and the schedule, which is stepped per optimizer step."""
         with checks.naming_key("model.optimizer"):
             optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
         checks.check_paging(self.offload, optimizer)
@@ -533,57 +540,57 @@ class GRPOLightningModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """The callbacks of every run; checks the trainer, as nothing of ours is called before."""
+        """Add the callbacks that every run needs. Also checks the trainer: this is the first hook Lightning calls."""
         if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
             to_uncompiled(self)
             log.warning(
-                "The trainer was given torch.compile(module): the module runs without the compilation, as a step "
-                "samples, scores and calls rewards."
+                "trainer.fit got torch.compile(module): the module runs uncompiled, because a training step samples, "
+                "scores and calls rewards."
             )
         checks.check_trainer(self.trainer)
         checkpoints.refuse_incomplete(self.trainer)
         return own_callbacks(self.trainer)
 
     def on_fit_start(self) -> None:
-        """How sharded weights are scored can be tried only now that they run."""
+        """Choose the scorer of sharded weights, which can only run from here on."""
         if self.scorer is None:
             scorer = self.loader.choose_scorer(self.policy, self.encoder)
             self.check_sampling(scorer)
             self.scorer = scorer
 
     def check_sampling(self, scorer: Scorer) -> None:
-        """Compare the policy's own sampling with its scoring; other engines have weights of their own."""
+        """Check that `LocalEngine` samples with the log-probs of the scorer; other engines are not checked."""
         if isinstance(self.engine, LocalEngine):
             self.engine.check(scorer)
 
     def on_train_start(self) -> None:
-        """Set what needs the length of an epoch: the schedule, and a resumed run's place in it."""
+        """Set up what needs the length of an epoch: the schedule, and the data position of a resumed run."""
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
-            self.run.cycle.to(self.device)  # a checkpoint is loaded before the module is moved
+            self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
         self.run.record(self.trainer)
         loader = self.trainer.train_dataloader
         if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
-            loader.shuffle = False  # the same prompts in every epoch: Lightning stops the shuffling of DataLoaders only
+            loader.shuffle = False  # Lightning turns off shuffling only for DataLoaders
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
-        # A subclass may configure its own optimizer.
+        # A subclass may have overridden `configure_optimizers`.
         checkpoints.restore_optimizer_settings(self.trainer, getattr(self, "optimizer_settings", []), schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(self.trainer.estimated_stepping_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state of the run, so that one that is killed inside a cycle continues exactly where it was."""
+        """Save the run state, so that a run killed within a cycle resumes bit-exactly."""
         end = self.run.last_step_end(self.trainer)
         if "loops" in checkpoint:
             checkpoint["loops"]["fit_loop"] = end.loops
         checkpoint["grpo"] = {"trained": self.trained_names} | self.run.state_dict(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the weights are complete, and restore the state of the run."""
-        # A checkpoint of something else than a run of ours starts from nothing.
+        """Check that the weights are complete, and restore the run state."""
+        # A checkpoint without "grpo" was not written by this module: the run starts at its first rollout.
         state = checkpoint.get("grpo") or {"rollout_index": 0, "trained": None}
-        names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have taken the weights out
+        names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have removed the weights already
         if names is not None:
             checkpoints.check_keys(names, self.state_dict().keys(), self.trained_names)
         is_training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
@@ -594,5 +601,5 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def trained_names(self) -> list[str]:
-        """The names of the weights that are trained."""
+        """Names of the trainable parameters."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]

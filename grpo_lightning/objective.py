@@ -1,4 +1,4 @@
-"""The training objective: a paper is one row of settings, each a pure function of `functional/`.
+"""The training objective: each paper is a row of settings, computed by pure functions of `functional/`.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -13,7 +13,7 @@
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-The rows are fragments under `recipes/objectives/`; so is GDPO, which compares rewards one by one.
+Each row is a YAML file in `recipes/objectives/`; so is GDPO, which normalizes each reward separately.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """Trained tokens and completions of one optimizer step, over micro-batches and ranks: the divisors of the loss."""
+    """Trained tokens and completions of one optimizer step over all micro-batches and ranks: divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
 
 
 class ObjectiveTerms(NamedTuple):
-    """The loss of a micro-batch and the per-token quantities behind it, for the logs.
+    """Loss of a micro-batch and its per-token terms, for the logs.
 
-    Zeros where nothing is trained.
+    Masked tokens are 0.
     """
 
     loss: Tensor
     """Scalar: this micro-batch's share of the step's loss."""
 
     kl: Tensor
-    """[B, T] nats to the reference."""
+    """[B, T] KL to the reference, in nats."""
 
     clipped_low: Tensor
     """[B, T] bool."""
@@ -78,13 +78,13 @@ class ObjectiveTerms(NamedTuple):
     """[B, T]."""
 
     rollout_weight: Tensor | None = None
-    """[B, T] what makes up for tokens sampled by another distribution; None if nothing does."""
+    """[B, T] off-policy correction weight; None without a correction."""
 
     is_corrected: Tensor | None = None
-    """[B, T] bool, True where that weight was outside of its range, or the completion is left out as off-policy."""
+    """[B, T] bool, True where that weight was out of range, or the completion was dropped as off-policy."""
 
     ratio_clamped: Tensor | None = None
-    """[B, T] bool, True where the log-ratio was beyond 20 nats."""
+    """[B, T] bool, True where the log-ratio exceeded 20 nats in absolute value."""
 
     kl_clamped: Tensor | None = None
     """[B, T] bool, True where k3 was above 10 nats; None for the other estimators, and without a reference."""
@@ -92,80 +92,82 @@ class ObjectiveTerms(NamedTuple):
 
 @dataclass
 class Objective:
-    """The loss, as one choice per column.
+    """The loss, composed of one choice per setting.
 
     loss = aggregate( rollout_weight * surrogate(ratio, advantage) + beta * kl )
            - entropy_coefficient * mean of entropy over tokens
     """
 
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Importance ratio of each token, one per completion (GSPO), or that one with each token's own gradient
-    (GSPO-token)."""
+    """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
+    log-prob (GSPO-token)."""
 
     surrogate: Literal["clip", "cispo", "sapo"] = "clip"
-    """Clipped ratio times advantage (PPO), capped constant ratio times advantage times log-prob (CISPO), or a gate that
-    fades out (SAPO)."""
+    """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), or a soft
+    sigmoid gate (SAPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped below 1 - epsilon; CISPO has no lower bound."""
+    """The ratio is clipped from below at 1 - epsilon; CISPO has no lower bound."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped above 1 + epsilon_high; null takes epsilon."""
+    """The ratio is clipped from above at 1 + epsilon_high; null uses epsilon."""
 
     dual_clip: float | None = None
-    """Largest ratio counted where the advantage is negative; above 1 + epsilon_high. Null is unlimited."""
+    """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Every token weighs the same, every completion weighs the same, or tokens over the longest length allowed."""
+    """Mean over tokens, mean over completions of their token means, or sum over tokens divided by the number of
+    completions times the maximum completion length."""
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """The value that a reward is compared with."""
+    """Subtracted from the reward: the mean of the group, or of the other completions in the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Rewards are weighted, summed and compared, or each is compared for itself and what comes of it is summed (GDPO,
-    with `scale: batch_std`)."""
+    """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
+    (GDPO, with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
-    """The divisor of the difference: an unbiased std + 1e-4 of the rewards in its group or in the whole rollout, or
-    of all differences of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the mean reward of the group
-    (MaxRL), which has to be a success rate: rewards below 0 are an error then."""
+    """Divisor of reward minus baseline: unbiased std + 1e-4 of the rewards in the group (`group_std`) or the rollout
+    (`batch_std`), or of all group-centred rewards of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the
+    group's mean reward (`group_mean`, MaxRL), a success rate: negative rewards raise an error."""
 
     beta: float = 0.04
-    """Weight of the KL to the reference; 0 trains without a reference."""
+    """Weight of the KL to the reference; 0 loads no reference."""
 
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL in the loss and in `policy/kl`; the KL in the rewards is k1 (`kl_in`)."""
+    """KL estimator in the loss and in `policy/kl`; the KL in the rewards is always k1 (`kl_in`)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL goes: into the loss of each token, or off the reward of a completion, summed over its tokens (PPO's
-    way, arXiv:2203.02155: k1, whatever `kl` is)."""
+    """Add the KL to the loss of each token, or subtract it, summed over tokens, from the completion's reward (as in
+    PPO for RLHF, arXiv:2203.02155: k1, whatever `kl` is)."""
 
     importance_corrected_kl: bool = False
-    """The KL of each token times its importance ratio: unbiased also after the policy has moved (DeepSeek-V3.2)."""
+    """Multiply each token's KL by its importance ratio, which keeps it unbiased after the policy has moved
+    (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
-    """Weight of the policy's entropy, exact over the vocabulary and the mean over all tokens whatever the aggregation;
-    it is made larger. 0 leaves it out."""
+    """Weight of the entropy bonus: exact over the vocabulary, a mean over all tokens whatever `aggregate` is; 0
+    disables it."""
 
     sapo_temperature: float = 1.0
-    """How fast SAPO's gate closes where the advantage is positive."""
+    """Temperature (tau) of SAPO's gate where the advantage is positive; larger closes it sooner."""
 
     sapo_temperature_negative: float = 1.05
-    """Likewise elsewhere."""
+    """Temperature of SAPO's gate where the advantage is not positive."""
 
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Weigh the loss by the policy's probability over the engine's, of a token or a whole completion; weights out of
-    range are cut to it, or what they belong to is left out."""
+    """Off-policy correction: weight the loss by the policy's probability over the engine's, per token or per
+    completion. Weights out of range are truncated to it, or their tokens or completions are masked."""
 
     rollout_correction_low: float = 0.0
-    """Least weight."""
+    """Minimum weight."""
 
     rollout_correction_high: float = 2.0
-    """Largest weight."""
+    """Maximum weight."""
 
     off_policy_threshold: float | None = None
-    """Completions of negative advantage are left out once the policy has moved away from them by more nats per token
-    (DeepSeek-V3.2). Null keeps all."""
+    """Mask completions of negative advantage once the policy has moved away from them by more than this many nats per
+    token (DeepSeek-V3.2); null keeps all."""
 
     def __post_init__(self) -> None:
         """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
@@ -173,12 +175,12 @@ class Objective:
 
     @property
     def high(self) -> float:
-        """`epsilon_high` with its default filled in."""
+        """`epsilon_high`, or `epsilon` if it is null."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def needs_reference(self) -> bool:
-        """True if the KL is part of what is trained on."""
+        """True if the KL is part of the loss or of the rewards."""
         return self.beta > 0
 
     @property
@@ -188,7 +190,7 @@ class Objective:
 
     @property
     def trains_on_zero_advantages(self) -> bool:
-        """False if a completion of advantage 0 adds nothing to the gradient and may be left out of the passes."""
+        """False if completions of advantage 0 have no gradient and can be skipped in forward and backward passes."""
         return self.has_kl_loss or self.trains_entropy
 
     @property
@@ -197,11 +199,11 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """The rewards that completions are compared by.
+        """Combine several rewards into the one that advantages are computed from.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
-            by_reward: [N, G] of every reward.
+            by_reward: [N, G] values of each reward.
             weights: One per reward.
 
         Returns:
@@ -213,7 +215,7 @@ class Objective:
         return summed.masked_fill(total.isnan(), torch.nan)
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages [N, G] of rewards [N, G]."""
+        """Compute advantages [N, G] from rewards [N, G]."""
         return group_relative_advantages(rewards, baseline=self.baseline, scale=self.scale)
 
     def __call__(
@@ -225,20 +227,20 @@ class Objective:
         *,
         entropy: Tensor | None = None,
     ) -> ObjectiveTerms:
-        """The micro-batch's share of the step's loss.
+        """Compute the micro-batch's share of the optimizer step's loss.
 
         Args:
-            logprobs: [B, T] nats, of the policy now, with gradients.
-            batch: Its `old_logprobs` must be known, and with beta > 0 its `ref_logprobs`.
-            counts: Of the whole optimizer step over all ranks.
+            logprobs: [B, T] nats, of the current policy, with gradients.
+            batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
+            counts: Divisors of the entire optimizer step over all ranks.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
-            entropy: [B, T] nats, of the policy now; with gradients if `trains_entropy`.
+            entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 
         Raises:
-            ValueError: If the old log-probs are not known, or an entropy that is trained on is not.
+            ValueError: If the old log-probs are missing, or the entropy is although `trains_entropy` is set.
         """
         if batch.old_logprobs is None:
-            raise ValueError("The micro-batch has no old_logprobs; set them before the objective is computed.")
+            raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
         mask = batch.completion_mask
         advantages = batch.advantages[:, None]
         ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=self.ratio)
@@ -266,7 +268,7 @@ class Objective:
         total = mean(loss.expand_as(mask), by=self.aggregate)
         if self.trains_entropy:
             if entropy is None:
-                raise ValueError("objective.entropy_coefficient is set, and the entropies were not given.")
+                raise ValueError("objective.entropy_coefficient is set, but no entropy was given; pass `entropy`.")
             total = total - self.entropy_coefficient * mean(entropy, by="token")
         return ObjectiveTerms(
             total,
@@ -281,7 +283,7 @@ class Objective:
         )
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-        """[B, T] or [B, 1] the loss of each token, before the KL."""
+        """Policy loss per token, before the KL: [B, T] or [B, 1]."""
         if self.surrogate == "cispo":
             return cispo_surrogate(ratio, advantages, logprobs, epsilon_high=self.high)
         if self.surrogate == "sapo":
@@ -296,16 +298,16 @@ class Objective:
         )
 
     def _clipped(self, ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] bool: which trained tokens are clipped from below, and from above."""
+        """Trained tokens clipped from below, and those clipped from above: two [B, T] bool."""
         if self.surrogate == "sapo":
             return torch.zeros_like(mask), torch.zeros_like(mask)
-        # CISPO caps a ratio whatever the advantage's sign, and bounds nothing from below.
+        # CISPO caps the ratio for either sign of the advantage, and has no lower bound.
         sign = torch.ones_like(advantages) if self.surrogate == "cispo" else advantages
         low = is_clipped_low(ratio, sign, epsilon=self.epsilon).expand_as(mask) & mask
         return low, is_clipped_high(ratio, sign, epsilon_high=self.high).expand_as(mask) & mask
 
     def _correction(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """[B, T] the weight of each token, and whether it was outside of what is allowed; None without a correction."""
+        """Off-policy weight of each token [B, T], and whether it was out of range [B, T]; None if not configured."""
         mask, corrections = batch.completion_mask, []
         if self.rollout_correction != "none":
             assert batch.old_logprobs is not None
@@ -342,12 +344,12 @@ def check_objective(objective: Objective) -> None:
 
 
 def _check_ranges(objective: Objective) -> None:
-    """Check numbers, and those that bound each other. Raises: ValueError."""
+    """Check numeric ranges. Raises: ValueError."""
     high, largest = objective.high, objective.rollout_correction_high
     limits = [
         ("epsilon", 0 <= objective.epsilon < 1, "at least 0 and below 1"),
         ("epsilon_high", high >= 0, "at least 0, or null for epsilon"),
-        ("beta", objective.beta >= 0, "at least 0 (0 is no reference)"),
+        ("beta", objective.beta >= 0, "at least 0 (0 for no reference)"),
         (
             "dual_clip",
             objective.dual_clip is None or objective.dual_clip > 1 + high,
@@ -365,18 +367,18 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Check that what is set is used. Raises: ValueError naming what is not, and why."""
+    """Refuse settings that have no effect. Raises: ValueError naming the setting, and why it has none."""
     if objective.surrogate != "clip" and objective.dual_clip is not None:
         raise ValueError(
-            f"objective.dual_clip has no meaning for the {objective.surrogate} surrogate, a bounded one: leave it out."
+            f"objective.dual_clip has no effect on the {objective.surrogate} surrogate, which is bounded: remove it."
         )
     is_sapo, is_corrected = objective.surrogate == "sapo", objective.rollout_correction != "none"
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
     uses = [
-        (not is_sapo, "the sapo surrogate clips nothing", ["epsilon", "epsilon_high"]),
-        (not is_capped, "the cispo surrogate has one bound, which is epsilon_high", ["epsilon"]),
+        (not is_sapo, "the sapo surrogate does not clip", ["epsilon", "epsilon_high"]),
+        (not is_capped, "the cispo surrogate has a single bound, epsilon_high", ["epsilon"]),
         (is_sapo, "the surrogate is not sapo", ["sapo_temperature", "sapo_temperature_negative"]),
-        (objective.beta > 0, "beta is 0, which leaves the KL out", ["kl_in", "kl"]),
+        (objective.beta > 0, "beta is 0, which disables the KL", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
         (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),
     ]
@@ -384,27 +386,27 @@ def _check_unused(objective: Objective) -> None:
     for setting in fields(objective):
         value = getattr(objective, setting.name)
         if setting.name in unused and value != setting.default:
-            raise ValueError(f"objective.{setting.name} is {value!r}, and {unused[setting.name]}: leave it out.")
+            raise ValueError(f"objective.{setting.name} is {value!r}, but {unused[setting.name]}: remove the setting.")
 
 
 def _check_scale(objective: Objective) -> None:
-    """Check that a mean which is divided by can be that of successes. Raises: ValueError if it is below 0 at times."""
+    """Refuse `scale: group_mean` where the mean reward can be negative. Raises: ValueError naming both settings."""
     if objective.scale != "group_mean":
         return
     others = {"kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"}
     for name, value in others.items():
         if getattr(objective, name) == value:
             raise ValueError(
-                f"objective.scale 'group_mean' divides by the mean reward, which {name} {value!r} makes negative at "
-                "times: leave one of them out."
+                f"objective.scale 'group_mean' divides by the mean reward, which objective.{name} {value!r} can make "
+                "negative: remove one of the two."
             )
 
 
 def warn_of_length_weights(objective: Objective) -> None:
-    """Log what is allowed, and seldom meant."""
+    """Warn about a sequence-level ratio with token aggregation, which is rarely intended."""
     if objective.ratio != "token" and objective.aggregate == "token":
         log.warning(
-            "objective.ratio %r with objective.aggregate 'token' (the default) weighs each completion by its length. "
+            "objective.ratio %r with objective.aggregate 'token' (the default) weights each completion by its length. "
             "Set objective.aggregate to 'sequence' for GSPO, or to 'constant' for LUSPO.",
             objective.ratio,
         )

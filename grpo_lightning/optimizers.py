@@ -1,4 +1,4 @@
-"""Optimizers in the form a recipe names them.
+"""Optimizers that recipes can name.
 
     optimizer: {class_path: grpo_lightning.optimizers.AdamW, init_args: {lr: 1.0e-6}}
 
@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
-"""Parameters to an optimizer."""
+"""Callable that builds an optimizer for the given parameters."""
 
 
 class AdamW(torch.optim.AdamW):

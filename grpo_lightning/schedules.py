@@ -1,9 +1,9 @@
-"""Learning-rate schedules in the form a recipe names them.
+"""Learning-rate schedules that recipes can name.
 
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-The schedules are those of `transformers.get_scheduler`, as classes: jsonargparse cannot fill in the arguments of its
-functions, and only the module knows the length of the run. Any torch scheduler class works as well.
+The schedules of `transformers.get_scheduler`, as classes: jsonargparse cannot fill in the arguments of its functions,
+and only the module knows the length of the run. Any torch scheduler class works as well.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-"""Optimizer to a schedule, which is stepped after every optimizer step."""
+"""Callable that builds a schedule for an optimizer; it is stepped after every optimizer step."""
 
 
 class Schedule(LambdaLR):
-    """A schedule of transformers: linear warm-up, then what the subclass names.
+    """Base of the schedules: linear warm-up, then the shape of the subclass.
 
     Args:
-        optimizer: Its learning rates are the highest of the run.
-        warmup_ratio: Share of the run's optimizer steps to warm up for.
-        warmup_steps: The same as a number of steps; give one of the two.
+        optimizer: Its learning rates are the peak rates.
+        warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
+        warmup_steps: Warm-up in optimizer steps; set only one of the two.
 
     Raises:
         ValueError: If both are given, or the ratio is not in [0, 1].
     """
 
     kind: ClassVar[str]
-    """The schedule's name in `transformers.SchedulerType`."""
+    """Name in `transformers.SchedulerType`."""
 
     def __init__(self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None) -> None:
         if not 0 <= warmup_ratio <= 1:
@@ -47,7 +47,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, lambda _: 1.0)
 
     def set_length(self, num_training_steps: float) -> None:
-        """Fit the schedule to the length of the run, in optimizer steps; before the first of them.
+        """Set the length of the run in optimizer steps; call it before the first one.
 
         Raises:
             ValueError: If the run has no end.
@@ -55,12 +55,10 @@ class Schedule(LambdaLR):
         from transformers import get_scheduler
 
         if math.isinf(num_training_steps) or num_training_steps < 0:
-            raise ValueError(
-                "The schedule needs to know how long the run is: set trainer.max_steps or trainer.max_epochs."
-            )
+            raise ValueError("The schedule needs the length of the run: set trainer.max_steps or trainer.max_epochs.")
         warmup = math.ceil(num_training_steps * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
         num_steps = int(num_training_steps)
-        # transformers gives the factor only bound to an optimizer; this one is thrown away.
+        # transformers binds the factor to an optimizer; this one is discarded.
         placeholder = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
         factor = get_scheduler(self.kind, placeholder, warmup, num_steps, self.settings(num_steps)).lr_lambdas[0]
         self.lr_lambdas = [factor] * len(self.base_lrs)
@@ -69,11 +67,11 @@ class Schedule(LambdaLR):
             group["lr"] = lr
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the place in the schedule; its shape and rates are those of this run."""
+        """Restore the position in the schedule; shape and rates come from this run's settings."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:
-        """The subclass's own arguments, as transformers names them."""
+        """Extra arguments of the subclass, as transformers names them."""
         return {}
 
 
@@ -84,13 +82,13 @@ class Constant(Schedule):
 
 
 class Linear(Schedule):
-    """Linear warm-up, then linearly to 0."""
+    """Linear warm-up, then linear decay to 0."""
 
     kind = "linear"
 
 
 class Cosine(Schedule):
-    """Linear warm-up, then half a cosine down to `min_lr_ratio` times the learning rate."""
+    """Linear warm-up, then cosine decay to `min_lr_ratio` times the learning rate."""
 
     kind = "cosine_with_min_lr"
 
@@ -105,12 +103,12 @@ class Cosine(Schedule):
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:
-        """The lowest rate."""
+        """The minimum rate."""
         return {"min_lr_rate": self.min_lr_ratio}
 
 
 class CosineWithRestarts(Schedule):
-    """Linear warm-up, then `num_cycles` cosines from the full rate to 0."""
+    """Linear warm-up, then `num_cycles` cosine decays, each from the full learning rate to 0."""
 
     kind = "cosine_with_restarts"
 
@@ -121,18 +119,18 @@ class CosineWithRestarts(Schedule):
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:
-        """The number of cosines."""
+        """The number of cycles."""
         return {"num_cycles": self.num_cycles}
 
 
 class InverseSqrt(Schedule):
-    """Linear warm-up, then with the inverse square root of the step."""
+    """Linear warm-up, then decay with the inverse square root of the step."""
 
     kind = "inverse_sqrt"
 
 
 class WarmupStableDecay(Schedule):
-    """Linear warm-up, the full rate, then down to `min_lr_ratio` times it over the last `decay_ratio` of the run."""
+    """Linear warm-up, constant rate, then decay to `min_lr_ratio` times it over the last `decay_ratio` of the run."""
 
     kind = "warmup_stable_decay"
 
@@ -150,7 +148,7 @@ class WarmupStableDecay(Schedule):
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:
-        """The decay's length and the lowest rate."""
+        """The length of the decay and the minimum rate."""
         return {
             "num_decay_steps": math.ceil(num_training_steps * self.decay_ratio),
             "min_lr_ratio": self.min_lr_ratio,

@@ -317,26 +317,26 @@ def test_unknown_old_logprobs_are_an_error():
         ({"beta": -1.0}, r"objective\.beta must be .*got -1\.0"),
         ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2 \(or null\), got 1\.2"),
         ({"dual_clip": 1.25, "epsilon_high": 0.28}, r"= 1\.28 \(or null\), got 1\.25"),
-        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no meaning for the cispo"),
-        ({"dual_clip": 3.0, "surrogate": "sapo"}, "dual_clip has no meaning for the sapo"),
-        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, and the sapo surrogate clips nothing"),
-        ({"epsilon_high": 0.3, "surrogate": "sapo"}, r"objective\.epsilon_high is 0\.3, and the sapo surrogate"),
-        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, and the surrogate is not sapo"),
+        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no effect on the cispo"),
+        ({"dual_clip": 3.0, "surrogate": "sapo"}, "dual_clip has no effect on the sapo"),
+        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, but the sapo surrogate does not clip"),
+        ({"epsilon_high": 0.3, "surrogate": "sapo"}, r"objective\.epsilon_high is 0\.3, but the sapo surrogate"),
+        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, but the surrogate is not sapo"),
         ({"sapo_temperature": 0.0, "surrogate": "sapo"}, r"sapo_temperature must be above 0, got 0\.0"),
-        ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, and beta is 0"),
+        ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, but beta is 0"),
         ({"importance_corrected_kl": True, "kl_in": "reward"}, "or kl_in is reward: the loss has no KL"),
-        ({"scale": "group_mean", "kl_in": "reward"}, "which kl_in 'reward' makes negative at times"),
+        ({"scale": "group_mean", "kl_in": "reward"}, "which objective.kl_in 'reward' can make negative"),
         (
             {"scale": "group_mean", "multi_objective_aggregation": "normalize_then_sum"},
-            "which multi_objective_aggregation 'normalize_then_sum' makes negative at times",
+            "which objective.multi_objective_aggregation 'normalize_then_sum' can make negative",
         ),
-        ({"kl_in": "reward", "beta": 0.0}, "kl_in is 'reward', and beta is 0"),
-        ({"kl": "k2", "beta": 0.0}, "kl is 'k2', and beta is 0"),
+        ({"kl_in": "reward", "beta": 0.0}, "kl_in is 'reward', but beta is 0"),
+        ({"kl": "k2", "beta": 0.0}, "kl is 'k2', but beta is 0"),
         (
             {"epsilon": 0.1, "epsilon_high": 4.0, "surrogate": "cispo"},
-            r"objective\.epsilon is 0\.1, and the cispo surrogate has one bound, which is epsilon_high",
+            r"objective\.epsilon is 0\.1, but the cispo surrogate has a single bound, epsilon_high",
         ),
-        ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, and rollout_correction is none"),
+        ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, but rollout_correction is none"),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
             r"rollout_correction_low must be at least 0 and below rollout_correction_high \(2\.0\), got 2\.0",
@@ -447,7 +447,7 @@ def test_the_entropy_is_a_mean_over_tokens_whatever_the_aggregation(by):
 
 def test_an_entropy_that_is_not_given_is_an_error():
     logprobs, batch = make_batch()
-    with pytest.raises(ValueError, match="entropy_coefficient is set, and the entropies were not given"):
+    with pytest.raises(ValueError, match="entropy_coefficient is set, but no entropy was given"):
         Objective(entropy_coefficient=0.1)(logprobs, batch, COUNTS, LONGEST)
 
 

@@ -139,7 +139,7 @@ def test_dynamic_sampling_replaces_groups(own):
 
 def test_dynamic_sampling_by_a_reward_needs_its_values():
     module = make_module(OwnRewards, dynamic_sampling=DynamicSampling(reward="vowel_share"))
-    with pytest.raises(ValueError, match=r"'vowel_share', and `score_rewards` gave no values of that name"):
+    with pytest.raises(ValueError, match=r"'vowel_share', but `score_rewards` returned no values of that name"):
         fit(module, max_steps=1, max_epochs=-1)
 
 

@@ -100,7 +100,9 @@ def test_a_resumed_schedule_goes_on(schedule_class, is_fitted_first, tmp_path):
 
 def test_a_run_without_end_is_refused():
     for length in (math.inf, -1):
-        with pytest.raises(ValueError, match=r"how long the run is: set trainer.max_steps or trainer.max_epochs"):
+        with pytest.raises(
+            ValueError, match=r"needs the length of the run: set trainer.max_steps or trainer.max_epochs"
+        ):
             Linear(make_optimizer()).set_length(length)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks any recipe can use: what a run looks like while it goes on and when it is over."""
+"""Callbacks for recipes: progress, logs, pictures, checkpoints and exports of a run."""
 
 from grpo_lightning.callbacks.before_after import BeforeAfter
 from grpo_lightning.callbacks.completion_log import CompletionLog

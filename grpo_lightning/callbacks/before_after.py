@@ -1,4 +1,4 @@
-"""What training changed: held-out prompts answered before and after, as a table, samples and a summary file."""
+"""Evaluation on held-out prompts before and after training: a table, sample completions and a summary file."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 
 Numbers = dict[str, dict[str, float]]
-"""What was measured, by kind of completions ("sampled", "greedy") and name."""
+"""Metrics by kind of completions ("sampled", "greedy") and name."""
 
 
 class BeforeAfter(L.Callback):
-    """Evaluates on the validation prompts when training starts and ends, as `model.validation` says.
+    """Evaluates the validation prompts before and after training, with the settings of `model.validation`.
 
     Prints a table and sample completions, and writes `summary.json`:
 
-    - `seed`; `metric`, the name of the headline;
-    - `<metric>_before`, `<metric>_after`: of sampled completions; `greedy_before`, `greedy_after`: the same metric of
-      greedy ones; null where it has no value;
-    - `num_prompts` it was measured on, and their `images`; `steps` of the optimizer; `seconds` since the process
-      started;
-    - `before`, `after`: every number of the table, by kind of completions (`sampled`, `greedy`) and name.
+    - `seed`; `metric`, the name of the headline metric;
+    - `<metric>_before`, `<metric>_after`: its values for sampled completions; `greedy_before`, `greedy_after`: for
+      greedy completions; null where it has no value;
+    - `num_prompts`, the number of prompts, and `images`, of their images; `steps`, optimizer steps; `seconds` since the
+      process started;
+    - `before`, `after`: all numbers of the table, by kind of completions (`sampled`, `greedy`) and name.
 
     Args:
-        metric: The number that is the headline: a reward by name, "reward" (the weighted total), "pass@8", ...
-        num_samples: Completions shown of each.
-        dirpath: Folder of `summary.json`; null is the run's.
+        metric: Headline metric: a reward by name, "reward" (the weighted total), "pass@8", ...
+        num_samples: Number of sample completions printed before and after.
+        dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
     def __init__(self, metric: str = "reward", num_samples: int = 3, dirpath: str | None = None) -> None:
@@ -60,15 +60,15 @@ class BeforeAfter(L.Callback):
         self.bar: Tqdm | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate before training; a resumed run keeps what was measured then, a `fast_dev_run` measures nothing."""
+        """Evaluate before training. A resumed run keeps its first results; a `fast_dev_run` is not evaluated."""
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
                 choices = [name for name in self.before["sampled"] if not is_bound(name)]
-                raise ValueError(f"BeforeAfter: there is no metric {self.metric!r}; choose among {', '.join(choices)}.")
+                raise ValueError(f"BeforeAfter.metric must be one of {', '.join(choices)}, got {self.metric!r}.")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate again, show both, and write the summary."""
+        """Evaluate again, print both results, and write the summary."""
         if self.before is None:
             return
         assert isinstance(pl_module, GRPOLightningModule)
@@ -90,12 +90,12 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how far the completions of the batch are: one batch may be all there is."""
+        """Show decoding progress, as there may be only one batch."""
         if self.bar is not None and (done % 8 == 0 or done == total):
             self.bar.set_postfix_str(f"token {done}/{total}")
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
-        """Every number of the evaluation, over all prompts of all ranks, of sampled and of greedy completions.
+        """Evaluate sampled and greedy completions of the prompts of all ranks; returns all metrics.
 
         Raises:
             ValueError: If there are no validation prompts.
@@ -123,7 +123,7 @@ class BeforeAfter(L.Callback):
 
     @contextlib.contextmanager
     def progress(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Tqdm]:
-        """A bar of its own on rank 0, unless the trainer's is off: the training bar is for training."""
+        """Separate progress bar on rank 0, unless the trainer's is off."""
         trainer_bar = trainer.progress_bar_callback
         is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
         self.bar = Tqdm(
@@ -173,29 +173,29 @@ class BeforeAfter(L.Callback):
         print(f"Summary: {path}")  # noqa: T201 - the result people look for
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured before training."""
+        """The results from before training."""
         return {"before": self.before, "samples": self.samples}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep it over a resume."""
+        """Restore the results from before training."""
         self.before, self.samples = state_dict["before"], state_dict["samples"]
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """The validation prompts: all of the data module's, whatever limits validation has; or of the loader given."""
+    """All validation prompts of the data module, ignoring `limit_val_batches`; or the loader of the trainer."""
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
     return [] if loader is None else loader
 
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
-    """(prompt, completion) of the first prompts; of a chat, the text of its last message."""
+    """(prompt, completion) of the first `count` prompts; for a chat, the prompt is the text of its last message."""
     texts = [prompt_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 
 def cell(numbers: dict[str, float], name: str) -> str:
-    """A number with four digits and its interval, where there is one; "-" where there is no value."""
+    """Format a table cell: four digits and the confidence interval, if any; "-" without a value."""
     if name not in numbers:
         return "-"
     bounds = [numbers.get(f"{name}/{end}") for end in ("low", "high")]
@@ -204,5 +204,5 @@ def cell(numbers: dict[str, float], name: str) -> str:
 
 
 def is_bound(name: str) -> bool:
-    """True for the end of an interval, which is shown with the number it belongs to."""
+    """True for a bound of a confidence interval, which is shown in the cell of its metric."""
     return name.endswith(("/low", "/high"))

@@ -1,4 +1,4 @@
-"""Every completion of every rollout: one JSON line each, and tables in the loggers that have them."""
+"""Logs completions: `completions.jsonl`, and tables in Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from grpo_lightning.training.evaluation import Evaluation, records
 log = logging.getLogger(__name__)
 
 Line = Mapping[str, Any]
-"""One completion, as `completions.jsonl` has it."""
+"""One completion, as written to `completions.jsonl`."""
 
 NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length", "reward", "advantage"})
-"""The fields of a line that are numbers or None in every row."""
+"""Fields of a line that are always a number or None."""
 
 ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
-"""What would be taken for markup or for the end of a table's cell, and how it is written instead."""
+"""Characters that Markdown would treat as markup or as the end of a table cell, and their escapes."""
 
 
 class CompletionLog(L.Callback):
-    """Writes `completions.jsonl`, with the completions of all ranks, into the run's folder.
+    """Writes the completions of all ranks to `completions.jsonl` in the run's folder.
 
-    A line holds step, epoch, rollout, rank (the process that drew it), source, prompt_index, row (file and line, where
-    its images and its answer are), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
-    advantage, and what rewards gave to `log_extra`. null stands for "not scorable". `step` is the number of optimizer
-    steps that were done when the rollout was drawn: the `step` under which the loggers have the rollout's metrics. The
-    lines of a rollout are in the order of its prompts, whatever the number of ranks.
+    A line has step, epoch, rollout, rank (which sampled it), source, prompt_index, row (file and line of the data row,
+    with its images and answer), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
+    advantage, and what rewards passed to `log_extra`. null means not scorable. `step` is the number of optimizer steps
+    done when the rollout was sampled: the `step` of the rollout's metrics in the loggers. The lines of a rollout are in
+    the order of its prompts, whatever the number of ranks.
 
-    Weights & Biases also gets a table of every rollout, and TensorBoard the best, the worst and a few others, with
-    the images of their prompts. Of images there are those of rank 0 only.
+    Weights & Biases also gets a table per rollout, and TensorBoard the best, the worst and a few other completions;
+    both get the images of the prompts shown. Only images of rank 0 are available.
 
     Args:
-        every_n_rollouts: Write only every so many rollouts.
-        max_rows: Completions in a table of Weights & Biases; the file always has all of them.
-        num_samples: Best, worst and other completions in TensorBoard, of each; 0 shows none.
-        dirpath: Folder; null is the run's.
+        every_n_rollouts: Write only every n-th rollout.
+        max_rows: Maximum completions in a Weights & Biases table; the file always has all of them.
+        num_samples: Number of best, of worst and of other completions in TensorBoard; 0 shows none.
+        dirpath: Output folder; null is the run's folder.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class CompletionLog(L.Callback):
         self.max_rows, self.num_samples = max_rows, num_samples
         self.dirpath = dirpath
         self.path: Path | None = None
-        self.said: set[str] = set()
+        self.logged_messages: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the file; a run from the start replaces an old one, a resumed run goes on where its checkpoint was."""
+        """Prepare the file: a new run replaces an old file, a resumed run truncates it to its checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path = run_file(trainer, self.dirpath, "completions.jsonl")
         if not trainer.is_global_zero:
@@ -78,10 +78,10 @@ class CompletionLog(L.Callback):
             keep_rollouts_before(self.path, pl_module.run.rollout_index)
         for logger in trainer.loggers:
             if not isinstance(logger, WandbLogger | TensorBoardLogger | CSVLogger):
-                self.say(f"{type(logger).__name__} has no tables for completions; they are in {self.path}.")
+                self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
-        """Write the rollout that a cycle begins with. The same on every rank: all gather at the same steps."""
+        """Write the rollout of the new cycle. Collective: all ranks gather at the same steps."""
         number = module.run.rollout_index - 1
         if number % self.every_n_rollouts == 0:
             when = {
@@ -95,7 +95,7 @@ class CompletionLog(L.Callback):
                 self.write(trainer, rollout, gathered)
 
     def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
-        """Write the lines of a rollout, by rank and group, and show them."""
+        """Write the lines of a rollout, given by rank and group, and pass them to the loggers."""
         assert self.path is not None
         written = [line for group in in_order_of_prompts(ranks) for line in group]
         append_lines(self.path, written)
@@ -106,7 +106,7 @@ class CompletionLog(L.Callback):
             self.show(trainer.loggers, [json.loads(line) for line in written], prompts)
 
     def show(self, loggers: Sequence[Logger], lines: Sequence[Line], prompts: Sequence[Prompt | None]) -> None:
-        """Show a rollout: its lines, and the prompt of each, None where another rank has it."""
+        """Show lines of a rollout in the loggers; the prompt of a line is None if another rank has it."""
         chosen = choose(lines, self.num_samples)
         images = [
             (f"{label}/{number}", image)
@@ -123,9 +123,9 @@ class CompletionLog(L.Callback):
                 add_tensorboard_images(logger, images, lines[0]["step"])
 
     def show_table(self, logger: WandbLogger, lines: Sequence[Line]) -> None:
-        """A table of the first completions of a rollout."""
+        """Log a table of the first completions of a rollout."""
         if len(lines) > self.max_rows:
-            self.say(
+            self.log_once(
                 f"The Weights & Biases tables have the first {self.max_rows} of {len(lines)} completions of a rollout "
                 "(max_rows); completions.jsonl has all."
             )
@@ -135,37 +135,37 @@ class CompletionLog(L.Callback):
         logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
 
     def images(self, prompt: Prompt | None) -> Iterator[Any]:
-        """The images of a prompt, as PIL has them. One that cannot be shown is said once, and stops no run."""
+        """PIL images of a prompt. An image that cannot be read is logged once and does not stop the run."""
         for image in () if prompt is None else prompt.images:
             try:
                 yield image.read()
-            except ValueError as error:  # a file that is gone, for example
-                self.say(f"Some images of prompts are not shown: {error}")
+            except ValueError as error:  # for example a file that was deleted
+                self.log_once(f"Some images of prompts are not shown: {error}")
 
-    def say(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         """Log a message the first time."""
-        if message not in self.said:
-            self.said.add(message)
+        if message not in self.logged_messages:
+            self.logged_messages.add(message)
             log.info("%s", message)
 
 
 def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]]:
-    """The lines of a rollout, group by group."""
+    """JSON lines of a rollout, by group."""
     each = (json_line({**when, **line}) for line in lines(rollout))
     return [list(itertools.islice(each, len(group.completions))) for group in rollout.groups]
 
 
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """The completions of a scored and compared rollout, in order.
+    """Records of the completions of a rollout with scores and advantages, in order.
 
-    A column from `log_extra` with the name of a field of ours, or of one of the tables, is written as `extra/<name>`.
+    A `log_extra` column whose name is taken by a field of the line or of a table is written as `extra/<name>`.
     """
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None
     assert advantages is not None
     completions = zip(records(Evaluation(groups, scores)), advantages.flatten().tolist(), strict=True)
     for row, (record, advantage) in enumerate(completions):
-        del record["columns"]  # of the data, which prompt_index finds
+        del record["columns"]  # prompt_index identifies the data row
         line = {**record, "advantage": advantage}
         taken = {"step", "epoch", "rollout", "rank", *line, *(f"rewards/{name}" for name in scores.by_reward)}
         extras = {column: values[row] for column, values in scores.extras.items()}
@@ -173,10 +173,10 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def keep_rollouts_before(path: Path, rollout: int) -> None:
-    """Drop the lines of this and later rollouts, which a resumed run samples again; and a last line that was cut off.
+    """Drop the lines of this and later rollouts, which a resumed run samples again, and an incomplete last line.
 
     Raises:
-        ValueError: If a line is none of a log of completions, naming file and line.
+        ValueError: If a line does not belong to a completion log, naming file and line.
     """
     if not path.exists():
         return
@@ -192,7 +192,7 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
                 is_kept = json.loads(line)["rollout"] < rollout
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}:{number} is no line of a log of completions: {line[:80]!r}. Move the file away, or give "
+                    f"{path}:{number} is not a line of a completion log: {line[:80]!r}. Move the file away, or give "
                     "the callback another dirpath."
                 ) from error
             if is_kept:
@@ -200,9 +200,9 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
-    """Up to `count` of the best, of the worst and of the other completions: label and row, no row twice.
+    """Choose up to `count` best, worst and other completions: (label, row), each row at most once.
 
-    The others are drawn by the number of the rollout: the same run shows the same ones.
+    The others are sampled with the rollout number as seed, so that the same run shows the same ones.
     """
     scorable = [row for row, line in enumerate(lines) if line["reward"] is not None]
     ranked = sorted(scorable, key=lambda row: -lines[row]["reward"])
@@ -215,10 +215,10 @@ def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
 
 
 def cells(line: Line) -> dict[str, Any]:
-    """A line as a flat row: rewards in columns of their own, our own numbers as numbers, everything else as text.
+    """Flatten a line into a table row: one column per reward, `NUMBERS` as numbers, everything else as text.
 
-    A table column has one type, or Weights & Biases stops the run: what rewards gave to `log_extra` may be a number in
-    one row and a list in the next.
+    Weights & Biases raises if a column has mixed types, and `log_extra` values may be a number in one row and a list in
+    the next.
     """
     flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
     del flat["rewards"]
@@ -226,17 +226,17 @@ def cells(line: Line) -> dict[str, Any]:
 
 
 def as_number(value: float | None) -> float | None:
-    """A number as float, None as it is."""
+    """Convert a number to float; None stays None."""
     return None if value is None else float(value)
 
 
 def as_text(value: Any) -> str | None:
-    """A text or None as it is, anything else as JSON."""
+    """Convert a value to JSON text; text and None stay as they are."""
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
-    """A table of completions with their labels. Markup in them is shown, not followed: a `<think>` would vanish."""
+    """Format completions as a Markdown table. Markup in them is escaped: otherwise `<think>` would not be shown."""
     rows: list[dict[str, Any]] = []
     for label, line in chosen:
         row = cells(line)
@@ -248,7 +248,7 @@ def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
 
 
 def as_markdown(value: Any) -> str:
-    """A cell's text: numbers short, line breaks kept, and no character that ends a cell or begins markup."""
+    """Format a Markdown table cell: short numbers, line breaks kept, markup escaped."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).translate(ESCAPES)

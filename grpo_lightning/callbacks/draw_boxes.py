@@ -1,4 +1,4 @@
-"""What a policy points at: the first validation images with the right and the answered boxes, as pictures."""
+"""Draws validation images with ground-truth and predicted boxes."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates
 log = logging.getLogger(__name__)
 
 MAX_SIDE = 640
-"""Pixels of an image's longer side in a picture."""
+"""Maximum longer side of an image in a picture, in pixels."""
 
 MAX_COLUMNS = 4
 TITLE_CHARACTERS = 45
 
 Style = tuple[str, str, float, str]
-"""Colour, line, its width in points, and label of a box."""
+"""Colour, line style, line width in points, and label of a box."""
 
-RIGHT: Style = ("tab:green", "-", 5.0, "right box")  # so wide that it is seen around an answer that is right
+RIGHT: Style = ("tab:green", "-", 5.0, "ground truth")  # wide enough to be visible around a correct answer
 ANSWERED: Style = ("tab:red", "-", 2.0, "answer")
 EARLIER: Style = ("tab:blue", "--", 2.0, "answer before training")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a completion says that the thing is."""
+    """Box predicted by a completion."""
 
     box: Box | None
-    """In pixels of the image in the data; None if it has none."""
+    """In pixels of the original image; None if the completion has no box."""
 
     overlap: float
-    """IoU with the right box."""
+    """IoU with the ground-truth box."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One image with its boxes. Small: ranks send them to each other."""
+    """One image with its boxes, scaled down because ranks gather the panels."""
 
     title: str
     png: bytes
     """The image, scaled down."""
 
     size: tuple[int, int]
-    """Width and height of the image in the data, pixels."""
+    """Width and height of the original image in pixels."""
 
     right: Box
     answer: Answer
@@ -72,21 +72,21 @@ class Panel:
 
 
 class DrawBoxes(L.Callback):
-    """Draws the first validation images that ask for a box, with the right box, the answer, and the IoU of the two.
+    """Draws the first validation images with a ground-truth box, the predicted box, and their IoU.
 
-    `boxes/before.png` and `boxes/after.png` in the run's folder show them before and after training (after it, the
-    answers before beside them), `boxes/step-<N>.png` at every validation of the run, `boxes/validate.png` and
-    `boxes/test.png` those commands. Weights & Biases and TensorBoard get the same pictures, as `val/boxes`.
+    `boxes/before.png` and `boxes/after.png` in the run's folder show them before and after training (the latter with
+    both answers), `boxes/step-<N>.png` at every validation of the run, `boxes/validate.png` and `boxes/test.png` for
+    these commands. Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
 
-    A prompt asks for a box if it has one image, and one box in `answer_column`. Others are left out, which is said.
+    Only prompts with one image, and one box in `answer_column`, are drawn; the number of others is logged.
 
     Args:
-        num_images: Images in a picture; the same ones in all of them.
-        greedy: Draw the greedy completion; False draws the first sampled one, as `model.validation` samples.
-        answer_column: The data column with the right box.
-        coordinates: What answers are in, as of the reward `IoU`: "auto" is what the policy's family writes.
-        gold_coordinates: What the data are in: "original" pixels or "norm1000".
-        dirpath: Folder; null is the run's.
+        num_images: Number of images per picture; every picture has the same ones.
+        greedy: Draw the greedy completion; False draws the first one sampled by `model.validation`.
+        answer_column: Data column with the ground-truth box.
+        coordinates: Coordinates of the answers, as for the reward `IoU`: "auto" uses those of the policy's family.
+        gold_coordinates: Coordinates of the data: "original" pixels or "norm1000".
+        dirpath: Output folder; null is the run's folder.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw what the run begins with; a resumed run keeps what it began with, a `fast_dev_run` draws nothing."""
+        """Draw before training. A resumed run keeps its first answers; a `fast_dev_run` draws nothing."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = [panel.answer for panel in self.draw(trainer, pl_module, "before")]
@@ -129,14 +129,14 @@ class DrawBoxes(L.Callback):
         self.draw(trainer, pl_module, "test")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw what training came to, and say where the pictures are."""
+        """Draw after training, and print the folder."""
         if self.before is None:
             return
         if self.draw(trainer, pl_module, "after") and trainer.is_global_zero:
             print(f"Boxes: {self.folder(trainer)}")  # noqa: T201 - the result people look for
 
     def draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> list[Panel]:
-        """Answer the prompts and draw them on rank 0; every rank takes part. Returns: what was drawn, on every rank."""
+        """Sample answers and draw them on rank 0. Collective. Returns: the panels, on every rank."""
         assert isinstance(pl_module, GRPOLightningModule)
         folder = self.folder(trainer)
         if self.chosen is None:
@@ -155,13 +155,13 @@ class DrawBoxes(L.Callback):
         return panels
 
     def folder(self, trainer: L.Trainer) -> Path:
-        """Where the pictures go. To be called on every rank."""
+        """Folder of the pictures. Collective: call it on every rank."""
         return run_folder(trainer, self.dirpath) / "boxes"
 
     def choose(self, trainer: L.Trainer) -> list[Prompt]:
-        """This rank's share of the first prompts that ask for a box."""
+        """This rank's share of the first prompts that have a ground-truth box."""
         loader = trainer.test_dataloaders if trainer.testing else validation_loader(trainer)
-        is_shared = isinstance(loader, PromptSource)  # every rank knows all prompts; else it has its own
+        is_shared = isinstance(loader, PromptSource)  # then every rank knows all prompts, otherwise only its own
         prompts = known_prompts(loader.prompts) if isinstance(loader, PromptSource) else prompts_of(loader)
         wanted = self.num_images if is_shared else -(-self.num_images // trainer.world_size)
         chosen: list[Prompt] = []
@@ -174,11 +174,11 @@ class DrawBoxes(L.Callback):
             if len(chosen) == wanted:
                 break
         if not chosen and not num_others and trainer.is_global_zero:
-            log.warning("DrawBoxes draws nothing: there are no prompts to validate on. Give the data val_datasets.")
+            log.warning("DrawBoxes draws nothing: there are no validation prompts. Set data.val_datasets.")
         if num_others and trainer.is_global_zero:
             log.warning(
-                "DrawBoxes: %d of the first %d prompts are not drawn: they do not have one image, and one box in the "
-                "column %r.",
+                "DrawBoxes: %d of the first %d prompts are not drawn: they need exactly one image, and exactly one box "
+                "in column %r.",
                 num_others,
                 num_others + len(chosen),
                 self.answer_column,
@@ -186,11 +186,11 @@ class DrawBoxes(L.Callback):
         return chosen[trainer.global_rank :: trainer.world_size] if is_shared else chosen
 
     def panels(self, module: GRPOLightningModule, prompts: list[Prompt]) -> Iterator[Panel]:
-        """The prompts with their answers. Ranks without one take part in what draws completions."""
+        """Panels of the prompts with sampled answers. Collective: ranks without prompts take part in the sampling."""
         evaluation = module.evaluate(prompts, is_greedy=self.greedy)
         for group in evaluation.groups:
             target = target_of(group, self.answer_column, self.coordinates, self.gold_coordinates)
-            assert target is not None, "only prompts that ask for a box were chosen"
+            assert target is not None, "only prompts with a ground-truth box were chosen"
             png, size = thumbnail(group.prompt.images[0])
             text = group.completions[0].text
             answer = Answer(target.predicted_box(text), target.overlap(text))
@@ -201,18 +201,18 @@ class DrawBoxes(L.Callback):
         return {"before": None if self.before is None else [dataclasses.asdict(answer) for answer in self.before]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep them over a resume."""
+        """Restore the answers before training."""
         before = state_dict["before"]
         self.before = None if before is None else [Answer(answer["box"], answer["overlap"]) for answer in before]
 
 
 def prompts_of(loader: Iterable[Any] | None) -> Iterator[Prompt]:
-    """The prompts of any loader, one after the other."""
+    """All prompts of a loader."""
     return itertools.chain.from_iterable(as_prompt_batch(batch).prompts for batch in loader or ())
 
 
 def show(loggers: Iterable[Logger], picture: Path, step: int) -> None:
-    """Give a picture to the loggers that show pictures."""
+    """Pass a picture to the loggers that support images."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.log_image("val/boxes", [str(picture)], step, caption=[picture.stem])
@@ -226,26 +226,26 @@ def show(loggers: Iterable[Logger], picture: Path, step: int) -> None:
 
 
 def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
-    """(the image as PNG, its longer side `MAX_SIDE` at most; its own width and height)."""
-    whole = image.read()
-    small = whole.copy()
+    """Scale an image down to `MAX_SIDE`. Returns: (PNG bytes, original width and height)."""
+    original = image.read()
+    small = original.copy()
     small.thumbnail((MAX_SIDE, MAX_SIDE))
     file = io.BytesIO()
     small.save(file, format="PNG")
-    return file.getvalue(), whole.size
+    return file.getvalue(), original.size
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """The text of the question: of a chat, its last turn, without its images."""
+    """Text of the question; for a chat, its last turn without images."""
     if isinstance(content, str):
         return content
-    # An assistant message at the end is the start of the answer.
+    # A final assistant message is the prefix of the answer.
     last = next((message for message in reversed(content) if message["role"] != "assistant"), content[-1])["content"]
     return last if isinstance(last, str) else " ".join(part["text"] for part in last if part["type"] == "text")
 
 
 def draw_grid(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Draw the panels side by side into a PNG file, with a legend. An atomic write."""
+    """Draw the panels as a grid with a legend into a PNG file (atomic write)."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -267,7 +267,7 @@ def draw_grid(panels: Sequence[Panel], title: str, path: Path) -> None:
 
 
 def draw_panel(axes: Any, panel: Panel) -> None:
-    """One image, its boxes, and how much they overlap."""
+    """Draw one image with its boxes and their IoU."""
     from matplotlib.patches import Rectangle
     from PIL import Image
 
@@ -287,16 +287,16 @@ def draw_panel(axes: Any, panel: Panel) -> None:
             axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, **outline))
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], xlabel=caption(panel))
     title = textwrap.shorten(panel.title, 2 * TITLE_CHARACTERS, placeholder=" ...")
-    # Questions are no formulas, whatever signs they have.
+    # A `$` in a question must not start a formula.
     axes.set_title(textwrap.fill(title, TITLE_CHARACTERS), fontsize="small", parse_math=False)
 
 
 def caption(panel: Panel) -> str:
-    """`IoU 0.71 (before 0.12)`; `no box` where there is none."""
-    earlier = "" if panel.earlier is None else f" (before {said(panel.earlier)})"
-    return f"{'' if panel.answer.box is None else 'IoU '}{said(panel.answer)}{earlier}"
+    """Format a caption: `IoU 0.71 (before 0.12)`, or `no box` if there is none."""
+    earlier = "" if panel.earlier is None else f" (before {format_overlap(panel.earlier)})"
+    return f"{'' if panel.answer.box is None else 'IoU '}{format_overlap(panel.answer)}{earlier}"
 
 
-def said(answer: Answer) -> str:
-    """`0.71` or `no box`."""
+def format_overlap(answer: Answer) -> str:
+    """Format the IoU of an answer: `0.71` or `no box`."""
     return "no box" if answer.box is None else f"{answer.overlap:.2f}"

@@ -1,4 +1,4 @@
-"""The policy as a folder that transformers or peft loads, written by the run itself."""
+"""Export of the trained policy in Hugging Face format, as a callback."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from grpo_lightning.policy.saving import original_tokenizer, whole_weights, writ
 
 
 class ExportPolicy(L.Callback):
-    """Writes the policy when training ends: weights, config and tokenizer, or with LoRA the adapter alone.
+    """Exports the policy when training ends: weights, config and tokenizer, or only the adapter with LoRA.
 
-    Of a policy that sees images its processor, too.
-
-    Of sharded weights every rank gathers one at a time, and rank 0 writes them, in the precision they are trained in.
-    Nothing is written of a run that failed.
+    For a multimodal policy the processor is exported as well. Sharded weights are gathered one at a time on all ranks
+    and written by rank 0, in the dtype they are trained in. A run that fails exports nothing.
 
     Args:
-        folder: Where it goes, below the run's folder unless the path is absolute. Files of an earlier export are
+        folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
             replaced.
-        every_n_steps: Write it also after as many optimizer steps each time, into folders `step-<step>` in it.
+        every_n_steps: Also export every so many optimizer steps, into subfolders `step-<step>`.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:
@@ -36,18 +34,18 @@ class ExportPolicy(L.Callback):
         self.written_at = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """A run that goes on has written where it stands."""
+        """Start counting at the current step: a resumed run has exported it already."""
         self.written_at = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """Write it, if it is time."""
+        """Export every `every_n_steps` optimizer steps."""
         step = trainer.global_step
         if self.every_n_steps is not None and step > self.written_at and step % self.every_n_steps == 0:
             self.written_at = step
             self.write(trainer, pl_module, f"step-{step}")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write it as it is in the end."""
+        """Export the final policy."""
         self.write(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, pl_module: Any, name: str = "") -> None:
@@ -60,10 +58,10 @@ class ExportPolicy(L.Callback):
 
 
 def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
-    """Write a policy with the config and the tokenizer or processor that it was loaded with: a run changes its own."""
+    """Write a policy with the original config and tokenizer or processor, which the run modifies in memory."""
     config = None
     if loader.name is not None:
         config = loader.load_config()
         config.dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
-        config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # as fully_shard calls the class
+        config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # fully_shard renames the class
     write_policy(policy, original_tokenizer(loader), folder, config=config, weights=weights)

@@ -1,4 +1,4 @@
-"""Learning curves as a picture, for whoever does not open a dashboard."""
+"""Draws learning curves into a picture."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from grpo_lightning.training.step_callbacks import logged_this_step
 
 HEADINGS = {
     "reward/mean": ("Reward", ""),
-    "reward/std": ("Spread of rewards within groups", ""),
-    "reward/zero_variance_groups": ("Groups of equal rewards", "share"),
-    "reward/not_scorable": ("Completions that cannot be scored", "share"),
+    "reward/std": ("Std of rewards within groups", ""),
+    "reward/zero_variance_groups": ("Zero-variance groups", "fraction"),
+    "reward/not_scorable": ("Completions that cannot be scored", "fraction"),
     "rollout/length": ("Completion length", "tokens"),
-    "rollout/truncated": ("Truncated completions", "share"),
+    "rollout/truncated": ("Truncated completions", "fraction"),
     "rollout/tokens_per_second": ("Sampling speed", "tokens per second"),
     "policy/entropy": ("Entropy of the policy", "nats per token"),
     "policy/kl": ("KL from the reference", "nats per token"),
     "policy/loss": ("Loss", ""),
     "policy/grad_norm": ("Gradient norm", ""),
     "policy/lr": ("Learning rate", ""),
-    "policy/clip_fraction": ("Clipped tokens", "share"),
+    "policy/clip_fraction": ("Clipped tokens", "fraction"),
 }
 """Title and unit of a panel, by metric."""
 
@@ -34,17 +34,16 @@ MAX_COLUMNS = 3
 
 
 class LearningCurves(L.Callback):
-    """Draws metrics over optimizer steps into `curves.png` in the run's folder, and held-out values as diamonds.
+    """Plots metrics over optimizer steps into `curves.png` in the run's folder; validation values are diamonds.
 
-    It is drawn while the run goes on, when it ends, and when it is interrupted. Steps are those of the loggers.
+    The picture is drawn during the run, when it ends, and when it is interrupted. Steps are those of the loggers.
 
     Args:
-        metrics: One panel each; those never logged are left out. Null: the reward, every reward by name, the length,
-            and entropy and KL.
-        smoothing: The line through the points is the mean of up to so many values, as many before as after each step
-            (an even number counts as the odd one below).
-        every_n_steps: Optimizer steps between two drawings.
-        dirpath: Folder; null is the run's.
+        metrics: Metrics to plot, one panel each; those never logged are skipped. Null plots the total reward, each
+            reward, completion length, entropy and KL.
+        smoothing: Window of the centred moving average, in values (an even number is reduced by 1).
+        every_n_steps: Optimizer steps between two updates of the picture.
+        dirpath: Output folder; null is the run's folder.
     """
 
     def __init__(
@@ -76,53 +75,53 @@ class LearningCurves(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note what the last optimizer step logged after the callbacks had their turn (`time/update`)."""
+        """Record metrics that the last optimizer step logged after the callbacks had run (`time/update`)."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.note(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the metrics of a finished optimizer step."""
+        """Record the metrics of a finished optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.note(trainer)
             if trainer.global_step % self.every_n_steps == 0:
                 self.draw(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note what the last step of the epoch logged late: Lightning forgets it with the epoch."""
+        """Record metrics that the last step of the epoch logged late; Lightning discards them after the epoch."""
         self.note(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the held-out values."""
+        """Record the validation values."""
         if not trainer.sanity_checking:
             for name in {*self.names, *map(held_out, self.names)}:
                 if name.startswith("val/") and name in trainer.callback_metrics:
                     self.add(name, trainer.global_step - 1, float(trainer.callback_metrics[name]))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the whole run."""
+        """Draw the complete run."""
         self.draw(trainer, is_last=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Draw what there is: an interrupted run has curves too."""
+        """Draw the curves of an interrupted run."""
         self.draw(trainer, is_last=True)
 
     def note(self, trainer: L.Trainer) -> None:
-        """Add the values that the last finished optimizer step logged itself."""
+        """Record the values that the last finished optimizer step logged."""
         values = logged_this_step(trainer)
         for name in self.names:
             if name in values:
                 self.add(name, trainer.global_step - 1, float(values[name]))
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a point, once."""
+        """Add a point, unless the step has one already."""
         points = self.history[name]
         if not points or points[-1][0] < step:
             points.append((step, value))
 
     def panels(self) -> dict[str, str]:
-        """Titles of the panels by metric. What has the same points as another (a lone reward) is in its title."""
+        """Panel titles by metric. Metrics with identical points (e.g. a single reward and the total) share a panel."""
         titles: dict[str, str] = {}
         for name in self.names:
             if points := self.history[name]:
@@ -134,7 +133,7 @@ class LearningCurves(L.Callback):
         return titles
 
     def draw(self, trainer: L.Trainer, *, is_last: bool = False) -> None:
-        """Draw the history on rank 0, by an atomic write: the file can be looked at at any time."""
+        """Draw the history on rank 0, with an atomic write, so that the file is complete at any time."""
         panels = self.panels()
         if self.path is None or not panels or not trainer.is_global_zero:
             return
@@ -157,7 +156,7 @@ class LearningCurves(L.Callback):
             print(f"Curves: {self.path}")  # noqa: T201 - the result people look for
 
     def draw_panel(self, axes: Any, name: str, title: str) -> None:
-        """One metric: its points, their running mean, and the held-out values."""
+        """Draw one metric: logged values, their moving average, and validation values."""
         if name != held_out(name):
             steps, values = zip(*self.history[name], strict=True)
             axes.plot(steps, values, ".", color="tab:blue", markersize=4, alpha=0.35, label="logged value")
@@ -173,11 +172,11 @@ class LearningCurves(L.Callback):
         axes.margins(x=0.02)
 
     def state_dict(self) -> dict[str, Any]:
-        """The points so far: a resumed run draws the whole curve."""
+        """The points so far, so that a resumed run draws the complete curves."""
         return {"history": {name: list(points) for name, points in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from these points."""
+        """Restore the points."""
         self.history = defaultdict(
             list, {name: [tuple(p) for p in points] for name, points in state_dict["history"].items()}
         )
@@ -197,7 +196,7 @@ def heading(name: str) -> tuple[str, str]:
 
 
 def held_out(name: str) -> str:
-    """The validation metric that belongs to a training metric."""
+    """Name of the validation metric that corresponds to a training metric; "" if there is none."""
     kind, _, rest = name.partition("/")
     if kind == "val":
         return name
@@ -205,9 +204,9 @@ def held_out(name: str) -> str:
 
 
 def centred_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and as many before as after it, `width` in all, fewer near both ends.
+    """Centred moving average over `width` values, fewer near both ends.
 
-    With the same number on both sides a straight line stays what it is: the mean is never late, on short runs neither.
+    The window is always symmetric, so that a straight line is unchanged and the average does not lag.
     """
     half, last = (width - 1) // 2, len(values) - 1
     sides = [min(half, i, last - i) for i in range(len(values))]

@@ -1,4 +1,4 @@
-"""Checkpoints every so many optimizer steps, of which only the newest are kept: `save_steps` and `save_total_limit`."""
+"""Checkpoints every `save_steps` optimizer steps, keeping the newest `save_total_limit`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 class NewestCheckpoints(ModelCheckpoint):
     """Saves every `save_steps` optimizer steps and when training ends, and keeps the newest `save_total_limit`.
 
-    The settings have TRL's and ms-swift's names and meaning. A resumed run also keeps the checkpoint that it was
+    The settings are named as in TRL and ms-swift, with the same meaning. A resumed run also keeps the checkpoint it
     resumed from.
 
     Args:
         save_steps: Optimizer steps between two checkpoints.
-        save_total_limit: How many to keep; null keeps all.
-        save_only_model: Save the weights without optimizer, schedule and pending rollout. No run can resume from them.
-        dirpath: The folder; null is `checkpoints` in the run's folder.
+        save_total_limit: Number of checkpoints to keep; null keeps all.
+        save_only_model: Save the weights without optimizer, schedule and pending rollout; such a checkpoint cannot be
+            resumed from.
+        dirpath: Output folder; null is `checkpoints` in the run's folder.
     """
 
     def __init__(
@@ -36,20 +37,20 @@ class NewestCheckpoints(ModelCheckpoint):
         super().__init__(
             dirpath,
             filename="{step}",
-            # Lightning refuses a count of checkpoints without a metric: the metric is the step itself.
+            # Lightning needs a metric to keep several checkpoints: here the step itself.
             monitor="step",
             mode="max",
             save_top_k=-1 if save_total_limit is None else save_total_limit,
             save_weights_only=save_only_model,
             every_n_train_steps=save_steps,
-            # Otherwise Lightning puts off a checkpoint at the end of an epoch until the next validation.
+            # Otherwise Lightning delays the checkpoint at the end of an epoch until the next validation.
             save_on_train_epoch_end=True,
         )
         self.as_made = copy.deepcopy(self.state_dict())
-        """What it knows of checkpoints before any run: none, and the folder only if one is given."""
+        """Initial state: no checkpoints, and a folder only if `dirpath` is set."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Start anew with a new run: the steps of an earlier one would count as newer. A checkpoint is loaded later."""
+        """Reset the state for a new run: checkpoints of an earlier run would seem newer. A resume restores it later."""
         if stage == "fit" and trainer.global_step == 0:
             self.dirpath = self.as_made["dirpath"]
             self.load_state_dict(copy.deepcopy(self.as_made))
@@ -59,8 +60,8 @@ class NewestCheckpoints(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last step, as Hugging Face's Trainer does.
 
-        When training ends, `WeightAveraging` has put the average in the place of the weights, and no run could go on
-        from them. Weights alone are saved then: nobody resumes from them.
+        `on_train_end` would be too late: `WeightAveraging` has replaced the weights by their average, from which no run
+        could resume. With `save_only_model`, they are saved then, as nobody resumes from them.
         """
         super().on_train_epoch_end(trainer, pl_module)
         if not self.save_weights_only and is_last_epoch(trainer):
@@ -72,14 +73,14 @@ class NewestCheckpoints(ModelCheckpoint):
         super().on_train_end(trainer, pl_module)
 
     def save_last_step(self, trainer: L.Trainer) -> None:
-        """Save this step, if it is not saved yet."""
+        """Save the current step, if it is not saved yet."""
         if trainer.global_step != self._last_global_step_saved and not self._should_skip_saving_checkpoint(trainer):
             candidates: dict[str, Any] = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
 
 
 def is_last_epoch(trainer: L.Trainer) -> bool:
-    """True at the end of an epoch after which training ends, by the conditions of Lightning's loop."""
+    """True at the end of the last epoch, by the conditions of Lightning's fit loop."""
     loop: Any = trainer.fit_loop
     epochs = trainer.max_epochs
     return (

@@ -1,4 +1,4 @@
-"""The progress bar: phase, steps of the run with rate and ETA, reward, length, speed."""
+"""Progress bar: phase, optimizer steps with rate and ETA, reward, completion length, sampling speed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ SHOWN = {
     "tokens/s": "rollout/tokens_per_second",
     "kl": "policy/kl",
 }
-"""Label on the bar, and the metric it shows."""
+"""Labels on the bar, and the metrics they show."""
 
 
 class ProgressBar(TQDMProgressBar):
-    """One bar for the whole run, in optimizer steps: what the step is doing in front, GRPO's numbers behind.
+    """One bar for the entire run, in optimizer steps, with the current phase and GRPO's metrics.
 
-    What the module logs with `prog_bar=True` is shown too. Validation, test and prediction have bars of their own, with
-    the tokens drawn so far. In a file (a SLURM job), the bar of the run is a line at the start, one a minute
-    and one at the end.
+    Metrics that the module logs with `prog_bar=True` are shown too. Validation, test and prediction have separate bars
+    with the number of tokens sampled so far. If the output is a file (e.g. in a SLURM job), the bar becomes one line at
+    the start, one per minute and one at the end.
 
     Args:
-        refresh_rate: Optimizer steps (or batches of an evaluation) between refreshes; 0 shows nothing.
-        leave: Keep the bar when the training is over.
+        refresh_rate: Optimizer steps (or evaluation batches) between refreshes; 0 disables the bar.
+        leave: Keep the bar on screen after training.
     """
 
     RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -43,21 +43,21 @@ class ProgressBar(TQDMProgressBar):
         self.values: dict[str, Tensor] = {}
 
     def on_train_start(self, *_: Any) -> None:
-        """Begin without a bar: other callbacks may evaluate first, and that is no training time."""
+        """Start without a bar: other callbacks may evaluate first, which is not training time."""
         self._train_progress_bar = None
         self.phase, self.values = "", {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the bar with the first epoch; a resumed run goes on at its step."""
+        """Start the bar with the first epoch; a resumed run continues at its step."""
         self.start(trainer)
         self.describe(trainer, "")
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start it here where a run is resumed inside an epoch: Lightning does not begin that one again."""
+        """Start the bar of a run resumed within an epoch, for which Lightning does not call `on_train_epoch_start`."""
         self.start(trainer)
 
     def start(self, trainer: L.Trainer) -> None:
-        """Make the bar if there is none yet."""
+        """Create the bar if there is none yet."""
         if self._train_progress_bar is None:
             steps = trainer.estimated_stepping_batches
             where: dict[str, Any] = {"file": sys.stdout}
@@ -79,12 +79,12 @@ class ProgressBar(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a finished optimizer step and show its numbers."""
+        """Count a finished optimizer step and show its metrics."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         values = logged_this_step(trainer)
         if "rollout/length" in values:
-            self.values = {}  # a new rollout: what it has no value for (a reward) is not that of the one before
+            self.values = {}  # a new rollout: metrics that it lacks must not show the values of the previous one
         self.values |= values
         bar = self.train_progress_bar
         if self._should_update(trainer.global_step, bar.total or 0):
@@ -93,12 +93,12 @@ class ProgressBar(TQDMProgressBar):
                 bar.n = trainer.global_step
                 bar.refresh()
             else:
-                bar.update(trainer.global_step - bar.n)  # draws once a minute
+                bar.update(trainer.global_step - bar.n)  # refreshes once a minute
         if trainer.global_step == bar.total:
-            bar.close()  # what others print when the run ends begins on a line of its own
+            bar.close()  # so that later output starts on a new line
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the bar: it is that of the run."""
+        """Keep the bar, which covers the entire run."""
 
     def on_train_end(self, *_: Any) -> None:
         """Close the bar."""
@@ -106,7 +106,7 @@ class ProgressBar(TQDMProgressBar):
             self.train_progress_bar.close()
 
     def on_exception(self, *_: Any) -> None:
-        """Close whichever bar is shown: what is said about the error begins on a line of its own."""
+        """Close all bars, so that the error message starts on a new line."""
         for bar in (
             self._train_progress_bar,
             self._val_progress_bar,
@@ -117,22 +117,22 @@ class ProgressBar(TQDMProgressBar):
                 bar.close()
 
     def on_phase(self, trainer: L.Trainer, phase: str) -> None:
-        """Show what the step is doing."""
+        """Show the current phase of the training step."""
         self.phase = phase
         self.describe(trainer, phase)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how far completions are: tokens drawn, of at most `total`."""
+        """Show decoding progress: tokens sampled per completion, of at most `total`."""
         if done % 8 and done != total:
             return
         kind, bar = self.evaluation_bar(trainer)
         if bar is not None:
             bar.set_description(f"{kind} {done}/{total} tokens", refresh=redraws(sys.stdout))
-        elif self.phase == "rollout":  # others draw too, outside of a step
+        elif self.phase == "rollout":  # callbacks may sample too, outside of a training step
             self.describe(trainer, f"rollout {done}/{total}")
 
     def evaluation_bar(self, trainer: L.Trainer) -> tuple[str, Any]:
-        """Name and bar of the evaluation that is going on; no bar while training."""
+        """Name and bar of the running evaluation; no bar during training."""
         if trainer.sanity_checking:
             return self.sanity_check_description, self._val_progress_bar
         if trainer.validating:
@@ -153,7 +153,7 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """The numbers behind the bar: of the last rollout, of the last step, and what is logged for the bar."""
+        """Metrics on the bar: of the last rollout, of the last step, and those logged with `prog_bar=True`."""
         shown: dict[str, int | str | float | dict[str, float]] = {
             label: f"{float(self.values[name]):.3g}" for label, name in SHOWN.items() if name in self.values
         }

@@ -1,4 +1,4 @@
-"""The completions of `predict`, as JSON lines."""
+"""Writes the completions of `predict` as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grpo_lightning.data.source import as_prompt_batch
 
 
 class WritePredictions(L.Callback):
-    """Writes `predictions.jsonl`, with the completions of all ranks in the order of the prompts, into the run's folder.
+    """Writes the completions of all ranks to `predictions.jsonl` in the run's folder, in the order of the prompts.
 
-    A line per completion: source, prompt_index, prompt, completion, length (tokens), finish_reason, reward, rewards (by
-    name) and columns (of the data row). null stands for "not scorable". Lines are written batch by batch: an
-    interrupted run leaves what it had. Only with several ranks and a loader that is no `PromptSource` are they written
-    at the end. A file of an earlier run is replaced.
+    One line per completion: source, prompt_index, prompt, completion, length (tokens), finish_reason, reward, rewards
+    (by name) and columns (of the data row). null means not scorable. Lines are written batch by batch, so that an
+    interrupted run keeps its results; with several ranks and a loader that is not a `PromptSource`, they are written at
+    the end. A file of an earlier run is replaced.
 
     Args:
-        dirpath: Folder; null is the run's.
+        dirpath: Output folder; null is the run's folder.
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
@@ -32,7 +32,7 @@ class WritePredictions(L.Callback):
         self.waiting: list[list[str]] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin an empty file."""
+        """Create an empty file."""
         self.path = run_file(trainer, self.dirpath, "predictions.jsonl")
         if trainer.is_global_zero:
             self.path.write_bytes(b"")
@@ -50,7 +50,7 @@ class WritePredictions(L.Callback):
         """Write a batch.
 
         Raises:
-            TypeError: If `predict_step` gave no list of records.
+            TypeError: If `predict_step` did not return a list of records.
         """
         if not isinstance(outputs, Sequence) or not all(isinstance(record, Mapping) for record in outputs):
             raise TypeError(
@@ -59,18 +59,18 @@ class WritePredictions(L.Callback):
             )
         prompts = as_prompt_batch(batch)
         self.waiting += by_prompt(outputs, len(prompts))
-        # A source has as many batches on every rank, other loaders may not: who gathers then would wait for ever.
+        # A PromptSource has equally many batches on every rank. Other loaders may not, and a gather would hang.
         if trainer.world_size == 1 or prompts.is_from_source:
             self.write(trainer)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write what is left, and say where the file is."""
+        """Write the remaining records, and print the path."""
         self.write(trainer)
         if trainer.is_global_zero:
             print(f"Predictions: {self.path} ({self.num_lines} completions)")  # noqa: T201 - the result people look for
 
     def write(self, trainer: L.Trainer) -> None:
-        """Write the records of all ranks that wait, in the order of their prompts. To be called on every rank."""
+        """Write the pending records of all ranks in the order of their prompts. Collective: call it on every rank."""
         lines = [line for group in in_order_of_prompts(gather_objects(self.waiting)) for line in group]
         self.waiting = []
         self.num_lines += len(lines)
@@ -80,7 +80,7 @@ class WritePredictions(L.Callback):
 
 
 def by_prompt(records: Sequence[Mapping[str, Any]], num_prompts: int) -> list[list[str]]:
-    """The lines of a batch's records, prompt by prompt; in one piece, if they do not divide evenly."""
+    """JSON lines of a batch, grouped by prompt; a single group if the records do not divide evenly."""
     lines = [json_line(record) for record in records]
     size = len(lines) // num_prompts if num_prompts and len(lines) % num_prompts == 0 else len(lines)
     return [lines[start : start + size] for start in range(0, len(lines), size)] if size else []

@@ -1,4 +1,4 @@
-"""The command line: light until a command is chosen, so that help and `recipes` answer at once."""
+"""The command line. Importing it is cheap, so that help and `recipes` respond at once."""
 
 from grpo_lightning.cli.main import entry_point, instantiate, main, parse
 

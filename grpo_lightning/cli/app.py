@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 
 PARTS = {"model": GRPOLightningModule, "data": PromptDataModule}
 LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
-# The parser's own way out is sixty lines of usage: `parse_arguments` says what is wrong. It would also take the
-# beginning of a flag for the flag, which a YAML key cannot be.
+# On errors the parser would print sixty lines of usage: `parse_arguments` formats them instead. Abbreviated flags are
+# off, because YAML keys cannot be abbreviated.
 PARSING = {"exit_on_error": False, "allow_abbrev": False}
 DESCRIPTIONS = {
     "fit": (
         "Train. Outputs go to runs/<run_name>/version_<N>. Without trainer.max_epochs, max_steps or max_time a run has "
-        "one epoch. --ckpt_path auto goes on from the newest checkpoint of runs/<run_name> that can be resumed, in its "
-        "folder, or starts afresh (where the recipe sends checkpoints elsewhere, it looks there, too); from "
-        "--ckpt_path FILE, or the folder of a run for its newest, a run goes on in a new folder. Settings are those of "
-        "the command line, never the checkpoint's. A job that SLURM has put back into the queue goes on as by auto. "
-        "Checkpoints are written at the end of every epoch and every 15 minutes, the newest of each kept, unless "
-        "trainer.callbacks has a ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after its step. "
-        "--model.objective.help shows the settings of one object alone, --model.scheduler.help=Cosine those of a class."
+        "one epoch. --ckpt_path auto resumes from the newest usable checkpoint of runs/<run_name>, in its folder, or "
+        "starts a new run (it also searches folders that the recipe sends checkpoints to); --ckpt_path FILE, or the "
+        "folder of a run for its newest checkpoint, resumes in a new folder. Settings come from the command line, "
+        "never from the checkpoint. A job that SLURM has requeued resumes as with auto. Checkpoints are written at the "
+        "end of every epoch and every 15 minutes, keeping the newest of each, unless trainer.callbacks has a "
+        "ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after the current step. "
+        "--model.objective.help shows the settings of one object, --model.scheduler.help=Cosine those of a class."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
@@ -56,31 +56,31 @@ DESCRIPTIONS = {
 
 
 CKPT_PATH = {
-    True: "auto goes on from the newest checkpoint of the run, or starts afresh; or a file, or the folder of a run.",
-    False: "auto takes the newest checkpoint of the run; or a file, or the folder of a run. Null: the policy as it is.",
+    True: "auto resumes from the newest checkpoint of the run, or starts anew; or a file, or the folder of a run.",
+    False: "auto uses the newest checkpoint of the run; or a file, or a run's folder. Null: the untrained policy.",
 }
-"""What --ckpt_path takes, for `fit` and for the others."""
+"""Help of --ckpt_path: for `fit`, and for the other commands."""
 
 
 class Parser(LightningArgumentParser):
-    """How the settings of several files and flags come together, with short names in files.
+    """Parser that merges the settings of several files and flags, and expands short names in files.
 
     Objects of the same class are merged key by key; a later list replaces an earlier one, and `key+:` or `--key+`
-    appends. jsonargparse merges lists of equal length entry by entry: a second list of rewards would take over the
-    weights of the first. All access to the inside of jsonargparse is here.
+    appends. jsonargparse would merge lists of equal length entry by entry: a second list of rewards would inherit the
+    weights of the first. All access to private parts of jsonargparse is in this class.
     """
 
     expands_policy = False
-    """Whether a policy given by its name alone is read as `PolicyLoader` with that name."""
+    """True if a policy given as a name is expanded to `PolicyLoader` settings with that name."""
 
     def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Settings of a file, of an object inside one, or of the section `parent_key` (`--model m.yaml`)."""
+        """Expand short names in a file, in an object in it, or in the section `parent_key` (`--model m.yaml`)."""
         tree = {parent_key: cfg} if parent_key else cfg
         tree = config.in_tree(tree, expands_policy=self.expands_policy)
         return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)
 
     def keys(self) -> dict[str, config.Key]:
-        """Its keys, without those that print something."""
+        """Keys of the parser, without those of help and print flags."""
         return {
             action.dest: config.Key(getattr(action, "_typehint", None), action.default, action.help or "")
             for action in self._actions
@@ -88,7 +88,7 @@ class Parser(LightningArgumentParser):
         }
 
     def settings_flags(self) -> set[str]:
-        """The flags that take a file of settings as their value; for `data.datasets` a path is the value itself."""
+        """Flags whose value may be a file of settings; not `data.datasets`, for which a path is the value itself."""
         return {
             flag
             for flag, action in self._option_string_actions.items()
@@ -97,21 +97,21 @@ class Parser(LightningArgumentParser):
         }
 
     def explain_key(self, key: str, text: str) -> None:
-        """Say of a key what is true here."""
+        """Replace the help text of a key."""
         for action in self._actions:
             if action.dest == key:
                 action.help = text
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """One setting of a file. `cfg` has what came before: without it, nothing is merged."""
+        """Check one setting of a file. `cfg` holds the earlier settings: without them, nothing is merged."""
         is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
         return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
     def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Those of a logger need no folder: the command line gives it that of the run."""
+        """Add the arguments of a class; a logger's `save_dir` is optional, as it defaults to the run's folder."""
         added = super().add_class_arguments(class_type, *args, **kwargs)
         if inspect.isclass(class_type) and issubclass(class_type, Logger):
-            required: set[str] = getattr(self, "required_args", set())  # where older versions of jsonargparse keep it
+            required: set[str] = getattr(self, "required_args", set())  # older versions of jsonargparse
             for action in self._actions:
                 if action.dest == "save_dir" and (action.required or action.dest in required):
                     self.set_defaults({"save_dir": runs.SAVE_DIR})
@@ -120,13 +120,13 @@ class Parser(LightningArgumentParser):
         return added
 
     def format_help(self, *args: Any) -> str:
-        """The parser's own keys, then those of every object among them, and of the objects among those."""
+        """Help of the parser's own keys, then recursively of every object among them."""
         text = super().format_help(*args)
         described = set()
         for action in self._actions:
             hint = getattr(action, "_typehint", None)
             kind = config.settings_class(hint, action.default)
-            # `data.val_datasets` has the settings of `data.datasets`, and `.help` those of its key.
+            # Describe each class once (`data.val_datasets` repeats `data.datasets`), and skip the `.help` flags.
             if kind is not None and kind not in described and not action.dest.endswith(".help"):
                 described.add(kind)
                 num_passed = config.num_call_arguments(hint)
@@ -139,8 +139,8 @@ class Parser(LightningArgumentParser):
         return text
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Flags: one that gives a list follows one that empties it, which leaves nothing to merge with."""
-        # An action that takes `--key+` takes lists.
+        """Parse flags. A flag that sets a list is preceded by one that empties it, so that lists are not merged."""
+        # Actions with a `--key+` form take lists.
         lists = {flag for flag in self._option_string_actions if f"{flag}+" in self._option_string_actions}
         given = []
         for arg in args or ():
@@ -150,11 +150,11 @@ class Parser(LightningArgumentParser):
 
 
 class ConfigFile(SaveConfigCallback):
-    """config.yaml in the run's folder; a continued run keeps the one it started with beside it."""
+    """Writes config.yaml into the run's folder; a resumed run keeps the earlier one next to it."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write it."""
-        folder = trainer.log_dir  # a broadcast: on every rank
+        """Write the file."""
+        folder = trainer.log_dir  # a collective: call it on every rank
         if not self.already_saved and trainer.is_global_zero and folder and (Path(folder) / "config.yaml").is_file():
             runs.keep_old_config(Path(folder), self.parser.dump(self.config, skip_none=False))
         super().setup(trainer, pl_module, stage)
@@ -169,13 +169,13 @@ class GRPOCLI(LightningCLI):
 
     @classmethod
     def of(cls, args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Self:
-        """The command line of these arguments, run."""
+        """Run the command line with these arguments."""
         show_messages()
-        if rank():  # every rank says the same
+        if rank():  # all ranks would log the same
             logging.getLogger("grpo_lightning").setLevel(logging.WARNING)
-        # The fields of dataclasses (objective, sampling) are described below them, which is not read by default.
-        asks_for_help = any("help" in arg or arg == "-h" for arg in args)
-        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=asks_for_help)  # they take a second
+        # Parsing attribute docstrings of dataclasses (objective, sampling) takes a second, so only for help.
+        wants_help = any("help" in arg or arg == "-h" for arg in args)
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=wants_help)
         return cls(
             args,
             model_class=module_class or GRPOLightningModule,
@@ -193,11 +193,11 @@ class GRPOCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The one that is given: to build the parsers of all four takes two seconds."""
+        """Only the given command: building the parsers of all four takes two seconds."""
         return {self.command: super().subcommands()[self.command]}
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """Build the parser; what Lightning says of its own arguments is not all true here."""
+        """Build the parser, and replace help texts of Lightning that do not apply."""
         super().setup_parser(*args, **kwargs)
         self.subparser.explain_key("ckpt_path", CKPT_PATH[self.command == "fit"])
 
@@ -209,39 +209,39 @@ class GRPOCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Defaults that suit short RL runs; a recipe or flag overrides every one."""
+        """Set defaults for short RL runs; recipes and flags override them."""
         parser.add_argument(
             "--run_name",
             type=str | None,
             default=None,
-            help="Outputs go to runs/<run_name>/version_<N>; null takes the name of the first --config.",
+            help="Outputs go to runs/<run_name>/version_<N>; null uses the name of the first --config.",
         )
         parser.set_defaults(
             {
                 "trainer.logger": runs.default_loggers(),
-                # Its settings are keys of their own, as those of the optimizer are.
+                # Set here so that its settings are keys, like those of the optimizer.
                 "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
                 # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
                 "trainer.log_every_n_steps": 1,
-                # Sampling from an untrained policy before training starts proves nothing and takes long.
+                # Sampling before training is slow and tests nothing else than training does.
                 "trainer.num_sanity_val_steps": 0,
             }
         )
         assert isinstance(parser, Parser)
         parser.explain_key(
             "trainer.max_epochs",
-            "Stop after this many epochs. One, if neither max_steps nor max_time is given either.",
+            "Stop after this many epochs. Defaults to 1 if max_steps and max_time are not set either.",
         )
 
     # --------------------------------------------------------------------------------------------------- configuration
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, and say in a few lines what is wrong. Raises: ConfigurationError."""
+        """Parse the arguments. Raises: ConfigurationError with a short explanation."""
         config.check_positions(args)
         args, notices = config.find_configs(args)
         subparser = self.subparser
         keys = subparser.keys()
-        given = config.read(args, subparser.settings_flags())  # a syntax error is said with its file and line
+        given = config.read(args, subparser.settings_flags())  # raises syntax errors with file and line
         subparser.expands_policy = expands = config.has_policy_settings(source.tree for source in given)
         args = config.in_flags(args, expands_policy=expands)
         given = [replace(source, tree=config.in_tree(source.tree, expands_policy=expands)) for source in given]
@@ -259,7 +259,7 @@ class GRPOCLI(LightningCLI):
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
         ):
-            # Lightning would train for 1000 epochs without a word.
+            # Lightning would silently train for 1000 epochs.
             settings.trainer.max_epochs = 1
             notices.append("No trainer.max_epochs, max_steps or max_time: training for one epoch.")
         if rank() == 0:
@@ -267,9 +267,9 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def _parse_ckpt_path(self) -> None:
-        """Find the checkpoint of `auto`; take no settings from it, but say which differ.
+        """Find the checkpoint of `auto`. Settings that differ from the checkpoint's are logged, never taken from it.
 
-        Lightning's own method overwrites flags by what stands in the checkpoint.
+        Lightning's own method would overwrite flags by the settings in the checkpoint.
         """
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
@@ -286,72 +286,72 @@ class GRPOCLI(LightningCLI):
             if path is None:
                 reasons = "".join(f"\n  {other}: {why}" for other, why in skipped.items())
                 raise ConfigurationError(f"--ckpt_path: {given} has no checkpoint that can be used.{reasons}")
-            self.say_found(path, skipped, Path(given))
+            self.log_found(path, skipped, Path(given))
             settings.ckpt_path = str(path)
         resuming.check_there(settings.get("ckpt_path"), to_train=to_train)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).exists() and rank() == 0:
             self._dump_config()
-            if said := resuming.notice(
+            if notice := resuming.notice(
                 Path(settings.ckpt_path),
                 self.config_dump,
                 config.defaults_of_null(self.subparser.keys()),
             ):
-                log.info(said)
+                log.info(notice)
 
     def newest_checkpoint(self, settings: Namespace) -> str | None:
-        """The newest complete checkpoint of the run; None if it has none yet.
+        """Find the newest complete checkpoint of the run; None if `fit` has none yet.
 
         Raises:
-            ConfigurationError: If there is none and nothing is trained, so that there is nothing to start afresh.
+            ConfigurationError: If there is none and the command is not `fit`.
         """
         folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
         elsewhere = resuming.folders_elsewhere(settings.trainer, folder)
         path, skipped = resuming.newest([*resuming.folders_of_run(folder), *elsewhere], to_train=to_train)
-        self.say_found(path, skipped, folder)
+        self.log_found(path, skipped, folder)
         where = " or ".join([f"{folder}/version_*/checkpoints", *map(str, elsewhere)])
         if path is None and not to_train:
             raise ConfigurationError(
                 f"--ckpt_path auto: there is no complete checkpoint in {where}. Give a file, name the run "
-                "(--run_name), or leave --ckpt_path out for the policy as it is."
+                "(--run_name), or remove --ckpt_path to use the untrained policy."
             )
         if path is None and rank() == 0:
-            log.info(f"No checkpoint in {where} yet: starting afresh.")
+            log.info(f"No checkpoint in {where} yet: starting a new run.")
         return None if path is None else str(path)
 
-    def say_found(self, path: Path | None, skipped: Mapping[Path, str], folder: Path) -> None:
-        """Which checkpoint is taken, and why newer ones are not."""
-        said = [f"Skipped {other}: {why}." for other, why in skipped.items()]
+    def log_found(self, path: Path | None, skipped: Mapping[Path, str], folder: Path) -> None:
+        """Log which checkpoint is used, and why newer ones are skipped."""
+        messages = [f"Skipped {other}: {why}." for other, why in skipped.items()]
         if path is not None:
-            said.append(f"Checkpoint: {path}, the newest of {folder}.")
+            messages.append(f"Checkpoint: {path}, the newest of {folder}.")
         if rank() == 0:
-            for line in said:
-                log.info(line)
+            for message in messages:
+                log.info(message)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
     def before_instantiate_classes(self) -> None:
-        """What is shown and written whatever the recipe's own callbacks are."""
+        """Silence warnings that do not apply to the command."""
         settings = self.config[self.subcommand]
         has_validation = settings.data.val_datasets is not None or settings.data.val_split is not None
         quiet_libraries(has_validation=has_validation)
-        if self.subcommand != "fit":  # the callbacks of training have nothing to restore where nothing is trained
+        if self.subcommand != "fit":  # training callbacks have nothing to restore here
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
-        if settings.get("ckpt_path"):  # a run that goes on may have checkpoints in its folder, or take a new folder
+        if settings.get("ckpt_path"):  # a resumed run may have checkpoints in its folder, or use a new folder
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
 
     def instantiate_classes(self) -> None:
-        """Take a folder for the run and point the loggers at it."""
-        self.asked = self.config
+        """Create the run's folder, point the loggers at it, and instantiate model, data and Trainer."""
+        self.requested = self.config
         self.folder: Path | None = None
         self.stop: GracefulStop | None = None
-        settings = self.asked[self.subcommand]
-        if settings.trainer.get("fast_dev_run"):  # logs nothing and saves nothing
+        settings = self.requested[self.subcommand]
+        if settings.trainer.get("fast_dev_run"):  # logs and saves nothing
             self.instantiate_parts()
             return
         folder = runs.runs_folder(settings.trainer, settings.run_name)
         self.folder = self.continued or runs.take_next(folder)
-        self.config = self.asked.clone()
+        self.config = self.requested.clone()
         runs.place(self.config[self.subcommand].trainer, self.folder)
         if self.subcommand == "fit":
             self.stop = GracefulStop(self.folder / "checkpoints", is_saving=runs.is_saving(settings.trainer))
@@ -364,7 +364,7 @@ class GRPOCLI(LightningCLI):
             log.info(f"Run folder: {self.folder}")
 
     def instantiate_parts(self) -> None:
-        """Make model, data and Trainer. Raises: ConfigurationError, if one of them refuses a setting."""
+        """Instantiate model, data and Trainer. Raises: ConfigurationError if one of them refuses a setting."""
         try:
             super().instantiate_classes()
         except Exception as error:
@@ -374,12 +374,12 @@ class GRPOCLI(LightningCLI):
             raise ConfigurationError(config.with_origin(str(refusal), self.given)) from error
 
     def leave_nothing(self) -> None:
-        """After a run that did nothing: remove its folder, if it is this run's own and holds no results."""
+        """Remove the folder of a run that did nothing, if this run created it and it holds no results."""
         if self.folder is not None and self.continued is None and rank() == 0:
             runs.remove_without_results(self.folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the command; a run that a signal stopped says how to go on."""
+        """Run the command. A run stopped by a signal logs how to resume it."""
         try:
             super()._run_subcommand(subcommand)
         except SIGTERMException:
@@ -396,24 +396,24 @@ class GRPOCLI(LightningCLI):
             raise
 
     def validate(self, *, verbose: bool = True, **kwargs: Any) -> None:
-        """What LightningCLI runs for `validate`: Lightning's own table breaks long names and shows 16 digits."""
+        """Run `validate`, and print a table: Lightning's own breaks long names and shows 16 digits."""
         self.trainer.validate(**kwargs, verbose=False)
         self.show_results(is_shown=verbose)
 
     def test(self, *, verbose: bool = True, **kwargs: Any) -> None:
-        """What LightningCLI runs for `test`."""
+        """Run `test`, and print a table."""
         self.trainer.test(**kwargs, verbose=False)
         self.show_results(is_shown=verbose)
 
     def show_results(self, *, is_shown: bool) -> None:
-        """Print the numbers of an evaluation, on the first rank."""
+        """Print the metrics of an evaluation on rank 0."""
         if is_shown and self.trainer.is_global_zero:
             runs.print_results({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """The Trainer, with a line for a model summary."""
-        # What is saved as config.yaml is what was asked for: with this run's folder in it, it could not be run again.
-        self.config = self.asked
+        """Instantiate the Trainer with the default callbacks."""
+        # config.yaml holds the requested settings: with this run's folder in them, they could not be run again.
+        self.config = self.requested
         settings = self.config_init[self.subcommand]
         own = settings.trainer.callbacks or []
         callbacks = runs.default_callbacks(str(self.subcommand), settings, own if isinstance(own, list) else [own])
@@ -422,7 +422,7 @@ class GRPOCLI(LightningCLI):
             kwargs["enable_model_summary"] = False  # Lightning's own
         try:
             trainer = super().instantiate_trainer(**kwargs)
-        except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer can judge
+        except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer checks
             raise ConfigurationError(f"trainer: {error}") from error
         except MisconfigurationException as error:
             if problem := explain.missing_accelerator(settings.trainer.accelerator):
@@ -436,21 +436,21 @@ class GRPOCLI(LightningCLI):
 
 
 class ParsedCLI(GRPOCLI):
-    """Stops at the checked configuration."""
+    """CLI that only parses and validates the configuration."""
 
     @classmethod
     def of(cls, args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Self:
-        """The `fit` command line of these arguments, parsed."""
+        """Parse a `fit` command line."""
         return super().of(["fit", *args], module_class)
 
     def _parse_ckpt_path(self) -> None:
-        """A checkpoint changes nothing that is planned."""
+        """Ignore the checkpoint, which does not affect `plan`."""
 
     def _set_seed(self) -> None:
-        """Leave the process's generators alone."""
+        """Leave global random state alone."""
 
     def before_instantiate_classes(self) -> None:
-        """Nothing is instantiated."""
+        """Do nothing."""
 
     def instantiate_classes(self) -> None:
         """Instantiate nothing."""
@@ -462,7 +462,7 @@ class ParsedCLI(GRPOCLI):
 def instantiate(
     config: Namespace, names: Sequence[str], module_class: type[GRPOLightningModule] | None = None
 ) -> tuple[Any, ...]:
-    """Parts of a parsed configuration as objects: "model", "data"."""
+    """Instantiate parts ("model", "data") of a parsed configuration."""
     made, parts = [], PARTS if module_class is None else PARTS | {"model": module_class}
     for name in names:
         parser = LightningArgumentParser()

@@ -1,8 +1,8 @@
-"""Settings as they were written: the file or flag that they stand in, short names, and the types of keys.
+"""Settings as written by the user: the file or flag they come from, short names, and the types of keys.
 
 Short names are `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`, and `a.jsonl` for
-`{json_path: a.jsonl}` in a list of data sets. The parser finds a class by its name where there is one of that name.
-There are two AdamW: torch's and the one of `grpo_lightning.optimizers`, which is meant here.
+`{json_path: a.jsonl}` in a list of datasets. The parser resolves a class name only if it is unique. AdamW is not:
+here it means `grpo_lightning.optimizers.AdamW`, not torch's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTINGS_FILES = (".yaml", ".yml", ".json")
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 NAMED = {"optimizer": optimizers, "scheduler": schedules}
-"""The settings of the module that take short names, and where the classes are."""
+"""Settings of the module that accept short names, and the modules of their classes."""
 
 MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
@@ -42,19 +42,19 @@ MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
 @dataclass(frozen=True)
 class Source:
-    """Settings as somebody wrote them."""
+    """Settings from one file or flag."""
 
     where: str
     """ "in recipe.yaml", "on the command line"."""
 
     tree: dict[str, Any]
-    """Nested, not checked."""
+    """Nested settings, not validated."""
 
     is_flag: bool = False
 
 
 def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """(position, flag, value) of `--flag=value` and `--flag value`; a flag without a value has the value ""."""
+    """Iterate over `--flag=value` and `--flag value` as (position, flag, value); the value is "" if missing."""
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         if not flag.startswith("-"):
@@ -65,14 +65,14 @@ def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments with shipped recipes in place of their names, and a line about each that was found so.
+    """Replace names of shipped recipes in the arguments by their paths; returns also a notice for each.
 
     Raises:
         ConfigurationError: If a `--config` is neither a file nor a recipe.
     """
     found, notices = list(args), []
     for i, flag, value in pairs(args):
-        # Settings may also be given in the place of a file: "{trainer: {max_steps: 1}}".
+        # The value may also be inline YAML: "{trainer: {max_steps: 1}}".
         if flag not in CONFIG_FLAGS or Path(value).is_file() or isinstance(load(value, flag), dict):
             continue
         if not value:
@@ -89,10 +89,10 @@ def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_positions(args: Sequence[str]) -> None:
-    """Check that everything after the command is a flag or the value of one.
+    """Check that every argument after the command is a flag or its value.
 
     Raises:
-        ConfigurationError: If something is not, with what to write for a file or recipe.
+        ConfigurationError: If one is not, with the right form for a file or recipe.
     """
     values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
     for i, arg in enumerate(args[1:], start=1):
@@ -100,23 +100,23 @@ def check_positions(args: Sequence[str]) -> None:
             continue
         is_config = Path(arg).suffix in (".yaml", ".yml") or Path(arg).is_file() or recipes.find(arg) is not None
         hint = f"write --config {arg}" if is_config else "settings are written --key=value"
-        raise ConfigurationError(f"{arg!r} belongs to no flag: {hint}.")
+        raise ConfigurationError(f"{arg!r} does not belong to a flag: {hint}.")
 
 
 def config_files(args: Sequence[str]) -> list[Path]:
-    """The files given by `--config`, in their order."""
+    """Files given by `--config`, in order."""
     return [Path(value) for _, flag, value in pairs(args) if flag in CONFIG_FLAGS and Path(value).is_file()]
 
 
 def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Source]:
-    """Every `--config` and the flags, in their order.
+    """Read the settings of every `--config` and flag, in order.
 
     Args:
-        args: The command line.
-        settings_flags: The flags that also take a file of settings.
+        args: Command line.
+        settings_flags: Flags whose value may be a file of settings.
 
     Raises:
-        ConfigurationError: If a file is no YAML mapping, with its line, or a key is given twice.
+        ConfigurationError: If a file is not a YAML mapping, naming the line, or a key is given twice.
     """
     sources = []
     for _, flag, value in pairs(args):
@@ -140,12 +140,12 @@ def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Sour
 
 
 def is_settings_file(value: str) -> bool:
-    """True if the value of a flag names a file that may have settings."""
+    """True if the value of a flag is the path of an existing YAML or JSON file."""
     return Path(value).suffix.lower() in SETTINGS_FILES and Path(value).is_file()
 
 
 def load_settings(value: str) -> Any:
-    """The settings that the value of a flag stands for: those of the file that it names, or itself as YAML.
+    """Load the value of a flag: the settings of the file it names, or the value itself as YAML.
 
     Raises:
         ConfigurationError: As `load`.
@@ -156,12 +156,12 @@ def load_settings(value: str) -> Any:
 
 
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
-    """YAML, or the text itself if it is none and need not be.
+    """Load YAML; text that is not valid YAML is returned as it is, unless `is_strict`.
 
-    Keys are read strictly where settings are meant: text of several lines may be YAML by accident ("Rule: ...").
+    Duplicate keys are refused only where settings are intended: plain text may be YAML by accident ("Rule: ...").
 
     Raises:
-        ConfigurationError: If it must be YAML and is not, with file, line and column, or has a key twice.
+        ConfigurationError: If strict YAML is invalid, with file, line and column, or a key occurs twice.
     """
     try:
         is_meant = is_strict or text.lstrip()[:1] in ("{", "[")
@@ -181,9 +181,9 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
 
 
 def with_origin(message: str, sources: Iterable[Source]) -> str:
-    """What a constructor says about a setting, with the place it was given at and its whole key.
+    """Prefix a constructor's error about a setting with the file or flag it comes from, and the full key.
 
-    The constructor knows its arguments, but neither the section they stand in nor the file.
+    A constructor knows its arguments, but neither their section nor the file.
     """
     key = re.match(r"[A-Za-z_][\w.]*\w", message)
     if key is None:
@@ -196,7 +196,7 @@ def with_origin(message: str, sources: Iterable[Source]) -> str:
 
 
 def holds(tree: Any, keys: Sequence[str]) -> bool:
-    """True if nested settings have a value at a dotted key; `init_args` may be left out of it."""
+    """True if nested settings have a value at a dotted key; `init_args` may be omitted from the key."""
     if not keys:
         return True
     if not isinstance(tree, Mapping):
@@ -209,7 +209,7 @@ def holds(tree: Any, keys: Sequence[str]) -> bool:
 
 
 def full_name(name: Any) -> Any:
-    """The import path of an optimizer or schedule of ours; anything else as it is."""
+    """Import path of one of the package's optimizers or schedules; anything else is returned unchanged."""
     for home in NAMED.values() if isinstance(name, str) and name.isidentifier() else ():
         kind = getattr(home, name, None)
         if inspect.isclass(kind) and kind.__module__ == home.__name__:
@@ -218,7 +218,7 @@ def full_name(name: Any) -> Any:
 
 
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
-    """A command line with what short names stand for: `--model.optimizer=AdamW`; files of settings stay."""
+    """Expand short names in flags (`--model.optimizer=AdamW`); files of settings are left to the parser."""
     full = list(args)
     for i, flag, value in pairs(args):
         *sections, key = flag.removeprefix("--").split(".")
@@ -229,7 +229,7 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
         new = value_at(in_tree(tree, expands_policy=expands_policy), [*sections, key])
         if new == given:
             continue
-        # YAML leaves text like 1e-5, a number to the parser, without quotes.
+        # YAML would not quote text like 1e-5, which the parser reads as a number.
         inline = yaml.safe_dump(new, default_flow_style=True, width=float("inf"), sort_keys=False).strip()
         text = new if isinstance(new, str) else inline
         full[i : i + 1 + ("=" not in args[i])] = [f"{flag}={text}"] if "=" in args[i] else [flag, text]
@@ -237,21 +237,21 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
 
 
 def nested(names: Iterable[str], value: Any) -> Any:
-    """Settings with one value at a dotted key."""
+    """Build nested settings with one value at a dotted key."""
     for name in reversed(list(names)):
         value = {name: value}
     return value
 
 
 def value_at(tree: Any, names: Iterable[str]) -> Any:
-    """The value of nested settings at a dotted key; None if there is none."""
+    """Value of nested settings at a dotted key; None if there is none."""
     for name in names:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 
 def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
-    """Settings as a YAML file has them, with import paths in the place of names.
+    """Expand short names in the settings of a YAML file.
 
     With `expands_policy`, `policy: x` becomes `policy: {init_args: {name: x}}`.
     """
@@ -273,7 +273,7 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 
 
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
-    """Data sets with entries in the place of paths in a list, or of the one that is appended.
+    """Expand paths in a list of datasets, or a single appended path, to dataset entries.
 
     Raises:
         ConfigurationError: If a text is not the path of a data file.
@@ -295,7 +295,7 @@ def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
 
 
 def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str, Any]:
-    """The section `model`, with import paths in the place of names."""
+    """Expand short names in the section `model`."""
     found = dict(model)
     for key in NAMED:
         value = model.get(key)
@@ -304,18 +304,18 @@ def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str
         elif isinstance(value, dict) and "class_path" in value:
             found[key] = value | {"class_path": full_name(value["class_path"])}
     if expands_policy and is_name(model.get("policy")):
-        # Without class_path: a subclass of PolicyLoader that an earlier file names stays.
+        # Without class_path, so that a subclass of PolicyLoader named in an earlier file is kept.
         found["policy"] = {"init_args": {"name": model["policy"]}}
     return found
 
 
 def is_name(policy: Any) -> bool:
-    """True for a policy given as text that is not the class itself."""
+    """True if a policy is given by its name, and not as the class path of `PolicyLoader`."""
     return isinstance(policy, str) and bool(policy) and policy.rpartition(".")[2] != "PolicyLoader"
 
 
 def has_policy_settings(trees: Iterable[Mapping[str, Any]]) -> bool:
-    """True if something below `model.policy` is set."""
+    """True if any setting below `model.policy` is given."""
     return any(isinstance(value_at(tree, ("model", "policy")), Mapping) for tree in trees)
 
 
@@ -327,21 +327,21 @@ class Key:
     """A key of the parser."""
 
     hint: Any
-    """Its type."""
+    """Type annotation."""
 
     default: Any
     help: str
 
 
 def members(hint: Any) -> list[Any]:
-    """The types of a union, or the type itself."""
+    """Types of a union, or the type itself."""
     return list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """The class of the object whose settings stand below a key, also of a list's entries; None if it is to be named.
+    """Class whose settings are below a key (or below the entries of a list); None if the user must name it.
 
-    That is a dataclass, the class of the default, or a class of the package that has no others below it.
+    It is a dataclass, the class of the default, or a class of the package without subclasses.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])
@@ -356,11 +356,11 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """The arguments of a class or function with their types, without those that a `Callable` is called with."""
+    """Arguments of a class or function with their types, without those passed by the caller of a `Callable`."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)
-    except NameError:  # of a name that is imported for type checkers alone
+    except NameError:  # a name imported only under TYPE_CHECKING
         hints = {}
     parameters = inspect.signature(function).parameters.values()
     names = [
@@ -370,13 +370,13 @@ def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
 
 
 def num_call_arguments(hint: Any) -> int:
-    """How many arguments a `Callable[[...], ...]` is called with: they are nobody's settings."""
+    """Number of arguments that a `Callable[[...], ...]` is called with, which are not settings."""
     signatures = [get_args(kind)[:1] for kind in members(hint) if get_origin(kind) is Callable]
     return next((len(own[0]) for own in signatures if own and isinstance(own[0], list)), 0)
 
 
 def named_classes(hint: Any) -> list[type]:
-    """The classes that may be named for a key, the package's own first: those of its type and all below them."""
+    """Classes that a key accepts: those of its type and all subclasses, the package's own first."""
 
     def below(kind: type) -> Iterator[type]:
         yield kind
@@ -391,7 +391,7 @@ def named_classes(hint: Any) -> list[type]:
 
 
 def nested_keys(key: str, hint: Any, default: Any = None) -> Iterator[str]:
-    """The keys of the object below a key, and of the objects among them: "model.policy.lora.rank"."""
+    """Iterate recursively over the keys of the object below a key: "model.policy.lora.rank"."""
     kind = settings_class(hint, default)
     for name, inner in arguments(kind, hint).items() if kind is not None else ():
         yield f"{key}.{name}"
@@ -399,7 +399,7 @@ def nested_keys(key: str, hint: Any, default: Any = None) -> Iterator[str]:
 
 
 def defaults_of_null(keys: Mapping[str, Key]) -> dict[str, dict[str, Any]]:
-    """What null means where settings of a dataclass are expected: its defaults, by dotted key."""
+    """Defaults of dataclass settings, which null stands for, by dotted key."""
     kinds = {key: kind for key, own in keys.items() for kind in members(own.hint) if dataclasses.is_dataclass(kind)}
     return {
         key: {

@@ -1,4 +1,4 @@
-"""Errors of configuration and data in a few lines; programming errors keep their traceback."""
+"""Short messages for errors in configuration and data; programming errors keep their traceback."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from grpo_lightning.rewards.workers import RaisedError
 
 TRACEBACK = "GRPO_LIGHTNING_TRACEBACK"
 RANKS = ("LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
-"""What launchers set that know no rank in the whole run, or before it is known."""
+"""Variables of launchers that do not set the global rank, or before it is set."""
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
-"""How gloo and NCCL say that a rank they waited for has ended."""
+"""Error messages of gloo and NCCL when another rank has exited."""
 
 EXPECTED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, TypeError, RuntimeError, ImportError)
 
 
 class ConfigurationError(ValueError):
-    """A command line or recipe that cannot be run as it is."""
+    """An invalid command line or recipe."""
 
 
 def rank() -> int:
-    """The rank of this process by what its launcher set; 0 without one.
+    """Global rank of this process from the launcher's environment variables; 0 without a launcher.
 
-    Where only ranks within a node and the nodes' are known, it is 0 for the first process of the first node alone.
+    If only the local rank and the node rank are known, it is 0 only for the first process of the first node.
     """
     given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
     return given.get("RANK", max(given.values(), default=0))
@@ -38,16 +38,16 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def short_errors() -> Iterator[None]:
-    """Print errors of configuration and data as `error: ...` on stderr and exit with 2.
+    """Print errors in configuration and data as `error: ...` on stderr and exit with code 2.
 
-    All ranks see the same configuration: only the first prints. An error inside a loop may be one rank's alone: every
-    rank prints its own. That another rank has ended is one line: what matters is what that one said.
+    All ranks see the same configuration, so only rank 0 prints. An error inside a loop may concern a single rank: every
+    rank prints its own. If another rank has exited, one line says so, as the cause is in that rank's output.
     """
     try:
         yield
     except Exception as raised:
         if is_of_lost_rank(raised) and os.environ.get(TRACEBACK, "0") in ("", "0"):
-            print(f"rank {rank()}: stopped, because another rank has ended; what it said is why.", file=sys.stderr)
+            print(f"rank {rank()}: stopped because another rank has exited; see its error message.", file=sys.stderr)
             raise SystemExit(1) from raised
         error = without_wandb_login(raised) or expected(raised)
         if error is None or os.environ.get(TRACEBACK, "0") not in ("", "0"):
@@ -60,9 +60,9 @@ def short_errors() -> Iterator[None]:
 
 
 def expected(error: BaseException | None) -> BaseException | None:
-    """The error that a user can put right; None if this is another kind.
+    """Find the error that a user can fix; None if there is none.
 
-    The parser wraps what constructors say about their settings in its own errors: then it is the one inside.
+    The parser wraps errors of constructors in its own: then the inner one is returned.
     """
     while error is not None and not is_expected(error):
         if innermost_module(error) != "jsonargparse":
@@ -72,17 +72,17 @@ def expected(error: BaseException | None) -> BaseException | None:
 
 
 def is_expected(error: BaseException) -> bool:
-    """True if this package or Lightning refuses a setting, or transformers a model that is not there."""
+    """True if this package or Lightning refuses a setting, or transformers does not find a model."""
     if isinstance(error, ConfigurationError) or type(error).__name__ == "MisconfigurationException":
         return True
     module = innermost_module(error)
-    # `zip(strict=True)`, `int("x")` and other builtins raise in our frames too: those are mistakes of the program.
+    # Errors of builtins (`zip(strict=True)`, `int("x")`) in our frames are bugs, not refusals.
     is_ours = module == "grpo_lightning" and isinstance(error, EXPECTED) and is_raise_statement(error.__traceback__)
     return is_ours or (module == "transformers" and isinstance(error, OSError))
 
 
 def without_wandb_login(error: BaseException) -> ConfigurationError | None:
-    """What to do where W&B refuses a run that is not logged in; None for anything else."""
+    """Error with advice if W&B is not logged in; None for any other error."""
     if innermost_module(error) != "wandb" or not re.search(r"api[ _]key|log ?in", str(error), re.IGNORECASE):
         return None
     return ConfigurationError(
@@ -92,12 +92,12 @@ def without_wandb_login(error: BaseException) -> ConfigurationError | None:
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
-    """True if a collective failed because a rank that takes part in it has ended."""
-    return innermost_module(error) == "torch" and any(said in str(error) for said in LOST_RANK)
+    """True if a collective failed because another rank has exited."""
+    return innermost_module(error) == "torch" and any(message in str(error) for message in LOST_RANK)
 
 
 def innermost_module(error: BaseException) -> str:
-    """The package whose code raised an error."""
+    """Top-level package whose code raised the error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return str(frames[-1][0].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
 
@@ -110,12 +110,12 @@ def is_raise_statement(tb: TracebackType | None) -> bool:
 
 
 def is_inside_a_loop(tb: TracebackType | None) -> bool:
-    """True once Lightning runs its loops: what was to be set up is done."""
+    """True if the error was raised in Lightning's loops, after the set-up."""
     return any(frame.f_code.co_name == "_run_stage" for frame, _ in traceback.walk_tb(tb))
 
 
 def plain_refusal(raised: BaseException) -> BaseException | None:
-    """What this package says about a setting, when that is all there is to say: no cause, and not from a loop."""
+    """The error if it is a complete message of this package about a setting: without a cause, and not from a loop."""
     error = expected(raised)
     if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":
         return None
@@ -123,21 +123,21 @@ def plain_refusal(raised: BaseException) -> BaseException | None:
 
 
 def is_quoted(cause: BaseException, error: BaseException) -> bool:
-    """True if an error says already what its cause says."""
-    said = str(cause).strip().partition("\n")[0]
-    return bool(said) and said in str(error)
+    """True if an error already contains the message of its cause."""
+    message = str(cause).strip().partition("\n")[0]
+    return bool(message) and message in str(error)
 
 
 def lines(error: BaseException) -> list[str]:
-    """What is printed: the error, what caused it and where, and how to see more."""
-    said = [f"error: {error}"]
+    """Format an error: message, cause with its location, and how to see the traceback."""
+    message = [f"error: {error}"]
     if isinstance(error, ConfigurationError) or plain_refusal(error) is not None:
-        return said
+        return message
     cause = error.__cause__
-    if isinstance(cause, RaisedError):  # in another process: its own traceback is all there is
-        said.append(cause.shown.rstrip())
+    if isinstance(cause, RaisedError):  # raised in another process, which sent its traceback as text
+        message.append(cause.shown.rstrip())
     elif cause is not None and not is_quoted(cause, error):
         frames = traceback.extract_tb(cause.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        said.append(f"caused by {type(cause).__name__}: {cause}{where}")
-    return [*said, f"({TRACEBACK}=1 shows the whole traceback.)"]
+        message.append(f"caused by {type(cause).__name__}: {cause}{where}")
+    return [*message, f"({TRACEBACK}=1 shows the full traceback.)"]

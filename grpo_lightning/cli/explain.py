@@ -1,7 +1,7 @@
-"""What is wrong with refused settings, in one line: the file, the key, its value, and what is allowed there.
+"""Explain refused settings in one line: file, key, value, and what is allowed.
 
-The parser says so last, below sixty lines of usage and the problems of every type that the value could have had. Here
-the key and the value are taken from its message, and looked up where they were written.
+The parser's own message comes after sixty lines of usage and lists the problems of every type that the value could
+have. Key and value are extracted from it, and looked up in the files and flags.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OTHER_NAMES = {
     "warmup_ratio": "model.scheduler",
     "warmup_steps": "model.scheduler",
 }
-"""Where the settings of TRL, ms-swift and VLM-R1 live, as far as no key has their name."""
+"""Settings of TRL, ms-swift and VLM-R1, and the keys that correspond to them here."""
 
 OTHER_VALUES = {
     "trainer.precision": {
@@ -96,26 +96,26 @@ OTHER_VALUES = {
         "no": "32-true",
     }
 }
-"""What values of other trainers are here, by key."""
+"""Values of other trainers and their equivalents here, by key."""
 
 
 class Problem(NamedTuple):
-    """A problem in the parser's own words."""
+    """A problem extracted from the parser's message."""
 
     names: list[str]
-    """The key, and the keys of the objects below it: `["model.policy", "lora", "rank"]`."""
+    """The key, followed by the keys of nested objects: `["model.policy", "lora", "rank"]`."""
 
     kind: str
-    """The import path of the class whose setting it is; "" for a key of the parser."""
+    """Import path of the class that the setting belongs to; "" for a key of the parser."""
 
     text: str
-    """What is wrong with the innermost of them."""
+    """The parser's message about the innermost key."""
 
 
 def read_problem(message: str) -> Problem:
-    """The innermost problem of the parser's message: each is indented below the key that it belongs to.
+    """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
 
-    Of several types, each with a problem of its own, it is that of the first which looked inside the value.
+    If several types were tried, it is the problem of the first one that looked inside the value.
     """
     names: list[str] = []
     text: list[str] = []
@@ -136,14 +136,14 @@ def read_problem(message: str) -> Problem:
 
 
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
-    """The parser's message for people: file, key, value, and what is allowed; else `message`, shortened."""
+    """Rewrite the parser's message: file, key, value, and what is allowed; if not possible, shorten it."""
     if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
         return missing_keys((missing[1] or missing[2]).split(", "), keys)
     if top := re.match(
         r"unrecognized arguments: --([^\s=]+)|Option '([^']+)' is|.*not accept .*option '([^']+)'", message
     ):
         return unknown_at_top(next(filter(None, top.groups())).replace("+", "").split("."), keys, sources)
-    # A file, or the settings, of a section: what is wrong inside it has a message of its own.
+    # An error in the file or the settings of a section: the message of the inner error follows.
     message = re.sub(r'\AParser key ".+":\s*Unable to load config .*\n  - (?=Parser key)', "", message)
     if section := re.match(r'Parser key "([^"]+)": Unable to load config', message):
         found = [place for place in places(sources, [section[1]]) if not isinstance(place.value, Mapping)]
@@ -163,21 +163,21 @@ def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) ->
 
 @dataclass(frozen=True)
 class Place:
-    """Where a setting was written."""
+    """Where a setting is given."""
 
     where: str
     key: str
     value: Any
     kind: str = ""
-    """The class it is a setting of, as far as that was written."""
+    """Class that the setting belongs to, if its name is given."""
 
     def say(self, text: str) -> str:
-        """A message that begins with the file."""
+        """Prefix a message with the file."""
         return f"{self.where}: {text}".removeprefix("in ").removeprefix(": ")
 
 
 def places(sources: Iterable[Source], names: Iterable[str]) -> Iterator[Place]:
-    """Where a key below a key was written, through lists and `init_args`."""
+    """Find where a nested key is given, looking through lists and `init_args`."""
     split = [part for name in names for part in name.split(".")]
 
     def below(tree: Any, names: Sequence[str], key: str, kind: str) -> Iterator[tuple[str, Any, str]]:
@@ -198,7 +198,7 @@ def places(sources: Iterable[Source], names: Iterable[str]) -> Iterator[Place]:
 
 
 def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """A value and the values inside it, with their keys."""
+    """Iterate recursively over a value and the values inside it, with their keys."""
     yield key, value
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
@@ -206,7 +206,7 @@ def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Iterable[Source]) -> str:
-    """A key that is none of the parser's."""
+    """Error message for a key that the parser does not have."""
     place = next(places(sources, names), Place("", "", None))
     for depth in range(len(names)):
         prefix = "".join(f"{name}." for name in names[:depth])
@@ -217,13 +217,13 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 
 def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: Sequence[Source]) -> str | None:
-    """A key that the class of an object does not have."""
+    """Error message for a key that the class of an object does not have."""
     match = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)", problem.text)
     if match is None:
         return None
     name = (match[1] or match[2]).partition(".")[0]
     is_outer = len(problem.names) == 1
-    if name == "class_path":  # a mapping with a class, and with other keys next to it
+    if name == "class_path":  # a mapping with class_path and unknown keys next to it
         for place in places(sources, problem.names):
             for key, value in leaves(place.value, place.key):
                 others = [other for other in value if other not in CLASS_KEYS] if isinstance(value, Mapping) else []
@@ -234,7 +234,7 @@ def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: 
         classes = [kind.__name__ for kind in named_classes(own.hint) if not kind.__subclasses__()]
         classes = [kind for kind in classes if hasattr(NAMED.get(outer.rpartition(".")[2]), kind)]
         return (
-            f"{outer} has no class yet that {outer}.{name} could be a setting of. Name one first: --{outer}="
+            f"{outer} has no class yet, so {outer}.{name} cannot be set. Name the class first: --{outer}="
             f"{[*classes, 'module.Class'][0]}, or class_path in YAML."
             + (f" The package has {', '.join(classes)}." if classes else "")
         )
@@ -249,11 +249,11 @@ def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: 
 
 
 def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None = None) -> str:
-    """There is no such key here, but these, and perhaps one elsewhere."""
+    """Error message for an unknown key, with suggestions and the allowed keys."""
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
     near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
-    # Written into the wrong group, or by its name in another trainer.
+    # The key may belong to another group, or be named as in another trainer.
     known = [
         *(keys or ()),
         *(below for key, own in (keys or {}).items() for below in nested_keys(key, own.hint, own.default)),
@@ -263,12 +263,12 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     hint = f" Did you mean {' or '.join(near[:3])}?" if near else ""
     if not allowed:
         return f"there is no key {key}. {group} takes one value.{hint}"
-    listed = ", ".join(allowed[:MAX_LISTED]) + (", ..." if len(allowed) > MAX_LISTED else "")
-    return f"there is no key {key}.{hint}\n{f'Keys of {group}' if group else 'Keys'}: {listed}."
+    choices = ", ".join(allowed[:MAX_LISTED]) + (", ..." if len(allowed) > MAX_LISTED else "")
+    return f"there is no key {key}.{hint}\n{f'Keys of {group}' if group else 'Keys'}: {choices}."
 
 
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
-    """An import path that cannot be imported, or a name that is none of the package's."""
+    """Error message for an import path that cannot be imported, or an unknown class name."""
     named = r"class_path '(.+?)'|path string: (.+)$" + (r"|Given value: (\w.*\..*)$" if named_classes(own.hint) else "")
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
     for place in places(sources, problem.names):
@@ -280,12 +280,12 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
 
 
 def import_problem(path: str, hint: Any) -> str | None:
-    """Why an import path is none: no such module, an error inside it, or no such name in it."""
+    """Reason why an import path is invalid: missing module, import error, or missing name; None if it is valid."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         near = difflib.get_close_matches(path, sorted({kind.__name__ for kind in named_classes(hint)}))
         known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
-        return f"{path!r} is no import path and none of the package's own names. {known}"
+        return f"{path!r} is neither an import path nor a name of the package. {known}"
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
@@ -294,17 +294,17 @@ def import_problem(path: str, hint: Any) -> str | None:
             return f"{module_name} (for {path}) imports {missing}, which is not installed."
         return (
             f"there is no module {missing!r} for {path}. "
-            f"Looked for among the installed packages and in the current folder, {os.getcwd()}."
+            f"Searched the installed packages and the current folder, {os.getcwd()}."
         )
-    except Exception as error:  # noqa: BLE001 - whatever the user's module raises is what is wrong with the setting
+    except Exception as error:  # noqa: BLE001 - importing a user's module can raise anything
         return f"importing {module_name} for {path} failed: {type(error).__name__}: {error}."
     if hasattr(module, name):
         value = getattr(module, name)
         return None if callable(value) else f"{path} is {value!r}, not a function."
     public = [other for other in dir(module) if not other.startswith("_")]
     near = difflib.get_close_matches(name, public)
-    listed = f"It has: {', '.join(public[:MAX_LISTED])}."
-    known = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else listed
+    choices = f"It has: {', '.join(public[:MAX_LISTED])}."
+    known = f"Did you mean {' or '.join(f'{module_name}.{other}' for other in near)}?" if near else choices
     return f"{module_name} has no {name!r}. {known}"
 
 
@@ -320,11 +320,11 @@ WORDS = {
     r"Not a valid subclass of (\w+)": "{}",
     r"Expected a <class 'NoneType'>": "null",
 }
-"""The parser's words for what a value may be, and ours."""
+"""The parser's descriptions of types (as patterns), and ours."""
 
 
 def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
-    """A value of another type than those that the parser expected."""
+    """Error message for a value of the wrong type."""
     expected = dict.fromkeys(
         word
         for pattern, form in WORDS.items()
@@ -348,20 +348,20 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
 
 
 def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
-    """Which required keys are not given, and what they are for."""
-    said = []
+    """Error message for missing required keys, with their help."""
+    lines = []
     for name in names:
         key = re.sub(r"^(fit|validate|test|predict)\.", "", name)
         purpose = keys[key].help.partition("\n")[0] if key in keys else ""
-        said.append(f"  {key}: {purpose}".removesuffix(": "))
+        lines.append(f"  {key}: {purpose}".removesuffix(": "))
     return (
-        "Required and not given:\n" + "\n".join(said) + "\nGive them by a recipe (--config quickstart; "
+        "Required settings are missing:\n" + "\n".join(lines) + "\nSet them in a recipe (--config quickstart; "
         "`grpo-lightning recipes list`) or as flags (--model.policy=...)."
     )
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """A flag below a key that takes one value of any kind: the parser would pass it on as an object of its own."""
+    """Error message for a flag below a key of type `Any`, which the parser would accept as a nested object."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])
@@ -372,7 +372,7 @@ def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str |
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """A strategy or accelerator that nobody has registered, and those that can be used."""
+    """Error message for an unknown strategy or accelerator, with those that can be used; None if both are known."""
     from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}
@@ -391,10 +391,10 @@ def unknown_name(trainer: Any) -> str | None:
 
 
 def missing_accelerator(name: Any) -> str | None:
-    """What this machine has instead of an accelerator that it lacks; None if it has it."""
+    """Error message for an accelerator that this machine lacks; None if it is available."""
     kinds = {name: entry["accelerator"] for name, entry in AcceleratorRegistry.items()}
     available = [name for name, kind in kinds.items() if kind.is_available()]
     wanted = ("cuda", "mps") if name == "gpu" else (name, "auto")
     if not isinstance(name, str) or set(wanted) & {*available, *(["auto"] if name == "auto" else [])}:
         return None
-    return f"This machine has {', '.join(available)}: take {' or '.join([*available, 'auto'])}."
+    return f"This machine has {', '.join(available)}: use {' or '.join([*available, 'auto'])}."

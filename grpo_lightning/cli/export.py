@@ -1,4 +1,4 @@
-"""`grpo-lightning export`: a checkpoint to a folder that transformers loads."""
+"""`grpo-lightning export`: convert a checkpoint to a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def run(args: list[str]) -> None:
-    """Export a checkpoint; see `grpo_lightning.training.export.export` for what is raised.
+    """Export a checkpoint; `grpo_lightning.training.export.export` lists the exceptions.
 
-    Of a quantised run it says that the weights under its adapters are the full-precision ones now.
+    For a quantized run it prints that the exported base weights are the full-precision ones.
     """
     options = vars(parser().parse_args(args))
     from grpo_lightning.training.export import export
@@ -41,10 +41,10 @@ def run(args: list[str]) -> None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The newest complete checkpoint if the path is the folder of a run or of its versions, else the path itself.
+    """Newest complete checkpoint if the path is the folder of a run or of its versions, otherwise the path itself.
 
     Raises:
-        ConfigurationError: If the run has none.
+        ConfigurationError: If the run has no complete checkpoint.
     """
     from grpo_lightning.cli import resume as resuming
     from grpo_lightning.cli.errors import ConfigurationError
@@ -54,18 +54,18 @@ def checkpoint_of(path: Path) -> Path:
         return path
     newest, skipped = resuming.newest(folders)
     if newest is None:
-        raise ConfigurationError(f"{path} has no complete checkpoint ({len(skipped)} half-written). Give a file.")
+        raise ConfigurationError(f"{path} has no complete checkpoint ({len(skipped)} incomplete). Give a file.")
     print(f"Checkpoint: {newest}")
     return newest
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Argument parser of the command."""
     parser = argparse.ArgumentParser(
         prog="grpo-lightning export",
         allow_abbrev=False,
         description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
-        "config and tokenizer, or the processor of a policy that sees images.",
+        "config and tokenizer, or the processor of a multimodal policy.",
     )
     parser.add_argument("checkpoint", help="a .ckpt file, the folder of a sharded one, or of a run: its newest")
     parser.add_argument("folder", help="where the model goes")
@@ -78,6 +78,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fill_missing",
         action="store_true",
-        help="take weights that the checkpoint lacks from the policy, though nothing says that they were frozen",
+        help="take weights missing in the checkpoint from the policy, even if it is unknown whether they were frozen",
     )
     return parser

@@ -1,6 +1,6 @@
-"""The command line: `grpo-lightning fit --config recipes/quickstart.yaml`, and the commands beside it.
+"""Entry point of the command line: `grpo-lightning fit --config recipes/quickstart.yaml`, and the other commands.
 
-Nothing here imports torch or Lightning before a command needs them.
+torch and Lightning are imported only by the commands that need them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
     GRPO_LIGHTNING_TRACEBACK=1 they are raised.
 
     Args:
-        args: As on the command line; None takes the command line's.
-        module_class: A subclass of GRPOLightningModule, to drive your own module by the same recipes.
+        args: Arguments; None uses those of the command line.
+        module_class: A subclass of GRPOLightningModule, to run your own module with the same recipes.
 
     Returns:
-        What ran a `fit`, `validate`, `test` or `predict`, with its trainer, model and data module.
+        The CLI object of `fit`, `validate`, `test` or `predict`, with its trainer, model and data module.
     """
     find_own_modules()
     given = list(sys.argv[1:] if args is None else args)
@@ -55,7 +55,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
             print(help_text())
         elif given[0] == "--version":
             print(f"grpo-lightning {version('grpo-lightning')}")
-        elif given[0] == "plan":  # the only one of them that reads a recipe
+        elif given[0] == "plan":  # the only one of OWN_COMMANDS that reads a recipe
             import_module("grpo_lightning.cli.plan.command").run(given[1:], module_class)
         elif given[0] in OWN_COMMANDS:
             import_module(f"grpo_lightning.cli.{given[0]}").run(given[1:])
@@ -69,18 +69,18 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
 
 
 def help_text() -> str:
-    """All commands, a line each."""
+    """Help text: usage, and one line per command."""
     commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
     return (
         "GRPO training of language models on PyTorch Lightning.\n\n"
         f"usage: grpo-lightning COMMAND ...\n\n{commands}\n\n"
-        "grpo-lightning COMMAND --help says more; --version says which release this is.\n"
+        "grpo-lightning COMMAND --help shows details; --version shows the release.\n"
         "Every setting of a recipe is also a flag: --model.objective.beta=0 --trainer.max_steps=10"
     )
 
 
 def unknown_command(name: str) -> str:
-    """There is no such command, but these."""
+    """Error message for an unknown command, with suggestions."""
     if name.startswith("-"):
         return f"The command comes first, got {name!r}. For example: grpo-lightning fit {name} ..."
     near = difflib.get_close_matches(name, COMMANDS)
@@ -89,9 +89,9 @@ def unknown_command(name: str) -> str:
 
 
 def parse(args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Namespace:
-    """The checked configuration of a `fit` command line (`--config r.yaml --model.num_generations=4`).
+    """Parse and validate a `fit` command line (`--config r.yaml --model.num_generations=4`).
 
-    Keys are trainer, model, data, seed_everything and so on. Nothing is instantiated and no Trainer is made.
+    The returned keys are trainer, model, data, seed_everything and so on. Nothing is instantiated.
     """
     find_own_modules()
     from grpo_lightning.cli.app import ParsedCLI
@@ -102,18 +102,18 @@ def parse(args: Sequence[str], module_class: type[GRPOLightningModule] | None = 
 def instantiate(
     config: Namespace, *names: str, module_class: type[GRPOLightningModule] | None = None
 ) -> tuple[Any, ...]:
-    """The objects of some parts of what `parse` returned, by their keys ("model", "data")."""
+    """Instantiate parts of a configuration from `parse`, by their keys ("model", "data")."""
     from grpo_lightning.cli import app as grpo_cli
 
     return grpo_cli.instantiate(config, names, module_class)
 
 
 def find_own_modules() -> None:
-    """Let rewards be imported from the current folder, where a console script does not look by itself."""
+    """Add the current folder to `sys.path`, which console scripts do not, so that own rewards can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def entry_point() -> None:
-    """What the command `grpo-lightning` calls: `main`, without its result, which the shell would take for an error."""
+    """Console script `grpo-lightning`: calls `main` and drops its result, which would become the exit code."""
     main()

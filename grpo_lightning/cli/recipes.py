@@ -1,4 +1,4 @@
-"""`grpo-lightning recipes`: the YAML files that come with the package, listed, shown and copied."""
+"""`grpo-lightning recipes`: list, show and copy the recipes that come with the package."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def folder() -> Path:
-    """Where the recipes are: inside an installed package, or beside it in a checkout.
+    """Folder of the recipes: inside the installed package, or next to it in a checkout.
 
     Raises:
-        ConfigurationError: If the package was copied without them.
+        ConfigurationError: If there is none.
     """
     for candidate in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
         if (candidate / "quickstart.yaml").is_file():
             return candidate
-    raise ConfigurationError(
-        f"The recipes are not there: neither in {PACKAGE} nor beside it. Install the package anew."
-    )
+    raise ConfigurationError(f"The recipes are missing: neither in {PACKAGE} nor next to it. Reinstall the package.")
 
 
 def names() -> list[str]:
-    """Of all recipes, whole ones first: "quickstart", "objectives/dapo"."""
+    """Names of all recipes, complete ones before fragments: "quickstart", "objectives/dapo"."""
     root = folder()
     found = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
 
 
 def find(name: str) -> Path | None:
-    """The file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if there is none.
+    """Find the file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if there is none.
 
-    One in a folder may be called without it ("rec_lora"), if no other has its name.
+    The folder of a recipe may be omitted ("rec_lora") if the name is unique.
     """
     plain = re.sub(r"^(\./)?recipes/", "", name)
     plain = re.sub(r"\.ya?ml$", "", plain)
@@ -46,7 +44,7 @@ def find(name: str) -> Path | None:
 
 
 def named(name: str) -> Path:
-    """The file of a recipe. Raises: ConfigurationError with the nearest names if there is none."""
+    """Find the file of a recipe. Raises: ConfigurationError with similar names if there is none."""
     path = find(name)
     if path is None:
         raise ConfigurationError(unknown(name))
@@ -54,7 +52,7 @@ def named(name: str) -> Path:
 
 
 def unknown(name: str) -> str:
-    """There is no such recipe, but these."""
+    """Error message for an unknown recipe, with suggestions."""
     plain = re.sub(r"\.ya?ml$", "", re.sub(r"^(\./)?recipes/", "", name))
     by_last = {known.rpartition("/")[2]: known for known in names()}
     near = difflib.get_close_matches(plain, names()) or [
@@ -65,11 +63,11 @@ def unknown(name: str) -> str:
 
 
 def header(path: Path) -> dict[str, str]:
-    """What the comments at the top say, by their labels: Shows, Expect, Hardware, Command, Outputs.
+    """Parse the comments at the top of a recipe by label: Shows, Expect, Hardware, Command, Outputs.
 
     A comment without a label continues the one above.
     """
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     label = "Shows"
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -78,12 +76,12 @@ def header(path: Path) -> dict[str, str]:
         match = re.match(r"(Shows|Expect|Hardware|Command|Outputs): *(.*)", text)
         if match:
             label, text = match.groups()
-        said[label] = f"{said.get(label, '')} {text}".strip()
-    return said
+        texts[label] = f"{texts.get(label, '')} {text}".strip()
+    return texts
 
 
 def run(args: list[str]) -> None:
-    """The command `recipes`."""
+    """Run the command `recipes`."""
     parser = argparse.ArgumentParser(prog="grpo-lightning recipes", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", allow_abbrev=False, help="name, and what it shows")
@@ -103,42 +101,42 @@ def run(args: list[str]) -> None:
 
 
 def is_fragment(path: Path) -> bool:
-    """Whether a recipe is a part of one: without data, nothing can run."""
+    """True for a fragment: a recipe without data, which changes another one."""
     return "\ndata:" not in path.read_text(encoding="utf-8")
 
 
 def list_all() -> None:
-    """Print two lines a recipe; its hardware is told by `show`."""
+    """Print two lines per recipe: name and first sentence."""
     for name in names():
         print(name)
         print(f"    {first_sentence(header(named(name)).get('Shows', ''))}")
     print()
     print("Run one:  grpo-lightning fit --config quickstart")
     print("Add one:  grpo-lightning fit --config quickstart --config objectives/dapo")
-    print("Own one:  grpo-lightning recipes copy quickstart my_recipe.yaml")
+    print("Copy one: grpo-lightning recipes copy quickstart my_recipe.yaml")
 
 
 def first_sentence(text: str) -> str:
-    """What a list has room for; abbreviations ("Dr." at the beginning, "et al.") end no sentence."""
+    """First sentence of a text; abbreviations ("Dr." at the beginning, "et al.") do not end it."""
     match = re.match(r".{20,}?(?<!et al)\.(?= |$)", text)
     return match[0] if match else text
 
 
 def copy(name: str, target: Path, *, force: bool) -> None:
-    """Copy a recipe and say what to run.
+    """Copy a recipe and print the command to run it.
 
     Raises:
-        ConfigurationError: If there is no such recipe, or the file is there already.
+        ConfigurationError: If there is no such recipe, or the file exists.
     """
     source = named(name)
     is_file = target.suffix in (".yaml", ".yml")
     path = target if is_file else target / source.name
     if path.exists() and not force:
-        raise ConfigurationError(f"{path} is there already. Name another file, or add --force to overwrite it.")
+        raise ConfigurationError(f"{path} already exists. Name another file, or add --force to overwrite it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, path)
     print(f"Copied {name} to {path}. Next:")
-    if is_fragment(source):  # it changes a recipe and is none by itself
+    if is_fragment(source):  # needs a complete recipe before it
         print(f"  grpo-lightning fit --config quickstart --config {path}")
     else:
         print(f"  grpo-lightning fit --config {path}")

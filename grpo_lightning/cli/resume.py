@@ -1,4 +1,4 @@
-"""Checkpoints on the command line: the newest that can be used, and in which settings it differs from this run's."""
+"""Resuming from the command line: find the newest usable checkpoint, and compare its settings with this run's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted,
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
-"""How the `config.yaml` of a run begins. Another one may lie two folders above a checkpoint by chance."""
+"""First line of a run's `config.yaml`, to tell it from an unrelated file two folders above a checkpoint."""
 
 MISSING = "(not set)"
 SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Why nothing can be loaded from a checkpoint, or with `to_train` why no run can go on from it; None if it can.
+    """Reason why a checkpoint cannot be loaded, or with `to_train` why no run can resume from it; None if it can.
 
-    Of DeepSpeed's, which only its own loader reads, it is known what their mark says, and no more.
+    DeepSpeed's checkpoints can be read only by its own loader, so only their completeness marker is checked.
     """
     if why := why_incomplete(path):
         return why
@@ -38,7 +38,7 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return None
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # somebody's own objects are in it: for the Trainer to judge
+    except pickle.UnpicklingError:  # contains custom objects: the Trainer decides
         return None
     except (RuntimeError, EOFError, OSError) as error:
         return f"it cannot be read ({str(error).strip().partition(chr(10))[0]})"
@@ -48,14 +48,14 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return "it was saved inside an optimizer step, which an error broke off"
     if why := RankFiles(path).why_missing(content.get("grpo")):
         return why
-    # In a folder the optimizer's state is among the shards: the schedulers are saved along with it, and only with it.
+    # In a sharded checkpoint the optimizer state is in the shards: the schedulers are saved only together with it.
     if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:
         return "it holds weights without the optimizer's state (save_weights_only)"
     return None
 
 
 def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint in some folders that can be used, and why newer ones cannot; see `why_unusable`."""
+    """Find the newest usable checkpoint in the folders, and the reasons why newer ones are not (`why_unusable`)."""
     skipped: dict[Path, str] = {}
     found = [path for folder in folders for path in folder.glob("*.ckpt")]
     for path in sorted(found, key=written_at, reverse=True):
@@ -67,9 +67,9 @@ def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | N
 
 
 def folders_of_run(path: Path) -> list[Path]:
-    """The folders of checkpoints in the folder of a run, or of its versions; none where a path is neither.
+    """Checkpoint folders of a run, or of all its versions; empty if the path is neither.
 
-    The run's own folder is one if Lightning's checkpoint for a job that SLURM puts back into the queue is there.
+    The run's folder itself is included if it holds a checkpoint that Lightning saved for a SLURM requeue.
     """
 
     def requeued(run: Path) -> list[Path]:
@@ -81,14 +81,14 @@ def folders_of_run(path: Path) -> list[Path]:
 
 
 def is_requeued() -> bool:
-    """True if SLURM has put the job back into the queue: the same command line is to go on with the run."""
+    """True if SLURM has requeued the job, so that the same command line resumes the run."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
-    """The folders outside `runs/<run name>/version_<N>/checkpoints` that a recipe's settings send checkpoints to.
+    """Checkpoint folders of a recipe outside `runs/<run name>/version_<N>/checkpoints`.
 
-    These are the `dirpath` of its own ModelCheckpoints, and what Lightning makes of its first logger:
+    These are the `dirpath`s of its own ModelCheckpoints, and Lightning's default for its first logger:
     `save_dir/name/version/checkpoints`.
     """
     callbacks = trainer.get("callbacks") or []
@@ -101,7 +101,7 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
 
 
 def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
-    """Where Lightning keeps checkpoints by the first logger of a run in this folder; none without a logger."""
+    """Folders in which Lightning saves checkpoints, derived from the first logger of a run; empty without a logger."""
     placed = trainer.clone()
     place(placed, folder)
     if not placed.get("logger"):
@@ -117,26 +117,26 @@ def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
 
 
 def written_at(path: Path) -> tuple[int, str]:
-    """When a checkpoint was last written to; the name decides between two of the same moment."""
+    """Sort key: time of the last write to a checkpoint, then its name."""
     files = [path] if path.is_file() else [other for other in path.rglob("*") if other.is_file()]
     return max((file.stat().st_mtime_ns for file in files), default=path.stat().st_mtime_ns), path.name
 
 
 def check_there(path: str | None, *, to_train: bool = False) -> None:
-    """Refuse a checkpoint that is not there or cannot be used, before the weights load. Raises: ConfigurationError."""
+    """Refuse a missing or unusable checkpoint before the weights load. Raises: ConfigurationError."""
     if path is None or "://" in path or path.startswith("registry"):
         return
-    if path in LIGHTNINGS_NAMES:  # of the run that this very process did before: it did none, and starts from nothing
-        raise ConfigurationError(f"--ckpt_path {path}: take auto (the newest checkpoint of the run) or a file.")
+    if path in LIGHTNINGS_NAMES:  # refers to an earlier run in the same process, of which there is none
+        raise ConfigurationError(f"--ckpt_path {path}: use auto (the newest checkpoint of the run) or a file.")
     if Path(path).exists():
         if why := why_incomplete(Path(path)):
             what = "file of another kind" if Path(path).is_file() else "folder without a checkpoint"
             raise ConfigurationError(
-                f"--ckpt_path: {path} is no complete checkpoint: {why}, or it is a {what}. Give another one, or auto "
-                "for the newest of this run."
+                f"--ckpt_path: {path} is not a complete checkpoint: {why}, or it is a {what}. Give another one, or "
+                "auto for the newest of this run."
             )
         if why := why_unusable(Path(path), to_train=to_train):
-            raise ConfigurationError(f"--ckpt_path: no run can go on from {path}: {why}. Give another one, or auto.")
+            raise ConfigurationError(f"--ckpt_path: cannot resume from {path}: {why}. Give another one, or auto.")
         return
     parent = Path(path).parent
     there = sorted(other.name for other in parent.glob("*.ckpt")) if parent.is_dir() else []
@@ -145,9 +145,9 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
 
 
 def settings(path: Path) -> tuple[dict[str, Any], bool]:
-    """The settings a checkpoint was trained with, below "model" and "data", and True if they are all of them.
+    """Settings a checkpoint was trained with, below "model" and "data", and True if they are complete.
 
-    All stand in the `config.yaml` of the run; a checkpoint without its run has those that could be saved in it.
+    The `config.yaml` of the run is complete; a checkpoint without its run has only its saved hyperparameters.
     """
     config = path.parent.parent / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
@@ -159,13 +159,13 @@ def settings(path: Path) -> tuple[dict[str, Any], bool]:
         return {}, False
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError):  # what it says is worth a notice, not a failure
+    except (pickle.UnpicklingError, RuntimeError, OSError):  # settings are only compared for a notice
         return {}, False
     return {"model": dict(content.get("hyper_parameters") or {})}, False
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys; lists count as one value."""
+    """Flatten nested settings to dotted keys; lists count as one value."""
     if not isinstance(value, Mapping):
         return {key: value}
     return {
@@ -182,13 +182,13 @@ def differences(
     *,
     is_whole: bool = True,
 ) -> list[str]:
-    """Lines `key: before -> now` for what differs among the groups that both have.
+    """Format differing settings as lines `key: before -> now`, for the groups that both have.
 
     Args:
-        before: The checkpoint's settings, "model" and "data".
-        now: This command line's.
-        defaults: What null stands for, by dotted key.
-        is_whole: False if `before` may lack settings that were there: then only what both have is compared.
+        before: Settings of the checkpoint, "model" and "data".
+        now: Settings of this command line.
+        defaults: Values that null stands for, by dotted key.
+        is_whole: False if `before` may be incomplete: then only keys in both are compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(filled({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
@@ -201,7 +201,7 @@ def differences(
 
 
 def filled(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings with defaults in the place of null: the same run, written out."""
+    """Replace null by defaults in nested settings."""
     return {
         name: defaults.get(f"{prefix}{name}")
         if value is None
@@ -213,23 +213,23 @@ def filled(tree: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]], p
 
 
 def plain(value: Any) -> Any:
-    """Tuples as the lists that YAML makes of them."""
+    """Convert tuples to lists, as YAML does."""
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def shown(value: Any) -> str:
-    """A value in one short line."""
+    """Format a value as one short line."""
     text = value if value is MISSING else yaml.safe_dump(plain(value), default_flow_style=True, width=1000)
     text = text.replace("\n...", "").strip()
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def notice(path: Path, now: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What a checkpoint was trained with and this run is not; None if nothing differs or nothing is known."""
+    """Format the settings that differ from the checkpoint's; None if nothing differs or nothing is known."""
     before, is_whole = settings(path)
     lines = differences(before, now, defaults, is_whole=is_whole)
     if not lines:
         return None
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    said = "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
-    return f"Settings that differ from those of the checkpoint; this command line's count (checkpoint -> now):\n{said}"
+    text = "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
+    return f"Settings that differ from the checkpoint; those of the command line are used (checkpoint -> now):\n{text}"

@@ -1,8 +1,8 @@
 """One run, one folder: `runs/<run name>/version_<N>/` with metrics, completions, pictures, settings and checkpoints.
 
-The run name is that of the first recipe, or `--run_name`. A run takes the next free version. `--ckpt_path auto` resumes
-in the folder of the checkpoint it finds; every other run gets a folder of its own. Here are also the loggers, callbacks
-and checkpoints that a run has although its recipe does not name them.
+The run name is the name of the first recipe, or `--run_name`. A run uses the next free version. `--ckpt_path auto`
+resumes in the folder of the checkpoint it finds; every other run gets a new folder. This file also holds the default
+loggers, callbacks and checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 SAVE_DIR = "runs"
 CHECKPOINT_INTERVAL = timedelta(minutes=15)
 
-# Ranks that this process launches inherit the choice: looking for the next version, they would find this one taken.
+# Ranks launched by this process inherit the folder: otherwise they would look for the next free version.
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
 METRICS_LOGGER = f"{__name__}.MetricsLogger"
@@ -51,10 +51,10 @@ FILE_LOGGERS = METRICS_LOGGERS | {"TensorBoardLogger"}
 
 
 def run_name(given: str | None, config_files: Sequence[Path]) -> str:
-    """`given`, or the name of the first recipe; "run" without one.
+    """Name of the run: `given`, or the name of the first recipe, or "run".
 
     Raises:
-        ConfigurationError: If it is no name of one folder.
+        ConfigurationError: If it is not a valid folder name.
     """
     name = given or (config_files[0].stem if config_files else "run")
     if not re.fullmatch(r"\w[\w.+-]*", name):
@@ -65,33 +65,33 @@ def run_name(given: str | None, config_files: Sequence[Path]) -> str:
 
 
 def runs_folder(trainer: Namespace, name: str) -> Path:
-    """The folder of all versions of a run."""
+    """Folder that holds all versions of a run."""
     return Path(trainer.get("default_root_dir") or ".") / SAVE_DIR / name
 
 
 def versions(folder: Path) -> dict[int, Path]:
-    """The versions that are there, by their number."""
+    """Existing versions of a run, by number."""
     matches = ((re.fullmatch(r"version_(\d+)", path.name), path) for path in folder.glob("version_*"))
     return {int(match[1]): path for match, path in matches if match}
 
 
 def version_of(path: Path, folder: Path) -> Path | None:
-    """The version of a run that a file lies in; None for a file elsewhere."""
+    """Version folder of a run that contains a file; None for a file elsewhere."""
     above = path.resolve().parents
     return next((version for version in versions(folder).values() if version.resolve() in above), None)
 
 
 def take_next(folder: Path) -> Path:
-    """A new version of a run, made at once, so that no other run takes it; on other ranks the first one's choice."""
+    """Reserve the next version folder of a run by creating it. Other ranks get the folder of rank 0."""
     if rank() and CHOSEN in os.environ:
         return Path(os.environ[CHOSEN])
     number = max(versions(folder), default=-1) + 1
-    # A rank of another launcher makes no folder: what it writes goes where the first rank says (trainer.log_dir).
+    # Ranks of other launchers create no folder: they write to rank 0's, which Lightning broadcasts (trainer.log_dir).
     while rank() == 0:
         path = folder / f"version_{number}"
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # another run took it just now
+        except FileExistsError:  # another run was faster
             number += 1
             continue
         os.environ[CHOSEN] = str(path)
@@ -100,7 +100,7 @@ def take_next(folder: Path) -> Path:
 
 
 def keep_old_config(folder: Path, text: str) -> None:
-    """Before a resumed run writes its settings: keep those it started with as `config_<n>.yaml` if they differ."""
+    """Rename a config.yaml that differs from `text` to `config_<n>.yaml`, before a resumed run replaces it."""
     path = folder / "config.yaml"
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         number = sum(1 for _ in folder.glob("config_*.yaml"))
@@ -108,9 +108,9 @@ def keep_old_config(folder: Path, text: str) -> None:
 
 
 def remove_without_results(folder: Path) -> None:
-    """Remove the folder of a run that did nothing, if it holds settings and empty logs alone.
+    """Remove the folder of a run if it holds only settings and empty logs.
 
-    TensorBoard's files count as empty next to an empty metrics.csv, which has every number too.
+    TensorBoard files count as empty if metrics.csv is, which has the same metrics.
     """
 
     def is_empty(path: Path) -> bool:
@@ -125,7 +125,7 @@ def remove_without_results(folder: Path) -> None:
 
 
 def default_loggers() -> list[dict[str, Any]]:
-    """TensorBoard and metrics.csv, which get the run's folder."""
+    """Default loggers: TensorBoard and metrics.csv, both in the run's folder."""
     return [
         {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": SAVE_DIR}},
         {"class_path": METRICS_LOGGER},
@@ -133,10 +133,10 @@ def default_loggers() -> list[dict[str, Any]]:
 
 
 def place(trainer: Namespace, folder: Path) -> None:
-    """Point a Trainer's settings at the run's folder: its files, and those of every logger without a name.
+    """Point the Trainer's settings at the run's folder: its root folder, and every logger without a name.
 
-    Every run that logs has metrics.csv. Lightning keeps checkpoints where the first logger writes: one that writes
-    files comes first, as others (W&B) would send them to a folder by their own ids.
+    A metrics.csv logger is added if other loggers are set. Lightning saves checkpoints in the folder of the first
+    logger, so a logger that writes files is moved to the front: others (W&B) would use a folder named by their run id.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -162,14 +162,14 @@ def place(trainer: Namespace, folder: Path) -> None:
 
 
 def kind(logger: Namespace) -> str:
-    """The name of a logger's class."""
+    """Class name of a logger."""
     return str(logger.class_path.rpartition(".")[2])
 
 
 def place_logger(logger: Namespace, folder: Path) -> None:
-    """Let one logger write into the run's folder, unless its recipe names a place; W&B calls the run by its name.
+    """Point a logger at the run's folder, unless the recipe sets a folder; W&B runs get the run's name.
 
-    A `save_dir` without a name gets the run's name and version: there, too, every run has a folder of its own.
+    A `save_dir` without a name gets the run's name and version, so that every run has a separate folder there too.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -184,14 +184,14 @@ def place_logger(logger: Namespace, folder: Path) -> None:
 
 
 class MetricsLogger(CSVLogger):
-    """`metrics.csv`: a row per step and kind of metric, written at once, so that a killed run loses none.
+    """Writes `metrics.csv`: one row per step and kind of metric, flushed at once, so that a killed run loses none.
 
     Args:
         save_dir: Folder of all runs.
-        name: Of the run; null lets the command line choose.
-        version: Of the run; null lets the command line choose.
-        prefix: Put before every metric's name.
-        flush_logs_every_n_steps: Write after every so many steps.
+        name: Name of the run; null lets the command line choose.
+        version: Version of the run; null lets the command line choose.
+        prefix: Prefix of every metric name.
+        flush_logs_every_n_steps: Steps between two writes.
     """
 
     def __init__(
@@ -207,21 +207,21 @@ class MetricsLogger(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The writer of the file."""
+        """Writer of the file."""
         if self._experiment is None:
             self._experiment = MetricsWriter(self.log_dir)
         return self._experiment
 
 
 class MetricsWriter(ExperimentWriter):
-    """Appends to a metrics.csv that is there, from the step on that the run resumes at; Lightning's deletes it."""
+    """Appends to an existing metrics.csv from the step at which the run resumes; Lightning's writer deletes it."""
 
     def __init__(self, log_dir: str) -> None:
         self.is_resumed = False
         super().__init__(log_dir)
 
     def _check_log_dir_exists(self) -> None:
-        """Expect other files: the run's folder holds them all."""
+        """Read the header of an existing file; other files in the folder are expected."""
         path = Path(self.metrics_file_path)
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
@@ -233,18 +233,18 @@ class MetricsWriter(ExperimentWriter):
                 path.unlink()
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Record metrics; the first ones replace the rows that the interrupted run logged from this step on."""
+        """Record metrics. The first call of a resumed run drops the rows logged earlier from this step on."""
         if self.is_resumed and step is not None:
             self.is_resumed = False
             self.drop_from(step)
         super().log_metrics(metrics_dict, step)
 
     def drop_from(self, step: int) -> None:
-        """Remove the rows of steps that are trained again, and one that was not written to its end."""
+        """Remove the rows of steps that are trained again, and incomplete rows."""
 
         def is_kept(row: dict[str, str]) -> bool:
-            is_whole = None not in row and None not in row.values() and (row.get("step") or "").isdigit()
-            return is_whole and int(row["step"]) < step
+            is_complete = None not in row and None not in row.values() and (row.get("step") or "").isdigit()
+            return is_complete and int(row["step"]) < step
 
         path = Path(self.metrics_file_path)
         with path.open(newline="", encoding="utf-8") as file:
@@ -256,7 +256,7 @@ class MetricsWriter(ExperimentWriter):
 
 
 def without_anonymous(logger: Any) -> None:
-    """Keep a WandbLogger from passing `anonymous` on, which it does even unset: W&B warns that it has no effect."""
+    """Remove the unset `anonymous` argument of a WandbLogger, for which W&B would warn that it has no effect."""
     settings = getattr(logger, "_wandb_init", None)
     if isinstance(settings, dict) and settings.get("anonymous", "") is None:
         del settings["anonymous"]
@@ -266,10 +266,10 @@ def without_anonymous(logger: Any) -> None:
 
 
 class ResumedSteps(L.Callback):
-    """Logs a resumed run from the optimizer step on that it resumes at.
+    """Corrects the logged step of a resumed run.
 
-    Lightning counts the steps of its loggers apart from `global_step`, and one too far after a checkpoint taken
-    at the end of an epoch: the curve would have a gap, and what was logged for that step before would stay.
+    Lightning counts logger steps separately from `global_step`, and is off by one after a checkpoint saved at the end
+    of an epoch: the curve would have a gap, and the earlier values of that step would remain.
     """
 
     def __init__(self) -> None:
@@ -278,16 +278,16 @@ class ResumedSteps(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set the loggers' count right, once: the loop has restored its own by now."""
+        """Correct the count once, after the loop has restored its state."""
         if not self.is_done:
             trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
             self.is_done = True
 
 
 class ParameterSummary(L.Callback):
-    """Logs class and size of policy and reference, and how many parameters are trained, in one line.
+    """Logs class and size of policy and reference, and the number of trainable parameters, in one line.
 
-    Lightning's table adds modes and FLOPs, which say nothing about a policy that samples.
+    Lightning's table adds modes and FLOPs, which are meaningless for GRPO.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -299,27 +299,27 @@ class ParameterSummary(L.Callback):
             ]
             trained = num_parameters(weight for weight in pl_module.parameters() if weight.requires_grad)
             every = num_parameters(pl_module.parameters())
-            log.info("Model: %s; %s of %s parameters are trained.", ", ".join(parts), trained, every)
+            log.info("Model: %s; %s of %s parameters are trainable.", ", ".join(parts), trained, every)
 
 
 def num_parameters(parameters: Iterable[nn.Parameter]) -> str:
-    """Their number, such as "1.2 B"; DeepSpeed's stage 3 leaves the full size in `ds_numel`."""
+    """Format the number of parameters, e.g. "1.2 B"; ZeRO-3 keeps the unsharded size in `ds_numel`."""
     count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in parameters)
     return " ".join(get_human_readable_count(count).split())
 
 
 def is_saving(trainer: Namespace) -> bool:
-    """True if a run writes checkpoints by its Trainer's settings."""
+    """True if the Trainer's settings enable checkpoints."""
     return trainer.get("enable_checkpointing") is not False and not trainer.get("fast_dev_run")
 
 
 def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Callback]) -> list[L.Callback]:
-    """The callbacks of a command, except where its recipe has its `own` of the kind: a run has one progress bar.
+    """Default callbacks of a command, without those of a kind that the recipe has in `own` (e.g. a progress bar).
 
-    The checkpoints are the newest of the ends of epochs, and the newest in between: an epoch may take days.
+    Two checkpoints are kept: the newest of an epoch's end, and the newest in between, because an epoch may take days.
     """
     callbacks: list[L.Callback] = [WritePredictions()] if subcommand == "predict" else [CompletionLog()]
-    # Lightning refuses a progress bar that is there although it is switched off.
+    # Lightning refuses a progress bar if the bar is disabled.
     if settings.trainer.get("enable_progress_bar") is not False:
         callbacks.append(ProgressBar())
     if settings.trainer.get("enable_model_summary") is not False:
@@ -343,13 +343,13 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
 
 def print_results(metrics: Mapping[str, float], console: Console | None = None) -> None:
-    """Print the table of `validate` and `test`: a row per number, sampled next to greedy, with its interval.
+    """Print the table of `validate` and `test`: one row per metric, sampled next to greedy, with intervals.
 
     Args:
-        metrics: By log name: `val/reward`, `val/greedy/avg@1/low`; with several loaders `val/loader_0/...`.
-        console: Where to print; null is stdout.
+        metrics: Values by log name: `val/reward`, `val/greedy/avg@1/low`; with several loaders `val/loader_0/...`.
+        console: Where to print; None is stdout.
     """
-    # The stage is the title of the column; where there are several loaders, each keeps its name in front.
+    # The stage ("val", "test") is the title of the column; the names of several loaders stay in the rows.
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}
     for log_name, value in metrics.items():
         name = log_name.partition("/")[2]

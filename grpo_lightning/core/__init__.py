@@ -1,1 +1,1 @@
-"""Shared by every other part: types, ranks, seeds, messages, files."""
+"""Shared utilities: types, collectives, seeding, logging set-up, files."""

@@ -1,4 +1,4 @@
-"""Files: atomic writes of a file or folder, JSON lines, and where a run keeps its own."""
+"""Files: atomic writes of a file or folder, JSON lines, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe.json"
-"""What the folder was made from; it lies inside, and marks the folder as one that may be replaced."""
+"""File in a generated folder with a fingerprint of its inputs. It also marks the folder as one that may be replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
-    """Fill a folder in one step, in the place of an earlier one.
+    """Atomic creation of a folder, replacing an earlier one.
 
-    One of the same recipe stays as it is: a run that reads it may be on its way.
+    A folder with the same recipe is left untouched, because a run may be reading it.
 
     Args:
-        folder: Where it goes.
-        recipe: The text of its `recipe.json`, which decides whether it is the same.
-        fill: Fills an empty folder; `recipe.json` is written behind it.
+        folder: Folder to create.
+        recipe: Content of its `recipe.json`: a fingerprint that tells whether an existing folder is the same.
+        fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
 
     Returns:
-        True if it was filled, False if it was there.
+        True if the folder was created, False if it already existed.
 
     Raises:
-        ValueError: If files of somebody else's lie there.
+        ValueError: If the folder holds files that were not created here.
     """
     if is_whole(folder, recipe):
         return False
     if folder.exists() and any(folder.iterdir()) and not (folder / RECIPE).exists():
-        raise ValueError(f"{folder} holds other files: give what is made here a folder of its own.")
+        raise ValueError(f"{folder} holds other files: choose a folder that is empty or does not exist.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         whole = Path(scratch) / "whole"
         whole.mkdir()
-        fill(whole)  # which may be killed half way
+        fill(whole)  # may be killed halfway
         (whole / RECIPE).write_text(recipe, encoding="utf-8")
-        if is_whole(folder, recipe):  # another node was faster, on a disk that they share, and reads it by now
+        if is_whole(folder, recipe):  # another node on the same disk was faster, and may be reading it already
             return False
         shutil.rmtree(folder, ignore_errors=True)
         try:
             whole.rename(folder)
         except OSError:
-            if not is_whole(folder, recipe):  # else it was faster by a moment
+            if not is_whole(folder, recipe):  # otherwise another node was faster
                 raise
             return False
     return True
 
 
 def is_whole(folder: Path, recipe: str) -> bool:
-    """Whether a folder was made from this recipe."""
+    """True if the folder is complete and was made from this recipe."""
     mark = folder / RECIPE
     return mark.exists() and mark.read_text(encoding="utf-8") == recipe
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Atomic write of a file: yields a path next to it to write to, which replaces the file at the end.
+    """Atomic write of a file: yields a temporary path next to it, which replaces the file at the end.
 
-    Readers, and a run that is killed meanwhile, find the old file or the new one. After an error the old one stays.
+    Readers see either the old file or the new one, even if the run is killed. After an error the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -76,15 +76,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
-    """The folder of a run's files: `dirpath`, or the Trainer's `log_dir`. Collective: call it on every rank.
+    """Folder for a run's files: `dirpath`, or the Trainer's `log_dir`. Collective: call it on every rank.
 
-    Lightning broadcasts `log_dir`: a rank that asks for it alone waits for the others forever.
+    Lightning broadcasts `log_dir`: if only some ranks read it, they wait forever.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
-    """A file in the run's folder, which rank 0 creates. Collective: call it on every rank; rank 0 alone writes."""
+    """Path of a file in the run's folder, which rank 0 creates. Collective: call it on every rank, write on rank 0."""
     folder = run_folder(trainer, dirpath)
     if trainer.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,12 +98,12 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A record as one line of JSON: tensors as lists, null for nan and infinity, text for anything else."""
+    """Format a record as one line of JSON: tensors as lists, null for nan and infinity, `str` of other objects."""
     return json.dumps(plain(record), ensure_ascii=False, default=str)
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's types: tensors and arrays as lists, null for nan and infinity."""
+    """Convert a value to JSON types: tensors and arrays to lists, nan and infinity to None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

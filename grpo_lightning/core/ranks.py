@@ -17,32 +17,32 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """Processes of the run; 1 without a process group."""
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def rank() -> int:
-    """This process among them."""
+    """Rank of this process; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def is_distributed() -> bool:
-    """True if there is a process group."""
+    """True if a process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def own_numbers(count: int) -> list[int]:
-    """The numbers of this rank's `count` things among those of all ranks, which take turns."""
+    """Global indices of this rank's `count` items, distributed round-robin over ranks."""
     return [rank() + i * world_size() for i in range(count)]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise sum of every rank's tensor; all have one shape."""
+    """Elementwise sum over ranks; the shape must be the same on every rank."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise largest of every rank's tensor; all have one shape."""
+    """Elementwise maximum over ranks; the shape must be the same on every rank."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
@@ -52,7 +52,7 @@ def is_any(flag: bool) -> bool:  # noqa: FBT001 - a question about one truth val
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, by rank; pickled, so for small things."""
+    """Gather a value from every rank, ordered by rank. Values are pickled: keep them small."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -61,20 +61,20 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
-    """What `gather_objects` has of each rank's prompts, in the order of the data.
+    """Interleave the per-rank items of `gather_objects` into the order of the data.
 
-    The i-th prompt of rank r is number `i * world_size + r`: ranks take turns.
+    The i-th prompt of rank r has global index `i * world_size + r` (round-robin).
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in ranks), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
 
 
 def _reduced(values: Tensor, operation: Any) -> Tensor:
-    """A reduction on the device that the process group can reach; the result is where `values` is."""
+    """All-reduce on a device that the process group supports; the result is on the device of `values`."""
     if world_size() == 1:
         return values
     is_cuda_only = str(dist.get_backend()) == "nccl"
-    # A copy: the reduction writes in place.
+    # A copy, because all_reduce works in place.
     copy = values.detach().clone().to("cuda" if is_cuda_only else values.device)
     dist.all_reduce(copy, operation)
     return copy.to(values.device)

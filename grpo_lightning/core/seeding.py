@@ -1,6 +1,6 @@
-"""Seeds: every random choice follows from the run's seed and the name of what is chosen, never from global state.
+"""Seeds: every random choice is derived from the run's seed and a name for its purpose, never from global state.
 
-So a resumed run samples what the uninterrupted one would have sampled, and no random state has to be saved.
+A resumed run therefore samples what the uninterrupted run would have sampled, and no random state has to be saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 
 def run_seed(seed: int | None) -> int:
-    """`seed`, or that of `lightning.seed_everything` (the CLI's `--seed_everything`), or 0."""
+    """`seed`, or the seed of `lightning.seed_everything` (`--seed_everything` of the CLI), or 0."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
 
 

@@ -1,4 +1,4 @@
-"""YAML in which a key given twice is an error: plain YAML takes the last of them, as where a block was pasted twice."""
+"""YAML loader that refuses duplicate keys (e.g. a block pasted twice); plain YAML silently uses the last one."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import Any
 import yaml
 
 MERGE = "tag:yaml.org,2002:merge"
-"""`<<: *block`, whose keys may be given anew."""
+"""Tag of `<<: *block`, whose keys may be overridden."""
 
 
 class DuplicateKeyError(ValueError):
-    """A key is given twice in the same block."""
+    """A key occurs twice in the same block."""
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Reads what `yaml.safe_load` does, but for such keys."""
+    """`yaml.SafeLoader` that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """A block of keys. Raises: DuplicateKeyError, without the name of the file."""
+        """Build a mapping. Raises: DuplicateKeyError, without the file name."""
         seen: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
                 continue
-            # `key+` appends to what earlier files say; next to `key` it would replace it.
+            # `key+` appends to the value of earlier files; together with `key` in the same block it is ambiguous.
             first = seen.setdefault(key.value.removesuffix("+"), key)
             if first is not key:
                 names = "the key {} twice" if first.value == key.value else "the keys {} and {}"
                 line, other = first.start_mark.line + 1, key.start_mark.line + 1
                 raise DuplicateKeyError(
                     f"{names.format(first.value, key.value)}, in "
-                    f"{f'line {line}' if line == other else f'lines {line} and {other}'}. Keep one: of the same keys, "
-                    "YAML takes the last."
+                    f"{f'line {line}' if line == other else f'lines {line} and {other}'}. Keep one: YAML would "
+                    "silently use the last."
                 )
         return super().construct_mapping(node, deep)
 
 
 def load(text: str, name: str) -> Any:
-    """The content of YAML called `name`.
+    """Load YAML; `name` identifies it in errors.
 
     Raises:
-        DuplicateKeyError: If a key is given twice, with both lines.
-        yaml.YAMLError: If the text is no YAML.
+        DuplicateKeyError: If a key occurs twice, naming both lines.
+        yaml.YAMLError: If the text is not valid YAML.
     """
     try:
         return yaml.load(text, UniqueKeyLoader)  # noqa: S506 - a SafeLoader

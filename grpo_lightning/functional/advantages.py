@@ -1,6 +1,6 @@
 """Advantages: how much better a completion is than the others of its prompt.
 
-Left out on purpose: rewards of several functions. They are weighed and summed before they come here.
+Several rewards are weighted and summed before these functions are called.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ def group_relative_advantages(
     scale: Scale = "group_std",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Compare each completion's reward with those of its group.
+    """Compute advantages: each completion's reward relative to its group.
 
         A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps),   "group_mean": / mean[n],   "none": no division
 
-    A reward that is nan is not scorable: it is left out of every mean and std, and its advantage is 0. A group whose
-    scorable rewards are all equal, or that has fewer than two, gets exactly 0 (in floats its std may be above 0, and
-    dividing rounding errors by it would teach noise).
+    A nan reward is not scorable: it is excluded from every mean and std, and its advantage is 0. Zero-variance groups
+    and groups with fewer than two scorable rewards get exactly 0 (rounding can make their std positive, and dividing
+    rounding errors by it would train on noise).
 
     Args:
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
         baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2); "leave_one_out" is the mean of the other scorable
-            ones, RLOO (arXiv:2402.14740): K / (K - 1) times the former for K scorable rewards.
-        scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards of all groups given (hand in
-            those of all ranks, or each rank divides by another number), "batch_advantage_std" by that of their
-            differences from the baseline, REINFORCE++-baseline (arXiv:2501.03262); "none" is Dr. GRPO
-            (arXiv:2503.20783). Every std is unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with
-            rewards 1 and 0 the gradient is that of the log of the chance to succeed, so that seldom solved prompts
-            weigh more.
+            rewards, RLOO (arXiv:2402.14740): its advantages are K / (K - 1) times the former for K scorable rewards.
+        scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards in `rewards` (pass those of
+            all ranks, otherwise each rank divides by its own), "batch_advantage_std" by that of their differences from
+            the baseline, REINFORCE++-baseline (arXiv:2501.03262); "none" is Dr. GRPO (arXiv:2503.20783). Every std is
+            unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with rewards 1 and 0 the gradient is
+            that of the log success probability, so that rarely solved prompts weigh more.
         eps: Added to the std, in units of reward.
 
     Returns:
@@ -68,14 +67,14 @@ def group_relative_advantages(
         std = (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
         scaled = numerator / (std + eps)
     elif scale == "batch_advantage_std":
-        # Their mean is 0: each group's is.
+        # Every group's mean is 0, so no mean is subtracted.
         std = (numerator.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
         scaled = numerator / (std + eps)
     elif scale == "group_mean":
         if (rewards < 0).any():
             raise ValueError(
-                f"scale 'group_mean' divides by the mean reward, a rate of success: rewards must be at least 0, got "
-                f"{rewards[rewards < 0].min():g}. Take another scale, or rewards from 0 to 1."
+                f"scale 'group_mean' divides by the mean reward, a success rate: rewards must be at least 0, got "
+                f"{rewards[rewards < 0].min():g}. Use another scale, or rewards from 0 to 1."
             )
         scaled = numerator / rewards.nanmean(dim=1, keepdim=True)  # 0 only where all are equal
     elif scale == "none":
@@ -87,28 +86,28 @@ def group_relative_advantages(
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Compare completions by each reward for itself, then sum: no reward drowns the others by its spread.
+    """Normalize each reward within its group, then sum, so that no reward dominates by its variance (GDPO).
 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
-    Summed first, two rewards that pull against each other cancel, and one in larger units decides alone. GDPO
-    (arXiv:2601.05242) and TRL (`normalize_then_sum`) divide the sum by its spread over the batch: `scale="batch_std"`
-    of `group_relative_advantages`.
+    If they were summed first, opposing rewards would cancel, and a reward in larger units would decide alone. GDPO
+    (arXiv:2601.05242) and TRL (`normalize_then_sum`) divide the sum by its std over the batch: `scale="batch_std"` of
+    `group_relative_advantages`.
 
     Args:
-        by_reward: [K, N, G]; nan where a reward does not apply or gives nothing: it then adds nothing.
+        by_reward: [K, N, G]; nan where a reward does not apply or returned no value, which contributes 0.
         weights: [K].
         eps: Added to each std.
 
     Returns:
-        [N, G], not yet an advantage; groups have mean 0.
+        [N, G], not yet an advantage; the mean of each group is 0.
     """
     compared = torch.stack([group_relative_advantages(values, eps=eps) for values in by_reward])
     return (compared * weights.to(compared)[:, None, None]).sum(dim=0)
 
 
 def zero_variance_groups(rewards: Tensor) -> Tensor:
-    """Say which groups teach nothing: their scorable rewards are all equal, or fewer than two are scorable.
+    """Find groups without a gradient: all scorable rewards are equal, or fewer than two are scorable.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.

@@ -1,7 +1,7 @@
-"""Boxes (x1, y1, x2, y2) in the plane: how much two of them overlap, what of one lies in an image.
+"""Bounding boxes (x1, y1, x2, y2): area, IoU, clipping to an image.
 
-A box is half-open: the right and bottom edges are outside, so its width is x2 - x1, in any unit. Where
-x2 <= x1 or y2 <= y1 it is empty.
+A box is half-open: the right and bottom edges are outside, so its width is x2 - x1, in any unit. It is empty if
+x2 <= x1 or y2 <= y1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def area(boxes: Tensor) -> Tensor:
-    """The area of each box; 0 if it is empty. Args: boxes: [..., 4]. Returns: [...] in square units."""
+    """Area of each box, 0 if it is empty. Args: boxes: [..., 4]. Returns: [...] in square units."""
     return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(dim=-1)
 
 
@@ -22,12 +22,12 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
         IoU = area(a and b) / (area(a) + area(b) - area(a and b)), and 0 if both are empty
 
-    VLM-R1 subtracts 1 from the right edges of the intersection only, which makes overlaps of at most one unit 0: all of
-    them where coordinates go from 0 to 1.
+    VLM-R1 subtracts 1 from the right edges of the intersection only, which makes overlaps of at most one unit 0: every
+    overlap if coordinates go from 0 to 1.
 
     Args:
-        a: [..., 4] boxes of floats.
-        b: [..., 4] likewise; shapes broadcast, so `iou(a[:, None], b)` is the matrix of every pair.
+        a: [..., 4] float boxes.
+        b: [..., 4] float boxes; shapes broadcast, so `iou(a[:, None], b)` is the matrix of all pairs.
 
     Returns:
         [...] in [0, 1].
@@ -38,19 +38,20 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clip(boxes: Tensor, width: float, height: float) -> Tensor:
-    """The part of each box inside an image; a box outside becomes empty.
+    """Clip each box to the image; a box outside becomes empty.
 
     Args:
         boxes: [..., 4].
-        width: Of the image, in the units of the boxes.
-        height: Likewise.
+        width: Image width, in the units of the boxes.
+        height: Image height, in the units of the boxes.
     """
     return boxes.clamp(min=0).minimum(boxes.new_tensor([width, height, width, height]))
 
 
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
-    """Whether a box in pixels ends within the first pixel of an image, wider and higher than two.
+    """True if a box that should be in pixels looks normalized: it ends within the first pixel of the image.
 
-    So small is nothing that is requested: its numbers are shares of the width and the height, from 0 to 1.
+    No annotated object is that small, so its coordinates are fractions of width and height, from 0 to 1. Always False
+    for images of at most 2 pixels in width or height.
     """
     return max(box) <= 1 and min(size) > 2

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens: the only file that knows which logit predicts which token.
+"""Log-probabilities and entropies of tokens.
 
-Everywhere here `logits[:, t]` are the scores from which `token_ids[:, t]` was sampled: the model's output one position
-earlier, the one at the last prompt token for the first completion token.
+In this file `logits[:, t]` are the logits that `token_ids[:, t]` was sampled from, i.e. the model's output one position
+earlier: for the first completion token, the output at the last prompt token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         temperature: Divides the logits; positive.
 
     Returns:
-        [B, T] float32, nats, never above 0 but for rounding.
+        [B, T] float32, nats, at most 0 up to rounding.
 
     Raises:
         ValueError: If `temperature` is not positive.
@@ -33,7 +33,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy of the distribution each token was sampled from, exact over the vocabulary.
+    """Entropy of the next-token distribution, exact over the vocabulary.
 
         H[b, t] = -sum_v p[v] log p[v],   p = softmax(logits[b, t] / temperature)
 
@@ -57,7 +57,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
         raise ValueError(
             f"temperature must be positive to score tokens, got {temperature}. Greedy sampling has no log-probs."
         )
-    # A sum over 100k exponentials in bf16 is off by more than the ratios that are clipped.
+    # In bf16 the rounding error of a sum over 100k exponentials exceeds the clip range of the ratio.
     logits = logits.float()
-    # Dividing by 1 would be another [B, T, V].
+    # Dividing by 1 would allocate another [B, T, V].
     return logits if temperature == 1 else logits / temperature

@@ -1,8 +1,8 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
-A paper is one choice of each piece, made by the caller. Left out on purpose: any mean over "this micro-batch". A
-micro-batch contributes its share of a mean over the whole optimizer step, so how a step is cut into micro-batches and
-ranks cannot change what is learned.
+The caller combines the pieces: a paper is one choice of each. No function averages over its micro-batch: a micro-batch
+contributes its share of a mean over the entire optimizer step, so that the gradient does not depend on how a step is
+split into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Probability of the tokens now over their probability when they were sampled.
+    """Importance ratio: probability of the tokens under the current policy over that under the old policy.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
-    Exponents are clipped to -20 and 20, with a gradient of 0 outside (`bounded_exp`; `is_ratio_clamped` says where).
+    Exponents are clipped to -20 and 20, with a gradient of 0 outside (`bounded_exp`; `is_ratio_clamped` finds them).
 
     Args:
-        logprobs: [B, T] nats, of the policy now.
-        old_logprobs: [B, T] nats, of the policy at the start of the cycle; a constant.
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7);
             "sequence_token" has its value and the gradient of each token's own log-prob, so that advantages may differ
             between tokens (GSPO-token, eq. 14).
 
     Returns:
-        [B, T], for sequences [B, 1]; exactly 1 where nothing has moved.
+        [B, T], or [B, 1] for "sequence"; exactly 1 if the policy has not changed.
 
     Raises:
         ValueError: If the level is none of the three.
@@ -52,13 +52,13 @@ def importance_ratio(
 
 
 def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: RatioLevel = "token") -> Tensor:
-    """Say which trained tokens have a log-ratio beyond 20 nats, so that `importance_ratio` clips it.
+    """Find trained tokens with a log-ratio beyond 20 nats, which `importance_ratio` clips.
 
     Args:
         logprobs: [B, T], as in `importance_ratio`.
-        old_logprobs: [B, T] likewise.
-        mask: [B, T] likewise.
-        level: Likewise.
+        old_logprobs: [B, T], as in `importance_ratio`.
+        mask: [B, T], as in `importance_ratio`.
+        level: As in `importance_ratio`.
 
     Returns:
         [B, T] bool; False where masked.
@@ -67,7 +67,7 @@ def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, le
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
-    """[B, T], or [B, 1] the mean of each sequence."""
+    """Log-ratio [B, T], or its mean over each sequence [B, 1]."""
     # Masked before exp: an overflow at a padded position has a nan gradient even when it is masked afterwards.
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
     if level == "token":
@@ -85,33 +85,32 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Stop rewarding the policy for moving a token further once its ratio has left the trust region.
+    """PPO's clipped surrogate: no gradient for moving a token further once its ratio has left the trust region.
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    PPO (arXiv:1707.06347, eq. 7). The minimum leaves one side open: a token of negative advantage whose ratio grows
-    without bound. `dual_clip` = c closes it: its loss is at most -c A, with no gradient beyond. That is
-    max(min(r A, clip(r) A), c A) for A < 0 (dual clip, arXiv:1912.09729), and delta of the two-sided clip of
-    INTELLECT-2 (arXiv:2505.07291).
+    PPO (arXiv:1707.06347, eq. 7). The minimum does not bound tokens of negative advantage as their ratio grows.
+    `dual_clip` = c bounds their loss by -c A, with no gradient beyond. That is max(min(r A, clip(r) A), c A) for A < 0
+    (dual clip, arXiv:1912.09729), and delta of the two-sided clip of INTELLECT-2 (arXiv:2505.07291).
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         epsilon: How far below 1 the ratio may fall.
-        epsilon_high: How far above 1 it may rise (clip-higher, DAPO, arXiv:2503.14476, sec. 3.1); None is `epsilon`.
-        dual_clip: Largest ratio of a token of negative advantage; None is unlimited.
+        epsilon_high: How far above 1 it may rise (clip-higher, DAPO, arXiv:2503.14476, sec. 3.1); None uses `epsilon`.
+        dual_clip: Maximum ratio of tokens of negative advantage; None means no limit.
 
     Returns:
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the region that is trained on.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the trust region.
     """
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
     if dual_clip is not None and dual_clip <= highest:
         raise ValueError(
-            f"dual_clip must be above 1 + epsilon_high = {highest:g}, got {dual_clip:g}. Raise it (3 is usual), or "
-            "leave it None."
+            f"dual_clip must be above 1 + epsilon_high = {highest:g}, got {dual_clip:g}. Raise it (3 is common), or "
+            "set it to None."
         )
     clipped = ratio.clamp(1 - epsilon, highest)
     if dual_clip is not None:
@@ -120,21 +119,21 @@ def clipped_surrogate(
 
 
 def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
-    """Weigh each token's log-probability by its capped ratio: every token keeps a gradient.
+    """CISPO: weight each token's log-probability by its capped ratio, so that every token keeps a gradient.
 
         loss = -stop_gradient( min(r, 1 + epsilon_high) ) A logprob
 
-    CISPO (MiniMax-M1, arXiv:2506.13585) without the lower bound, which its authors do not use.
-    `epsilon_high` is counted from 1, as everywhere here; code that caps at `epsilon_high` itself needs one more.
+    CISPO (MiniMax-M1, arXiv:2506.13585) without the lower bound, which its authors do not use. The cap is
+    1 + `epsilon_high`; in code that caps at `epsilon_high` itself, the same value is larger by 1.
 
     Args:
-        ratio: [B, T], or [B, 1] for sequences; a constant.
+        ratio: [B, T], or [B, 1] for sequences; treated as a constant.
         advantages: [B, 1], or [B, T].
-        logprobs: [B, T] nats, of the policy now; the gradient flows through these alone.
+        logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
         epsilon_high: How far above 1 the weight may rise.
 
     Returns:
-        [B, T] the loss of each token, to be minimised. Its value means nothing; its gradient does.
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
     """
     return -ratio.clamp(max=1 + epsilon_high).detach() * advantages * logprobs
 
@@ -142,12 +141,12 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
 def sapo_surrogate(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:
-    """Let a gate fade the gradient out as the ratio leaves 1, in place of a clip that cuts it off.
+    """SAPO: a sigmoid gate fades the gradient out as the ratio leaves 1, instead of a hard clip.
 
         loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   tau by the sign of A
 
-    At r = 1 the gradient is that of r A. SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). Its value
-    means nothing; its gradient does.
+    At r = 1 the gradient is that of r A. SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). Only the
+    gradient is meaningful, not the value.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -163,9 +162,9 @@ def sapo_surrogate(
 
 
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
-    """Say which tokens `clipped_surrogate` stopped from falling further: r < 1 - epsilon and A < 0.
+    """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
 
-    With A > 0 a low ratio is not clipped: the minimum takes r A, and the token may recover.
+    With A > 0 a low ratio is not clipped: the minimum is r A, whose gradient raises it again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -179,9 +178,9 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
 
 
 def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
-    """Say which tokens `clipped_surrogate` stopped from rising further: r > 1 + epsilon_high and A > 0.
+    """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
 
-    With A < 0 a high ratio is not clipped: the minimum takes r A, and the token is pushed back.
+    With A < 0 a high ratio is not clipped: the minimum is r A, whose gradient lowers it again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -195,9 +194,9 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
 
 
 MAX_LOG_RATIO = 20.0
-"""Nats. exp overflows float32 above 88.7 and the gradient is then nan even where the loss is clipped to a finite value;
-a ratio of exp(20) = 5e8 already means that the two distributions have nothing in common. The bound of verl, OpenRLHF
-and ms-swift."""
+"""Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
+gradient is then nan even where the loss is clipped to a finite value; at a ratio of exp(20) = 5e8 the two
+distributions have nothing in common."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -215,7 +214,7 @@ def rollout_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Weigh the loss by how likely the policy was to draw what the engine drew.
+    """Off-policy correction weights: the policy's probability of the sampled tokens over the engine's.
 
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
@@ -224,23 +223,24 @@ def rollout_weights(
         mask:      w where low <= w <= high, else 0
 
     Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"); masked per token it is IcePop (Ling team 2025, arXiv:2510.18855). A sequence's weight is a product over
-    its tokens: long completions leave any fixed range. Exponents are clipped to -20 and 20 (`bounded_exp`).
+    training"); masked per token it is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is a product
+    over its tokens, so that long completions leave any fixed range. Exponents are clipped to -20 and 20
+    (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, of the policy at the start of the cycle.
-        rollout_logprobs: [B, T] nats, of the engine when it drew the tokens.
-        mask: [B, T] bool, True where a token is trained on; the others count as equal.
-        level: A weight per token, or one per completion.
-        outside: What becomes of weights outside of [low, high].
-        low: Least weight.
-        high: Largest weight.
+        rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
+        mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
+        level: One weight per token, or one per completion.
+        outside: Truncate weights outside of [low, high] to that range, or set them to 0.
+        low: Minimum weight.
+        high: Maximum weight.
 
     Returns:
-        [B, T] for tokens, [B, 1] for sequences; a constant. Exactly 1 where both distributions agree and 1 is allowed.
+        [B, T] for tokens, [B, 1] for sequences; detached. Exactly 1 where both distributions agree and 1 is in range.
 
     Raises:
-        ValueError: If level or outside are none of these.
+        ValueError: If level or outside is none of these.
     """
     difference = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
     if level == "sequence":
@@ -258,16 +258,16 @@ def rollout_weights(
 def keeps_sequence(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, advantages: Tensor, *, threshold: float
 ) -> Tensor:
-    """Leave out completions of negative advantage that the policy by now would hardly draw.
+    """Off-policy sequence masking: drop completions of negative advantage that have become unlikely.
 
         kept[b] = A[b] >= 0  or  mean over trained t of (rollout_logprobs - logprobs) <= threshold
 
-    To push down what is already unlikely teaches little and destabilises (DeepSeek-V3.2, arXiv:2512.02556, sec. 3.1,
-    "off-policy sequence masking").
+    Lowering the probability of completions that are already unlikely helps little and destabilizes training
+    (DeepSeek-V3.2, arXiv:2512.02556, sec. 3.1, "off-policy sequence masking").
 
     Args:
-        logprobs: [B, T] nats, of the policy now.
-        rollout_logprobs: [B, T] nats, of what drew the tokens.
+        logprobs: [B, T] nats, of the current policy.
+        rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
         threshold: Nats per token.
@@ -280,8 +280,8 @@ def keeps_sequence(
 
 
 MAX_K3 = 10.0
-"""Nats per token. k3 grows as exp(d): unbounded, one token that the policy has all but lost is the whole loss. The
-bound of verl, OpenRLHF and ms-swift; a token is beyond it where d is above 2.6 or below -11."""
+"""Bound of k3 in nats per token, as in verl, OpenRLHF and ms-swift. k3 grows as exp(d): without a bound, a single token
+that has become very unlikely dominates the loss. The bound is reached where d is above 2.6 or below -11."""
 
 
 def kl_divergence(
@@ -291,22 +291,23 @@ def kl_divergence(
     *,
     estimator: Literal["k1", "k2", "k3"] = "k3",
 ) -> Tensor:
-    """Estimate KL(policy || reference) from one sampled token each.
+    """Estimate KL(policy || reference) per token, from the sampled token.
 
         d = ref_logprobs - logprobs
         k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
 
-    k1 and k3 are unbiased where the tokens were sampled from the policy, k2 is not; k2 and k3 are never negative
+    k1 and k3 are unbiased if the tokens were sampled from the policy, k2 is not; k2 and k3 are never negative
     (Schulman 2020, http://joschu.net/blog/kl-approx.html). Unbiased in value is not unbiased in gradient: of the three
     only k2's gradient is that of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). k3's exponent is clipped to 20 nats
-    and its value to 10, with a gradient of 0 beyond (`is_k3_clamped` says where): what holds of k3 holds below that.
+    and its value to 10, with a gradient of 0 beyond (`is_k3_clamped` finds these tokens); the properties above hold
+    within these bounds.
 
     Args:
         logprobs: [B, T] nats, of the policy.
-        ref_logprobs: [B, T] nats, of the reference; a constant.
-        mask: [B, T] bool, True where a token is trained on; None is everywhere. Masked tokens count as unmoved (0),
-            whatever their log-probs: exp(d) of padding can overflow, and its gradient is nan even after masking.
-        estimator: Which of the three.
+        ref_logprobs: [B, T] nats, of the reference; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on; None means everywhere. Masked tokens get 0, whatever their
+            log-probs: exp(d) of padding can overflow, and its gradient is nan even after masking.
+        estimator: "k1", "k2" or "k3".
 
     Returns:
         [B, T] nats per token.
@@ -329,7 +330,7 @@ def kl_divergence(
 
 
 def is_k3_clamped(kl: Tensor) -> Tensor:
-    """Say which tokens have a k3 that was clipped, by its value. Args: kl: [B, T] nats, of `kl_divergence`.
+    """Find tokens whose k3 was clipped. Args: kl: [B, T] nats, from `kl_divergence`.
 
     Returns:
         [B, T] bool; False where masked.
@@ -344,11 +345,11 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     Args:
         values: [...] of any float type; may be nan or infinite where the mask is False.
-        mask: bool, broadcastable to `values` and back; True counts.
-        dim: The dimension averaged over; None averages over all.
+        mask: bool, broadcastable with `values`; True counts.
+        dim: Dimension to average over; None averages over all.
 
     Returns:
-        The mean, without `dim`. 0 where nothing is True, with a gradient of 0.
+        The mean, without `dim`. 0 with a gradient of 0 if the mask is all False.
     """
     kept = _keep(values, mask)
     mask = mask.expand_as(kept)
@@ -366,7 +367,7 @@ def aggregate(
     num_sequences: int | Tensor,
     max_completion_length: int,
 ) -> Tensor:
-    """Sum this micro-batch's share of a mean over the whole optimizer step.
+    """Aggregate token losses into this micro-batch's share of the mean over the optimizer step.
 
         token:     sum_it(v m) / num_tokens
         sequence:  sum_i( sum_t(v m) / sum_t(m) ) / num_sequences
@@ -379,15 +380,15 @@ def aggregate(
         values: [B, T] per-token loss, or [B, 1] when it is the same for every token of a row; may be nan or infinite
             where the mask is False.
         mask: [B, T] bool, True where a token is trained on.
-        by: "token" weighs every token alike (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" every completion alike
-            (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by what does not depend on the lengths (Dr. GRPO,
-            arXiv:2503.20783, sec. 3.2).
+        by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" all completions equally
+            (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by a constant that does not depend on the lengths
+            (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
         num_tokens: Trained tokens of the step, over all micro-batches and ranks.
         num_sequences: Completions of the step with at least one trained token.
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:
-        A scalar. With nothing to train on it is 0 and still connected to `values`.
+        A scalar. If all tokens are masked, it is 0 and still connected to the graph of `values`.
 
     Raises:
         ValueError: If `by` is none of the three.
@@ -403,7 +404,7 @@ def aggregate(
 
 
 def _keep(values: Tensor, mask: Tensor) -> Tensor:
-    # Multiplying by the mask would turn a nan or an infinity at a padded position into a nan of the whole sum.
+    # Not a product with the mask: nan or infinity at a padded position would make the entire sum nan.
     return torch.where(mask, values, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""How often a policy solves a prompt: pass@k, and how far a mean over prompts can be trusted."""
+"""pass@k, and the confidence interval of a mean over prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
-    """The chance that one of k completions solves the prompt, estimated from n >= k of them without bias.
+    """Unbiased estimate of pass@k, the probability that one of k completions solves the prompt, from n >= k of them.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
@@ -18,33 +18,34 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
     c / n, and its mean over prompts is avg@n.
 
     Args:
-        solved: [N] c, completions that solve their prompt.
-        sampled: [N] n, completions of the prompt.
-        k: Attempts.
+        solved: [N] c, number of completions that solve their prompt.
+        sampled: [N] n, number of completions sampled for it.
+        k: Number of attempts.
 
     Returns:
         [N] in [0, 1]; nan where fewer than k completions were sampled.
     """
     counts = zip(solved.tolist(), sampled.tolist(), strict=True)
-    # Whole numbers of any size are exact in Python, and the binomials of n = 64 are beyond float32.
+    # Python integers are exact; the binomials of n = 64 exceed the precision of float32.
     chances = [1 - math.comb(int(n - c), k) / math.comb(int(n), k) if n >= k else math.nan for c, n in counts]
     return torch.tensor(chances, dtype=torch.float64)
 
 
 def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[float, float]:
-    """A confidence interval of the mean over prompts.
+    """Confidence interval of the mean over prompts (Wilson's score interval).
 
         low, high = (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson's score interval (1927), which stays inside [0, 1] and does not shrink to a point when every prompt is
-    solved. n is the number of independent attempts worth as much as the N prompts with their `draws` each: the ratio
-    of a single attempt's variance p (1 - p) to that of the prompts' values, times N. Completions of one prompt
-    resemble each other, so n lies between N and N x draws (Miller 2024, arXiv:2411.00640, on clustered questions).
+    solved. n is the effective sample size: the number of independent attempts that are as informative as N prompts with
+    `draws` completions each, i.e. N times the ratio of a single attempt's variance p (1 - p) to the variance of the
+    prompts' values. Completions of one prompt are correlated, so n lies between N and N x draws (Miller 2024,
+    arXiv:2411.00640, on clustered questions).
 
     Args:
-        values: [N] in [0, 1], one per prompt; nan is left out.
-        confidence: Share of such intervals that hold the true mean.
-        draws: Completions behind each value.
+        values: [N] in [0, 1], one per prompt; nan is excluded.
+        confidence: Coverage, the fraction of such intervals that contain the true mean.
+        draws: Number of completions averaged in each value.
 
     Returns:
         (low, high); (nan, nan) without values.
@@ -54,10 +55,11 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
         return math.nan, math.nan
     mean, num_prompts = values.mean().item(), len(values)
     one_attempt, between = mean * (1 - mean), values.var(correction=0).item()
-    # All prompts equally hard: as good as independent draws, unless all are 0 or all 1, which says nothing about it.
+    # Variance 0: all prompts are equally hard and the completions count as independent. If all values are 0 or all are
+    # 1, the correlation is unknown, and each prompt counts once.
     worth = (one_attempt / between if between > 0 else draws) if one_attempt > 0 else 1
     n = num_prompts * min(max(worth, 1.0), draws)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     centre, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
     low, high = (centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)
-    return (0.0 if mean == 0 else low), (1.0 if mean == 1 else high)  # exact where rounding leaves 1e-17
+    return (0.0 if mean == 0 else low), (1.0 if mean == 1 else high)  # rounding would leave 1e-17

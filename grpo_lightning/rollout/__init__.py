@@ -1,1 +1,1 @@
-"""Rollouts: prompts in, sampled completions out."""
+"""Rollouts: sampling completions of prompts."""

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine."""
+"""The interface of rollout engines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from grpo_lightning.core.types import Completion, SamplingParams, VisionInputs
 from grpo_lightning.policy.sharding import Sharding
 
 Progress = Callable[[int, int], None]
-"""Called with (steps done, steps at most) while an engine samples."""
+"""Callback of an engine while it samples, called with (decoding steps done, maximum steps)."""
 
 
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    Engines take token ids, not text: what is scored is exactly what was sampled. Every rank makes the same calls, a
-    rank without prompts too.
+    Engines take and return token ids, so that exactly the sampled tokens are scored. Every rank makes the same calls,
+    including ranks without prompts.
     """
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Called once, when the policy is loaded; `sharding` says how its weights lie over the ranks."""
+        """Called once after the policy is loaded; `sharding` describes how its weights are sharded over ranks."""
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Called before every rollout: the next completions come from these weights."""
+        """Called before every rollout: the next completions are sampled from these weights."""
 
     def generate(
         self,
@@ -41,16 +41,16 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: N unpadded token-id lists; N may be 0 and differ between ranks.
-            num_generations: G completions for each.
-            sampling: The distribution to sample from and where to stop.
-            seeds: N, one for each prompt. The same seed, weights and prompt give the same completions, whatever else is
-                sampled next to them and on whichever rank; no global random state is touched.
-            progress: Told how far the decoding is.
-            vision: The images of the prompts, for a policy that sees them. What a frozen vision tower makes of them may
-                be kept there, for the passes to come.
+            num_generations: G, completions per prompt.
+            sampling: Sampling distribution and stop conditions.
+            seeds: N, one per prompt. The same seed, weights and prompt give the same completions, independent of the
+                other prompts in the batch and of the rank; global random state is not touched.
+            progress: Called with the decoding progress.
+            vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
+                vision tower in it, for later forward passes.
 
         Returns:
-            N lists of G completions, in the order of the prompts. Their `entropies` are optional: `policy/entropy`
-            takes minus the log-probs without.
+            N lists of G completions, in the order of the prompts. Their `entropies` are optional: without them
+            `policy/entropy` is estimated by minus the log-probs.
         """
         ...

@@ -1,4 +1,4 @@
-"""A rollout: prompts are encoded and sampled into groups, and the `Rollout` of them travels through a training step."""
+"""The `Rollout` record that a training step passes on, and sampling groups of completions for encoded prompts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class GroupSource(NamedTuple):
-    """Samples groups with an engine, from encoded prompts."""
+    """Encodes prompts and samples groups with an engine."""
 
     engine: RolloutEngine
     encoder: Encoder
     sharding: Sharding
 
     weight_version: int
-    """How many rollouts the weights were synchronised for."""
+    """Number of earlier rollouts, recorded in each group."""
 
     def sample(
         self,
@@ -38,20 +38,20 @@ class GroupSource(NamedTuple):
         seeds: list[int],
         progress: Progress | None = None,
     ) -> list[Group]:
-        """Sample G completions of N prompts; their images are read here, each once.
+        """Sample G completions for each of N prompts; every image is read once, here.
 
         Args:
             prompts: N.
             num_generations: G.
-            sampling: The distribution. Tokens that stand for images, or that the tokenizer does not have, are left out.
+            sampling: Sampling distribution. Image placeholder tokens and ids without a token are suppressed as well.
             seeds: N.
-            progress: Told how far the decoding is.
+            progress: Called with the decoding progress.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or leaves no room for its completions.
         """
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
-        # Ranks that sample in step run the tower in step, whoever has an image.
+        # With sharded weights all ranks run the vision tower together, even if only some have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
         sampled = self.engine.generate(
@@ -60,7 +60,7 @@ class GroupSource(NamedTuple):
             replace(sampling, suppress_tokens=sorted(never)),
             seeds,
             progress,
-            **({} if vision is None else {"vision": vision}),  # engines that take none are for text
+            **({} if vision is None else {"vision": vision}),  # text-only engines may lack the argument
         )
         return [
             Group(prompt, found.token_ids, completions, self.weight_version, found.image_views, found.vision)
@@ -69,15 +69,15 @@ class GroupSource(NamedTuple):
 
 
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:
-    """[N, G] the KL of every completion to the reference: k1, summed over the tokens that the policy sampled, in nats.
+    """KL of each completion to the reference, [N, G] in nats: k1, summed over the tokens that are trained on.
 
-    sum over t of (rollout_logprob[t] - ref_logprob[t]). A completion of which no token is trained on counts whole.
+    sum over t of (rollout_logprob[t] - ref_logprob[t]). If all tokens of a completion are masked, all are summed.
     """
     return torch.tensor([[_kl(c) for c in group.completions] for group in groups], dtype=torch.float32)
 
 
 def _kl(completion: Completion) -> float:
-    """The KL of one completion."""
+    """KL of one completion in nats."""
     assert completion.ref_logprobs is not None
     mask = completion.mask if completion.mask and any(completion.mask) else [True] * len(completion.logprobs)
     sampled = zip(completion.logprobs, completion.ref_logprobs, mask, strict=True)
@@ -85,7 +85,7 @@ def _kl(completion: Completion) -> float:
 
 
 def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, sharding: Sharding) -> VisionInputs | None:
-    """The images of a rollout, for the passes that score it; None if the policy sees none. Every rank takes part."""
+    """Vision inputs of a rollout for scoring; None if the policy is text-only. Collective: call it on every rank."""
     if not encoder.sees_images:
         return None
     vision = [group.vision for group in groups]
@@ -95,13 +95,13 @@ def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, shar
 OverlongFilter = Literal["none", "loss", "group"]
 """How truncated completions are treated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
 
-Their rewards say little: a right chain of thought that was truncated looks like a wrong one. `none` trains on them like
-on all others. `loss` masks them, and still counts their rewards in their groups' mean and spread. `group` masks them
-and does not count their rewards either: they are not scorable."""
+Their rewards are noisy: a correct chain of thought that was truncated scores like a wrong one. `none` trains on them
+normally. `loss` masks them, but their rewards still count in the mean and std of their groups. `group` masks them and
+excludes their rewards too: they are not scorable."""
 
 
 def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:
-    """Train on no token of the completions that were cut, unless the filter is "none"."""
+    """Mask all tokens of truncated completions, unless the filter is "none"."""
     if overlong_filter == "none":
         return
     for group in groups:
@@ -111,16 +111,16 @@ def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> 
 
 
 def is_emptied(groups: Sequence[Group]) -> Tensor:
-    """[N] bool, True for groups of which no token is trained on."""
+    """Find groups in which all tokens are masked: [N] bool."""
     masks = [[completion.mask for completion in group.completions] for group in groups]
     return torch.tensor([all(mask is not None and not any(mask) for mask in row) for row in masks], dtype=torch.bool)
 
 
 def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter: OverlongFilter) -> Tensor:
-    """The rewards, without those that the filter leaves out of their groups. Args: rewards: [N, G].
+    """Set the rewards of truncated completions to nan (not scorable) if the filter is "group". Args: rewards: [N, G].
 
     Returns:
-        [N, G]; with the filter "group" nan (not scorable) for completions that were cut.
+        [N, G].
     """
     if overlong_filter != "group":
         return rewards
@@ -130,37 +130,37 @@ def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter:
 
 @dataclass
 class Rollout:
-    """This rank's part of a rollout. Every verb fills in the next field."""
+    """This rank's part of a rollout. Each step of the module fills in the next field."""
 
     groups: list[Group]
-    """N prompts with G completions each."""
+    """N groups: a prompt with its G completions."""
 
     scores: Scores | None = None
-    """The value of every reward, what the rewards logged, and their failures."""
+    """Values of each reward, logged metrics and extras, failures."""
 
     rewards: Tensor | None = None
-    """[N, G] float32: what completions are compared by; NaN where one is not scorable or is left out of its group."""
+    """[N, G] float32: combined rewards; NaN where a completion is not scorable or is excluded from its group."""
 
     advantages: Tensor | None = None
     """[N, G] float32."""
 
     def select(self, rows: Sequence[int]) -> Rollout:
-        """Those of some of the groups of a scored rollout, in the order given."""
+        """Select groups of a scored rollout by row, in the given order."""
         assert self.scores is not None
         assert self.rewards is not None
         rows = list(rows)
         return Rollout([self.groups[row] for row in rows], self.scores.select(rows), self.rewards[rows])
 
 
-def joined(parts: Sequence[Rollout]) -> Rollout:
-    """Scored rollouts as one, their groups one after the other."""
+def concatenate(parts: Sequence[Rollout]) -> Rollout:
+    """Concatenate the groups of scored rollouts."""
     scores = [part.scores for part in parts if part.scores is not None]
     rewards = [part.rewards for part in parts if part.rewards is not None]
     return Rollout([group for part in parts for group in part.groups], concatenate_scores(scores), torch.cat(rewards))
 
 
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
-    """The values [N, G] that a verb gave. Raises: ValueError naming it, if there is not one per completion."""
+    """Check that `verb` returned values [N, G], one per completion, and return them. Raises: ValueError if not."""
     sizes = {len(group.completions) for group in groups}
     shape = None if values is None else tuple(values.shape)
     if values is None or values.ndim != 2 or len(values) != len(groups) or not sizes <= {values.shape[1]}:

@@ -1,6 +1,6 @@
-"""The local engine: samples with the policy itself, through stock transformers.
+"""The local engine: samples with the policy itself, through unmodified transformers.
 
-Every prompt is prefilled once, its cache fanned out to its G completions, and rows that end leave the batch.
+Every prompt is prefilled once, its KV cache is fanned out to its G completions, and finished rows leave the batch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Completions decoded at the same time. More prompts than fit are decoded in waves; a wave holds at
-            least one prompt's G. Bounds the memory of the key-value cache. None decodes all at once.
-        gather_for_generation: Of weights sharded over ranks (FSDP2, ZeRO-3). True gathers them once per rollout: fast,
-            and the whole weights have to fit on every device. False gathers a layer when it runs, at every token; the
-            ranks then wait for the longest completion of all. "auto" gathers unless the whole weights would take more
-            than half of the free GPU memory. The completions are the same.
+        max_rows: Maximum number of completions decoded at the same time, which bounds the KV cache. More are decoded in
+            waves; a wave holds at least one prompt's G. None decodes all at once.
+        gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
+            rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
+            at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
+            weights would take more than half of the free GPU memory. The completions are the same.
     """
 
     def __init__(self, max_rows: int | None = None, *, gather_for_generation: Literal["auto"] | bool = "auto") -> None:
@@ -64,28 +64,28 @@ class LocalEngine(RolloutEngine):
         self.logged_gathering: bool | None = None
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Remember the policy, its stop tokens, and whether its cache can be fanned out."""
+        """Store the policy and its stop tokens, and check whether its cache can be fanned out."""
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
             log.warning(
-                "Neither the generation config nor the tokenizer names a stop token: every completion is truncated."
+                "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
             )
         self.use_generate(no_fan_out_reason(policy))
 
     def use_generate(self, reason: str | None) -> None:
-        """Sample with transformers' `generate` if there is a reason for it."""
+        """Sample with transformers' `generate` if there is a reason why the cache cannot be shared."""
         self.why_not_shared = reason
         if reason:
-            log.warning("Sampling with transformers' `generate`, each prompt run G times: %s.", reason)
+            log.warning("Sampling with transformers' `generate`, which prefills each prompt G times: %s.", reason)
 
     def check(self, scorer: Scorer) -> None:
-        """Check by a small rollout of ragged prompts that sampled tokens have the log-probs that the scorer gives them.
+        """Check on a small rollout of prompts of unequal length that engine and scorer agree on the log-probs.
 
-        Where they have not, or the fanned-out cache does not work, `generate` is tried.
+        If they differ, or the fanned-out cache does not work, `generate` is tried.
 
         Args:
-            scorer: How the policy is scored.
+            scorer: Scores the policy.
 
         Raises:
             ValueError: If neither way of sampling agrees with the scorer.
@@ -97,24 +97,24 @@ class LocalEngine(RolloutEngine):
         kind = model_type(self.policy)
         if measured.failure is not None:
             raise ValueError(
-                f"A policy of model type {kind} cannot be sampled from: transformers' `generate` {measured}. Use a "
-                f"model of another type, a release of transformers whose {kind} generates from batches of padded "
-                "prompts, or an engine of your own (model.engine)."
+                f"A policy of model type {kind} cannot be sampled: transformers' `generate` {measured}. Use a model of "
+                f"another type, a release of transformers in which {kind} generates from batches of padded prompts, or "
+                "your own engine (model.engine)."
             )
         if measured.is_wrong:
             raise ValueError(
                 f"A policy of model type {kind} cannot be trained with the local engine: the log-prob of a sampled "
                 f"token, with padding in front of its prompt, {measured} from that of scoring the prompt alone. Use a "
-                "model that masks padding, or an engine of your own (model.engine)."
+                "model that masks padding, or your own engine (model.engine)."
             )
 
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
-        """|engine - scorer| log-probs of 2 completions each of 2 ragged prompts: [sampled tokens], nats."""
+        """|engine - scorer| log-probs of 2 completions each of 2 prompts of unequal length: [sampled tokens], nats."""
         batch = probe_batch(self.policy)
         prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
         length = batch.completion_ids.shape[1]
-        # No completion ends early: every step of the decoding is compared.
+        # Stop tokens are suppressed, so that every decoding step is compared.
         never = tuple(sorted({*scorer.never, *self.stop_ids}))
         sampling = SamplingParams(max_completion_length=length, suppress_tokens=list(never))
         groups = self.generate(prompts, 2, sampling, seeds=[0, 1])
@@ -143,13 +143,13 @@ class LocalEngine(RolloutEngine):
         progress: Progress | None = None,
         vision: VisionInputs | None = None,
     ) -> list[list[Completion]]:
-        """Draw G completions for every prompt; see `RolloutEngine.generate`."""
+        """Sample G completions for every prompt; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         groups: list[list[Completion]] = []
         with evaluating(self.policy), self.weights() as lockstep:
             waves = self.waves(prompts, seeds, num_generations, vision)
-            # Without a prompt of its own, a rank runs what stands for none.
+            # Ranks with fewer waves run dummy waves, to take part in the collectives.
             idle = Wave([], [], vision and VisionInputs([PromptVision()], vision.blank))
             waves += [idle] * (lockstep.num_waves(len(waves)) - len(waves))
             for wave in waves:
@@ -160,14 +160,14 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Inside, the policy can be run: by every rank on its own, or by all ranks together."""
+        """Context in which the policy can run, with weights gathered once if configured; yields the `Lockstep`."""
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
-        # Asked anew for every rollout: the free memory changes when the optimizer's states come to exist.
+        # Decided for every rollout: free memory changes when the optimizer allocates its states.
         gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
         if gathers != self.logged_gathering:
-            say_gathering(gathers, reason)
+            log_gathering(gathers, reason)
             self.logged_gathering = gathers
         with self.sharding.gathered(self.policy) if gathers else contextlib.nullcontext():
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
@@ -175,7 +175,7 @@ class LocalEngine(RolloutEngine):
     def waves(
         self, prompts: list[list[int]], seeds: list[int], num_generations: int, vision: VisionInputs | None
     ) -> list[Wave]:
-        """The prompts in runs of as many as `max_rows` allows."""
+        """Split the prompts into waves of at most `max_rows` completions."""
         size = max(1, len(prompts) if self.max_rows is None else self.max_rows // num_generations)
         runs = [range(i, min(i + size, len(prompts))) for i in range(0, len(prompts), size)]
         return [Wave([prompts[i] for i in run], [seeds[i] for i in run], vision and vision.select(run)) for run in runs]
@@ -188,7 +188,7 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """One wave: prefill N prompts, fan out to B rows, then a token per step for the rows still open."""
+        """Decode one wave: prefill N prompts, fan the cache out to B rows, then sample one token per step and row."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
         cache = SamplingCache(config=text_config(self.policy))
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
@@ -197,8 +197,8 @@ class LocalEngine(RolloutEngine):
             logits = self.forward(prompt_ids, prompt_mask, cache, **placed.arguments, **images)
         if cache.get_seq_length() != prompt_ids.shape[1]:
             raise LostCacheError(
-                f"After a prefill of {prompt_ids.shape[1]} tokens the cache holds {cache.get_seq_length()}: the model "
-                "dropped it and cannot be sampled from with one."
+                f"After a prefill of {prompt_ids.shape[1]} tokens the KV cache holds {cache.get_seq_length()}: the "
+                "model dropped the cache and cannot be sampled with one."
             )
         cache.reorder_cache(fan)
         number = torch.arange(len(fan), device=fan.device)
@@ -208,7 +208,7 @@ class LocalEngine(RolloutEngine):
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
         rows = list(range(len(sampled)))
-        ids = fan  # any ids: without a row of its own, this rank only keeps step
+        ids = fan  # any ids will do: a rank without rows only takes part in the collectives
         for step in range(sampling.max_completion_length):
             keep = number[:1]
             if rows:
@@ -226,7 +226,7 @@ class LocalEngine(RolloutEngine):
                     keep = (~ended).nonzero()[:, 0]
             if progress:
                 progress(step + 1, sampling.max_completion_length)
-            if step == sampling.max_completion_length - 1 or not lockstep.goes_on(bool(rows)):
+            if step == sampling.max_completion_length - 1 or not lockstep.continues(bool(rows)):
                 break
             if max(1, len(rows)) < len(ids):
                 cache.reorder_cache(keep)
@@ -239,18 +239,18 @@ class LocalEngine(RolloutEngine):
     def prepare(
         self, wave: Wave, num_generations: int, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
-        """[N, L] ids, [N, L] mask, [B] the prompt of every row, and what draws; one row if there is no prompt."""
+        """Prompt ids [N, L], mask [N, L], prompt index per row [B], and the sampler; a dummy row without prompts."""
         device = compute_device(self.policy)
         given = wave.prompts, wave.seeds, num_generations
         prompts, seeds, copies = given if wave.prompts else ([[self.pad_id]], [0], 1)
         ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
-        # Padding becomes a token of the prompt: a repetition penalty must not see pad ids the prompt never had.
+        # Padding is replaced by a token of the prompt: a repetition penalty must not see the pad id.
         ids = torch.where(mask, ids, ids[:, -1:])
         fan = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
 
     def forward(self, ids: Tensor, mask: Tensor, cache: SamplingCache, **arguments: Tensor) -> Tensor:
-        """[rows, V] logits of the next token."""
+        """Logits [rows, V] of the next token."""
         known = known_arguments(self.policy, **arguments, logits_to_keep=1)
         outputs = self.policy(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **known)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
@@ -263,18 +263,18 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """One wave through transformers' `generate`, for models whose state cannot be fanned out."""
+        """Decode one wave with transformers' `generate`, for models whose cache cannot be fanned out."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
         config = GenerationConfig(
-            # Without a prompt this rank is done after one token, and keeps step with the others from then on.
+            # A rank without prompts is done after one token, and then only takes part in the collectives.
             max_new_tokens=sampling.max_completion_length if wave.prompts else 1,
-            do_sample=False,  # the most likely token is the sampled one: no other is left
+            do_sample=False,  # `keep_sampled` has sampled already and leaves one token
             eos_token_id=self.stop_ids or None,
             pad_token_id=self.pad_id,
         )
         steps: list[Draw] = []
 
-        def leave_the_sampled(ids: Tensor, logits: Tensor) -> Tensor:
+        def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(draw(ids, logits))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
@@ -285,7 +285,7 @@ class LocalEngine(RolloutEngine):
                 input_ids=prompt_ids[fan],
                 attention_mask=prompt_mask[fan].long(),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([leave_the_sampled]),
+                logits_processor=LogitsProcessorList([keep_sampled]),
                 stopping_criteria=StoppingCriteriaList([lambda ids, scores, **kwargs: draw.ends_with_stop_string(ids)]),
                 synced_gpus=lockstep.is_needed,
                 **known_arguments(self.policy, **types),
@@ -309,9 +309,9 @@ class LocalEngine(RolloutEngine):
         return self.completions(sampled)
 
     def completions(self, sampled: list[SampledRow]) -> list[Completion]:
-        """Decode the text and name why each row ended."""
+        """Build completions from sampled rows: decoded text and finish reason."""
         if not sampled:
-            return []  # `batch_decode` gives a text even so
+            return []  # `batch_decode` would return a text
         texts = self.tokenizer.batch_decode([row.token_ids for row in sampled], skip_special_tokens=True)
         return [
             Completion(
@@ -326,12 +326,12 @@ class LocalEngine(RolloutEngine):
 
     @property
     def pad_id(self) -> int:
-        """Any id: padding is masked everywhere."""
+        """Id for padding; any will do, because padding is masked."""
         return int(self.tokenizer.pad_token_id or 0)
 
 
 class Wave(NamedTuple):
-    """Prompts decoded together; none on a rank that only keeps step with the others."""
+    """Prompts decoded together; empty on a rank that only takes part in the collectives."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -340,7 +340,7 @@ class Wave(NamedTuple):
 
 @dataclass
 class SampledRow:
-    """A row while it is being decoded."""
+    """Tokens sampled so far for one completion."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -350,16 +350,16 @@ class SampledRow:
 
 @dataclass
 class OpenRows:
-    """The rows that have not ended: what the next step needs."""
+    """State of the unfinished rows for the next decoding step."""
 
     number: Tensor
-    """[rows] which rows of the wave these are."""
+    """[rows] their indices among the rows of the wave."""
 
     logits: Tensor
     """[rows, V] of the next token."""
 
     mask: Tensor
-    """[rows, seen] True at real tokens."""
+    """[rows, seen] True at tokens, False at padding."""
 
     position: Tensor
     """[rows, 1] of the next token."""
@@ -368,13 +368,13 @@ class OpenRows:
     """[rows, seen] prompt and completion ids."""
 
     def select(self, keep: Tensor) -> OpenRows:
-        """Only these rows."""
+        """Select rows by index."""
         return OpenRows(*(getattr(self, field)[keep] for field in ("number", "logits", "mask", "position", "history")))
 
 
 @contextlib.contextmanager
 def without_suggestions(policy: Any) -> Iterator[None]:
-    """Without the sampling settings a checkpoint comes with: `generate` takes from them what its caller leaves open."""
+    """Ignore the checkpoint's generation config, from which `generate` would take sampling settings left unset."""
     suggested, policy.generation_config = policy.generation_config, GenerationConfig()
     try:
         yield
@@ -383,7 +383,7 @@ def without_suggestions(policy: Any) -> Iterator[None]:
 
 
 def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a completion: the generation config's (often several) and the tokenizer's."""
+    """Ids of all tokens that end a completion, from the generation config (often several) and the tokenizer."""
     ids: set[int] = set()
     for owner in (getattr(policy, "generation_config", None), tokenizer):
         value = getattr(owner, "eos_token_id", None)
@@ -392,16 +392,17 @@ def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 
 class SamplingCache(DynamicCache):
-    """A `DynamicCache` that keeps keys and values in the type that attention reads.
+    """KV cache (`DynamicCache`) that stores keys and values in the dtype that attention uses.
 
-    Under autocast keys come in 32 bits, rotated by 32-bit cosines, and make the values 32 bits too; attention then
-    casts the whole cache at every token. Cast when stored, it gives the same numbers from half the memory.
+    Under autocast the rotary embedding (float32 cosines) returns float32 keys, and the values become float32 too;
+    attention then casts the entire cache at every token. Casting when storing gives the same numbers in half the
+    memory.
     """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new states of one layer; gives all of its states."""
+        """Store new keys and values of a layer, and return all of them."""
         if torch.is_autocast_enabled(key_states.device.type):
             dtype = torch.get_autocast_dtype(key_states.device.type)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
@@ -410,7 +411,7 @@ class SamplingCache(DynamicCache):
 
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:
-    """Why this model's cache cannot be fanned out; None if it can."""
+    """Reason why the policy's KV cache cannot be fanned out; None if it can."""
     if reason := no_cache_reason(policy):
         return reason
     layers = DynamicCache(config=text_config(policy)).layers
@@ -422,61 +423,61 @@ def no_fan_out_reason(policy: nn.Module) -> str | None:
 Gather = Literal["auto"] | bool
 
 LARGEST_SHARE = 0.5
-"""Share of free memory that gathered weights may take: the rest is for the cache and the scores of sampled tokens, and
-for the optimizer's states, which do not exist yet when a run samples first."""
+"""Maximum fraction of free memory for gathered weights. The rest is for the KV cache, the logits, and the optimizer
+states, which are not allocated yet when the first rollout is sampled."""
 
 
 class Lockstep:
-    """Keeps the ranks' forward calls in step where the weights stay sharded.
+    """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
-    A forward call needs every rank, and completions end at different steps on each. So the ranks make the same calls
-    until the last of them is done: those without open rows run one that nobody looks at.
+    A forward call is collective, but completions end at different steps on each rank. All ranks therefore make the same
+    calls until the last one is done: ranks without open rows run a dummy row.
 
     Args:
-        is_needed: True if a forward call needs every rank. Otherwise no rank waits for another.
+        is_needed: True if forward calls are collective. Otherwise no rank waits for another.
     """
 
     def __init__(self, *, is_needed: bool) -> None:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """How many waves this rank runs: the most that any has, those beyond its own without a prompt."""
+        """Number of waves to run: the maximum over ranks, those beyond this rank's own being dummies."""
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
-    def goes_on(self, has_open_rows: bool) -> bool:  # noqa: FBT001 - a question about one truth value
-        """True if another token is decoded: some rank needs it."""
+    def continues(self, has_open_rows: bool) -> bool:  # noqa: FBT001 - a question about one truth value
+        """True if another token is decoded, because some rank has open rows."""
         return ranks.is_any(has_open_rows) if self.is_needed else has_open_rows
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
-    """Whether the ranks gather a sharded policy to sample from it, the same on all of them, and why."""
+    """Decide whether sharded weights are gathered once per rollout, the same on all ranks; returns also the reason."""
     if gather != "auto":
         return gather, "requested"
     device = compute_device(policy)
     if device.type != "cuda":
-        return True, "there is no GPU memory to run out of"
-    whole, free = whole_bytes(policy, dtype), free_bytes(device)
-    is_too_large = ranks.is_any(whole > LARGEST_SHARE * free)
-    sizes = f"of {whole / 2**30:.1f} GiB, with {free / 2**30:.1f} GiB free on this device"
+        return True, "the policy is not on a GPU"
+    full, free = full_bytes(policy, dtype), free_bytes(device)
+    is_too_large = ranks.is_any(full > LARGEST_SHARE * free)
+    sizes = f"{full / 2**30:.1f} GiB, with {free / 2**30:.1f} GiB free on this device"
     if is_too_large:
-        return False, f"whole weights {sizes}, would take more than half of some device's free memory"
-    return True, f"whole weights {sizes}, leave more than half of every device's free memory"
+        return False, f"the full weights ({sizes}) would take more than half of some device's free memory"
+    return True, f"the full weights ({sizes}) leave at least half of every device's free memory"
 
 
-def say_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what was chosen
-    """Name the choice, on the first rank."""
-    how = "gathered once per rollout" if gathers else "gathered layer by layer at every token, all ranks in step"
+def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what was chosen
+    """Log the choice on rank 0."""
+    how = "gathered once per rollout" if gathers else "gathered layer by layer at every token, all ranks in lockstep"
     if ranks.rank() == 0:
         log.info("Sampling from sharded weights, %s (engine.gather_for_generation): %s.", how, reason)
 
 
-def whole_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of all weights, whole, in the precision they are gathered in (None: as they are)."""
+def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the full (unsharded) weights in the dtype they are gathered in (None: their own)."""
     size = None if dtype is None else dtype.itemsize
     return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that nothing uses; what torch holds in reserve counts as free."""
+    """Free bytes of a GPU, including memory that torch has reserved but not allocated."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,7 +1,8 @@
-"""Sampling the next token: the filtered distribution, the random numbers, and the token they choose.
+"""Sampling the next token: filtered distribution, random numbers, and inverse-CDF sampling.
 
-Every prompt has its own stream of random numbers, and the token sampled is where the cumulated probabilities pass the
-number. So a completion depends on its prompt, seed and place in the group alone, not on batches, waves or ranks.
+Every prompt has its own stream of random numbers, and the sampled token is the first whose cumulative probability
+exceeds the number. A completion therefore depends only on its prompt, seed and index in the group, not on batches,
+waves or ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from transformers import (
 from grpo_lightning.core.types import SamplingParams
 
 BLOCK_STEPS = 256
-"""Steps for which random numbers are made at a time. Part of what a seed means."""
+"""Decoding steps per block of random numbers. Changing it changes the completions of a seed."""
 
 BLOCK_TOKENS = 128
-"""Tokens of the vocabulary that are summed up before they are searched; divides most vocabularies."""
+"""Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
 
 
 class Uniforms:
-    """Uniform numbers in [0, 1): for every prompt a stream of its own, G numbers per step.
+    """Uniform random numbers in [0, 1): one stream per prompt, G numbers per step.
 
-    The stream does not depend on the longest completion allowed, nor on the device.
+    The streams do not depend on the maximum completion length or the device.
 
     Args:
         seeds: N, one per prompt.
         num_generations: G.
-        device: Where the numbers are needed.
+        device: Device of the returned numbers.
     """
 
     def __init__(self, seeds: list[int], num_generations: int, device: torch.device) -> None:
@@ -48,31 +49,31 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """[N x G] the numbers of this step; steps are requested in order, one as often as needed."""
+        """Numbers of a step, [N x G]. Steps must be requested in order; the same step may be requested repeatedly."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
-            dtype = torch.float32 if self.device.type == "mps" else torch.float64  # Apple's GPUs have no 64 bits
+            dtype = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
             self.block = torch.cat(streams, 1).to(self.device, dtype)
             self.num_blocks += 1
         return self.block[step % BLOCK_STEPS]
 
 
 class Draw(NamedTuple):
-    """The next token of every row."""
+    """The sampled next token of every row."""
 
     ids: Tensor
-    """[rows]"""
+    """[rows] token ids."""
 
     logprobs: Tensor
-    """[rows] nats, of the distribution it was sampled from."""
+    """[rows] nats, under the distribution sampled from, after all filters."""
 
     entropies: Tensor
     """[rows] nats, of the softmax at the temperature (1 for greedy), before any filter."""
 
 
 class TokenSampler:
-    """Draws the next token of every row, with its log-probability under the distribution it was sampled from."""
+    """Samples the next token of every row, with its log-probability under the distribution sampled from."""
 
     def __init__(
         self,
@@ -103,12 +104,12 @@ class TokenSampler:
             self.processors.append(MinPLogitsWarper(sampling.min_p))
 
     def __call__(self, history: Tensor, logits: Tensor, rows: Tensor | None = None) -> Draw:
-        """Draw one token per row.
+        """Sample one token per row.
 
         Args:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
-            rows: [rows] which of the wave's N x G rows these are; None if they are all there.
+            rows: [rows] indices among the wave's N x G rows; None if all rows are present.
         """
         distribution = log_distribution(self.processors, history, logits)
         probabilities = distribution.exp()
@@ -121,27 +122,28 @@ class TokenSampler:
         if self.is_filtered:
             distribution = log_distribution(self.unfiltered, history, logits)
             probabilities = distribution.exp()
-        # In place, and without a product of [rows, V]: 0.5 % of a step of a 0.5B model on a CPU. 0 x -inf would be nan.
+        # vecdot and the in-place clamp avoid another [rows, V]: this takes 0.5 % of a decoding step of a 0.5B model on
+        # a CPU. Clamped because 0 x -inf is nan.
         entropies = -torch.linalg.vecdot(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
         return Draw(ids, logprobs, entropies)
 
     def ends_with_stop_string(self, history: Tensor) -> Tensor:
-        """[rows] bool, looking at the completion alone."""
+        """Rows whose completion ends with a stop string, [rows] bool; the prompt is ignored."""
         return self.stop_strings(history[:, self.prompt_length :])
 
 
 def log_distribution(processors: LogitsProcessorList, history: Tensor, logits: Tensor) -> Tensor:
-    """[rows, V] nats: the log-probabilities that logits [rows, V] have after some processors."""
+    """Log-probabilities [rows, V] in nats of logits [rows, V] after the processors."""
     scores = logits.float()
-    for process in processors:  # calling the list would inspect every signature at every token
+    for process in processors:  # `processors(...)` would inspect every signature at every token
         scores = process(history, scores)
     return torch.log_softmax(scores, -1)
 
 
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """[rows] the token at which the cumulated probabilities first exceed the uniform number.
+    """Inverse-CDF sampling: the first token whose cumulative probability exceeds the uniform number, [rows].
 
-    In two steps, over blocks of tokens and inside one, so that no [rows, V] of 64-bit numbers is made. A token of
+    The search has two levels, over blocks of tokens and within one, to avoid a float64 [rows, V]. A token of
     probability 0 is never sampled.
 
     Args:
@@ -159,16 +161,16 @@ def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the cumulated weights first exceed the target.
+    """Find the first index at which the cumulative weights exceed the target.
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows], at least 0. One that rounding pushed to the total or beyond means the last positive weight.
+        target: [rows], at least 0. If rounding pushed it to the total or beyond, the last positive weight is chosen.
 
     Returns:
-        [rows] the index, always of a positive weight, and [rows] what is left of the target in front of it.
+        [rows] the index, always of a positive weight, and [rows] the target minus the sum of the weights before it.
     """
-    # Without the places of zeros: parallel sums can differ by a rounding where nothing was added.
+    # Zeros are masked: a parallel cumsum can change by a rounding error where nothing was added.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
     total = cumulated.amax(-1)
     target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
@@ -178,13 +180,13 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StopStrings:
-    """[rows] bool: does the completion so far end with a stop string?"""
+    """Detects completions that end with a stop string."""
 
     def __init__(self, strings: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.criteria = StopStringCriteria(tokenizer, strings) if strings else None
 
     def __call__(self, completion_ids: Tensor) -> Tensor:
-        """[rows] True where `completion_ids` ends with one of the strings; all False if there are none."""
+        """Rows of `completion_ids` that end with a stop string, [rows] bool; all False if there are no stop strings."""
         if self.criteria is None:
             return torch.zeros(len(completion_ids), dtype=torch.bool, device=completion_ids.device)
         ends: Tensor = self.criteria(completion_ids, None)
@@ -193,16 +195,16 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=64)
 def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
-    """The scores of a model that can be sampled.
+    """Split suppressed ids into a tail that can be sliced off and the others, which are masked.
 
-    The ids behind the tokenizer's last token are at the end, where leaving them out costs nothing.
+    The padding of the vocabulary beyond the tokenizer's last token is such a tail: slicing it off is free.
 
     Args:
         never: Token ids that are never sampled.
-        size: Scores that the model has.
+        size: V, the number of logits.
 
     Returns:
-        How many there are before the last ones that cannot be sampled, and those among them that cannot.
+        The number of logits left without the tail, and the suppressed ids among them.
     """
     refused = set(never)
     while size - 1 in refused:
@@ -211,17 +213,17 @@ def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]
 
 
 def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
-    """[rows, V] the logits without the last tokens that are never sampled, and -inf at others."""
+    """Suppress tokens: slice suppressed ids off the end of logits [rows, V], and set the others to -inf."""
     size, among = sampled_ids(never, logits.shape[-1])
     logits = logits[:, :size]
     return logits.index_fill(-1, torch.tensor(among, device=logits.device), -torch.inf) if among else logits
 
 
 def refuse_nan(history: Tensor, logits: Tensor) -> Tensor:
-    """The logits as they are. Raises: FloatingPointError if one is NaN: training has diverged."""
+    """Return the logits unchanged. Raises: FloatingPointError if one is NaN: training has diverged."""
     if bool(logits.isnan().any()):
         raise FloatingPointError(
-            "The policy's logits are NaN, it cannot be sampled from. Training has diverged: lower the learning "
+            "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "
             "rate, clip gradients (trainer.gradient_clip_val), or resume from an earlier checkpoint."
         )
     return logits

@@ -187,7 +187,7 @@ def test_the_weighted_total_is_the_default_headline(entries, tmp_path):
 
 def test_an_unknown_metric_lists_the_choices(entries, tmp_path):
     with pytest.raises(
-        ValueError, match=r"no metric 'accurracy'; choose among reward, accuracy, length, truncated, avg@1\."
+        ValueError, match=r"must be one of reward, accuracy, length, truncated, avg@1, got 'accurracy'\."
     ):
         train(BeforeAfter("accurracy", dirpath=str(tmp_path)), entries)
 

@@ -332,7 +332,7 @@ def test_several_loggers_at_once_and_one_without_tables(tmp_path, caplog):
     train(loggers, num_samples=1)
     assert "rollout/completions/text_summary" in events_of(tmp_path / "log/version_0").Tags()["tensors"]
     path = tmp_path / "log/version_0/completions.jsonl"
-    assert caplog.text.count(f"Plain has no tables for completions; they are in {path}.") == 1
+    assert caplog.text.count(f"Plain cannot show completions; they are in {path}.") == 1
     assert "CSVLogger has" not in caplog.text
 
 
@@ -450,7 +450,7 @@ def test_without_a_file_there_is_nothing_to_drop(tmp_path):
 def test_another_file_is_not_cut_to_pieces(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"rollout": 0}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl:2 is no line of a log of completions") as raised:
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 is not a line of a completion log") as raised:
         keep_rollouts_before(path, 1)
     assert "Move the file away" in str(raised.value)
     assert path.read_text() == f'{{"rollout": 0}}\n{line}\n'

@@ -82,7 +82,7 @@ def test_before_at_validations_and_after(tmp_path, drawn, capsys):
 def test_what_is_not_drawn_is_said(tmp_path, drawn, caplog):
     train(DrawBoxes(num_images=2), tmp_path, steps=1)
     assert len(drawn["after"][0][0]) == 2
-    assert caplog.text.count("DrawBoxes: 2 of the first 4 prompts are not drawn: they do not have one image") == 1
+    assert caplog.text.count("DrawBoxes: 2 of the first 4 prompts are not drawn: they need exactly one image") == 1
 
 
 def test_nothing_to_draw(tmp_path, drawn, caplog, capsys):
@@ -177,7 +177,7 @@ def test_boxes_are_where_they_belong():
     draw_panel(axes, panel(earlier=Answer((0, 0, 5, 5), 0.0)))
     drawn = {patch.get_label(): (*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axes.patches}
     assert drawn == {
-        "right box": (10, 10, 50, 80),
+        "ground truth": (10, 10, 50, 80),
         "answer before training": (0, 0, 5, 5),
         "answer": (20, 10, 50, 80),
     }
@@ -203,7 +203,7 @@ def test_the_legend_names_what_is_drawn_once(count, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Figure, "legend", note)
     draw_grid([panel(title=f"{n} {'long ' * 40}") for n in range(count)], "title", tmp_path / "new" / "grid.png")
-    assert figures == [["right box", "answer"]]
+    assert figures == [["ground truth", "answer"]]
     with Image.open(tmp_path / "new" / "grid.png") as picture:
         assert picture.width > 300 * min(count, 4)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["grid.png"]

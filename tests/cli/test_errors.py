@@ -35,12 +35,12 @@ def test_a_refused_setting_is_one_error_line(capsys):
     assert exit_of(Objective, beta=-1.0) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "error: objective.beta must be at least 0 (0 is no reference), got -1.0.\n"
+    assert err == "error: objective.beta must be at least 0 (0 for no reference), got -1.0.\n"
 
 
 def test_what_others_refuse_says_how_to_see_more(capsys):
     assert exit_of(raise_, MisconfigurationException("no such accelerator")) == 2
-    assert capsys.readouterr().err == f"error: no such accelerator\n({TRACEBACK}=1 shows the whole traceback.)\n"
+    assert capsys.readouterr().err == f"error: no such accelerator\n({TRACEBACK}=1 shows the full traceback.)\n"
 
 
 def test_what_the_command_line_says_itself_needs_no_traceback(capsys):
@@ -90,7 +90,7 @@ def test_the_parsers_wrapping_is_taken_off(monkeypatch):
     config = parser.parse_args(["--objective.beta=-1"])
     wrapped = caught(getattr(parser, "instantiate", None) or parser.instantiate_classes, config)
     inner = expected(wrapped)
-    assert str(inner) == "objective.beta must be at least 0 (0 is no reference), got -1.0."
+    assert str(inner) == "objective.beta must be at least 0 (0 for no reference), got -1.0."
 
 
 def test_the_whole_traceback_on_request(monkeypatch):
@@ -136,7 +136,7 @@ def test_that_another_rank_has_ended_is_one_line(monkeypatch, capsys):
             "[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:2. This is typically caused by ..."
         )
     assert end.value.code == 1
-    assert capsys.readouterr().err == "rank 2: stopped, because another rank has ended; what it said is why.\n"
+    assert capsys.readouterr().err == "rank 2: stopped because another rank has exited; see its error message.\n"
     with pytest.raises(RuntimeError, match="shapes"), short_errors():
         wait("shapes differ")
     monkeypatch.setenv(TRACEBACK, "1")

@@ -80,7 +80,7 @@ def found(parser, **tree):
         ({"model": {"count": [1]}}, "model.count must be a whole number, got [1]."),
         ({"model": {"brushes": ["nowhere.f"]}}, "model.brushes[0]: there is no module 'nowhere' for nowhere.f"),
         ({"model": {"brushes": ["paints.Brsh"]}}, "paints has no 'Brsh'. Did you mean paints.Brush?"),
-        ({"model": {"brushes": ["Brsh"]}}, "model.brushes[0]: 'Brsh' is no import path"),
+        ({"model": {"brushes": ["Brsh"]}}, "model.brushes[0]: 'Brsh' is neither an import path"),
         ({"model": {"brushes": [{"class_path": "paints.Brush", "init_args": {"widthh": 1}}]}}, "init_args.widthh. Did"),
         ({"model": {"brushes": [{"class_path": "paints.Brush", "args": {}}]}}, "no key model.brushes[0].args."),
         (
@@ -129,7 +129,7 @@ def test_missing_keys_are_listed_with_their_purpose(parser):
     with pytest.raises(ArgumentError, match="required") as error:
         parser.parse_args([])
     said = explain(error.value.message, parser.keys(), [])
-    assert said.startswith("Required and not given:\n  model.name: Who it is.\n")
+    assert said.startswith("Required settings are missing:\n  model.name: Who it is.\n")
 
 
 def test_a_message_that_is_not_understood_is_shortened(parser):

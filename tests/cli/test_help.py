@@ -39,13 +39,13 @@ def keys():
         ("model.validation.num_generations", "int"),
         ("model.policy.lora.rank", "int"),
         ("model.policy.max_pixels", "null"),
-        ("model.engine.max_rows", "Completions decoded at the same time"),
+        ("model.engine.max_rows", "Maximum number of completions decoded"),
         ("model.optimizer.lr", "float"),
         ("model.dynamic_sampling.max_resample_times", "int"),
         ("model.reward_workers.num_workers", "int"),
         ("model.sync_reference.every_n_steps", "int"),
         ("data.datasets.json_path", "A UTF-8 file"),
-        ("trainer.max_epochs", "One, if neither max_steps"),
+        ("trainer.max_epochs", "Defaults to 1 if max_steps"),
     ],
 )
 def test_nested_keys_are_explained(keys, key, said):
@@ -132,7 +132,7 @@ def test_a_file_without_config_in_front(tmp_path, monkeypatch):
     Path("my.yaml").write_text(RECIPE)
     with pytest.raises(ConfigurationError, match=r"write --config my\.yaml"):
         parse(["my.yaml", "--trainer.max_steps=1"])
-    with pytest.raises(ConfigurationError, match="'stray' belongs to no flag"):
+    with pytest.raises(ConfigurationError, match="'stray' does not belong to a flag"):
         parse(["--config", "my.yaml", "stray"])
 
 

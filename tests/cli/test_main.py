@@ -411,7 +411,7 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
     flags = ["fit", "--config", name, "--ckpt_path=auto"]
     with caplog.at_level("INFO", "grpo_lightning"):
         first = main([*flags, "--trainer.max_steps=2"])
-        assert "No checkpoint in runs/recipe/version_*/checkpoints yet: starting afresh." in caplog.messages
+        assert "No checkpoint in runs/recipe/version_*/checkpoints yet: starting a new run." in caplog.messages
         (whole,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
         half = whole.with_name("half.ckpt")
         half.write_bytes(whole.read_bytes()[:-100])
@@ -489,7 +489,7 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     cli = main(["fit", "--config", name, "--trainer.max_steps=2", "--ckpt_path=runs/recipe/version_0"])
     assert cli.model.run.rollout_index == cli.trainer.global_step == 2
     assert files("runs/recipe") == {"version_0", "version_1"}
-    assert "take auto" in failure(capsys, "validate", "--config", name, "--ckpt_path=best")
+    assert "use auto" in failure(capsys, "validate", "--config", name, "--ckpt_path=best")
     (path,) = Path("runs/recipe/version_0/checkpoints").glob("*.ckpt")
     path.write_bytes(path.read_bytes()[:-100])
     said = failure(capsys, "fit", "--config", name, "--ckpt_path=runs/recipe/version_0")

@@ -245,7 +245,7 @@ def test_settings_of_a_schedule_need_one_and_say_so():
     config = parsed("--model.scheduler=Cosine", "--model.scheduler.warmup_ratio=0.1")
     assert config.model.scheduler.init_args.warmup_ratio == 0.1
     for args in (["--model.scheduler.warmup_ratio=0.1"], ["--config", "{model: {scheduler: {warmup_ratio: 0.1}}}"]):
-        with pytest.raises(ConfigurationError, match=r"^model.scheduler has no class yet .*warmup_ratio.* Cosine,"):
+        with pytest.raises(ConfigurationError, match=r"^model.scheduler has no class yet, .*warmup_ratio.* Cosine,"):
             parsed(*args)
 
 

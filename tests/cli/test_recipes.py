@@ -24,7 +24,7 @@ def test_recipes_of_an_installed_package_come_first(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "PACKAGE", package)
     assert recipes.folder() == package / "recipes"
     shutil.rmtree(package / "recipes")
-    with pytest.raises(ConfigurationError, match="The recipes are not there"):
+    with pytest.raises(ConfigurationError, match="The recipes are missing"):
         recipes.folder()
 
 
@@ -106,7 +106,7 @@ def test_copy_overwrites_only_by_force(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["recipes", "copy", "quickstart", "own.yaml"])
     assert exit_.value.code == 2
-    assert "own.yaml is there already" in capsys.readouterr().err
+    assert "own.yaml already exists" in capsys.readouterr().err
     assert Path("own.yaml").read_text() == "mine"
     main(["recipes", "copy", "quickstart", "own.yaml", "--force"])
     assert Path("own.yaml").read_bytes() == (SHIPPED / "quickstart.yaml").read_bytes()

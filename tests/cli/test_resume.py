@@ -77,7 +77,7 @@ def test_a_checkpoint_without_what_its_ranks_saved_next_to_it_is_skipped_by_name
     assert path == old
     assert "copied.ckpt.ranks/step3-1-2-0.pt is missing" in skipped[copied]
     with pytest.raises(
-        ConfigurationError, match=r"no run can go on from .*copied\.ckpt\.ranks/step3-1-2-0\.pt is missing"
+        ConfigurationError, match=r"cannot resume from .*copied\.ckpt\.ranks/step3-1-2-0\.pt is missing"
     ):
         resuming.check_there(str(copied), to_train=True)
     assert resuming.newest([tmp_path]) == (copied, {}), "its weights can be evaluated"
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path)
 
 @pytest.mark.parametrize("name", resuming.LIGHTNINGS_NAMES)
 def test_names_for_the_checkpoints_of_an_earlier_fit_are_refused(name):
-    with pytest.raises(ConfigurationError, match=f"--ckpt_path {name}: take auto .* or a file"):
+    with pytest.raises(ConfigurationError, match=f"--ckpt_path {name}: use auto .* or a file"):
         resuming.check_there(name)
 
 
@@ -232,10 +232,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     half = cut(saved(tmp_path / "half.ckpt", 10))
     for path, what in ((tmp_path / "a.txt", "file"), (tmp_path / "folder", "folder"), (half, "file")):
-        with pytest.raises(ConfigurationError, match=f"is no complete checkpoint: .* it is a {what} .* Give another"):
+        with pytest.raises(
+            ConfigurationError, match=f"is not a complete checkpoint: .* it is a {what} .* Give another"
+        ):
             resuming.check_there(str(path))
     weights = str(saved(tmp_path / "weights.ckpt", 10))
-    with pytest.raises(ConfigurationError, match=r"no run can go on from .*weights\.ckpt: .*save_weights_only"):
+    with pytest.raises(ConfigurationError, match=r"cannot resume from .*weights\.ckpt: .*save_weights_only"):
         resuming.check_there(weights, to_train=True)
     resuming.check_there(weights)
 

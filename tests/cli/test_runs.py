@@ -290,7 +290,7 @@ def test_counts_by_hand(tmp_path, caplog):
         )
         trainer.fit(Module(), DataLoader(torch.ones(2, 10), batch_size=2))
     (said,) = [message for message in caplog.messages if message.startswith("Model: ")]
-    assert said == "Model: policy Linear (220), reference Linear (220); 220 of 440 parameters are trained."
+    assert said == "Model: policy Linear (220), reference Linear (220); 220 of 440 parameters are trainable."
 
 
 # -------------------------------------------------------------------------------------------------------------- results

@@ -84,7 +84,7 @@ def test_what_is_wrong_for_all_is_said_once(ends, said):
 def test_where_one_rank_fails_the_others_end_too_and_leave_the_word_to_it(ends, said):
     assert [end["failed"] for end in ends] == [1, 2]
     assert "rank 1: error: Reward 'lengths' raised ValueError: nothing to score" in said[1]["failed"]
-    assert "rank 0: stopped, because another rank has ended; what it said is why." in said[0]["failed"]
+    assert "rank 0: stopped because another rank has exited; see its error message." in said[0]["failed"]
     assert "Traceback" not in said[0]["failed"] + said[1]["failed"]
 
 

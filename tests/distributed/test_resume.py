@@ -25,7 +25,9 @@ def half_write(newest: Path) -> None:
     assert path == newest.with_name(BEFORE)
     assert list(skipped) == [newest]
     assert file in skipped[newest] if newest.is_dir() else "not written to its end" in skipped[newest]
-    with pytest.raises(ConfigurationError, match=re.escape(f"{newest} is no complete checkpoint: {skipped[newest]}")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape(f"{newest} is not a complete checkpoint: {skipped[newest]}")
+    ):
         resuming.check_there(str(newest), to_train=True)
 
 

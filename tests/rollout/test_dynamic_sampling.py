@@ -341,7 +341,9 @@ def test_a_number_of_rounds_that_is_none(rounds):
 
 
 def test_a_reward_that_there_is_not():
-    with pytest.raises(ValueError, match=r"dynamic_sampling\.reward .* got 'accurate'; there are: vowel_share"):
+    with pytest.raises(
+        ValueError, match=r"dynamic_sampling\.reward must name one of the rewards vowel_share, got 'accurate'"
+    ):
         make_module(dynamic_sampling=DynamicSampling(reward="accurate"))
 
 

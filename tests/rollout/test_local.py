@@ -576,7 +576,7 @@ def test_a_model_without_a_stop_token_warns(either, caplog):
     either.generation_config.eos_token_id = None
     engine = connected(either, tokenizer)
     assert [record.getMessage() for record in caplog.records if "stop token" in record.getMessage()] == [
-        "Neither the generation config nor the tokenizer names a stop token: every completion is truncated."
+        "Neither the generation config nor the tokenizer has a stop token: every completion will be truncated."
     ]
     groups = engine.generate(make_prompts(), 2, SamplingParams(max_completion_length=5), seeds=[0, 1, 2])
     assert {(len(c.token_ids), c.finish_reason) for group in groups for c in group} == {(5, "length")}
@@ -630,8 +630,8 @@ def test_without_a_cache_to_fan_out_it_says_so_once_and_uses_generate(caplog):
     sampling = SamplingParams(max_completion_length=12, temperature=0.7)
     groups = [engine.generate(prompts, 3, sampling, seeds=seeds) for seeds in ([0, 1, 2], [3, 4, 5])][1]
     assert [r.getMessage() for r in caplog.records if "generate" in r.getMessage()] == [
-        "Sampling with transformers' `generate`, each prompt run G times: Mamba2ForCausalLM.forward takes no "
-        "past_key_values."
+        "Sampling with transformers' `generate`, which prefills each prompt G times: Mamba2ForCausalLM.forward takes "
+        "no past_key_values."
     ]
     assert [len(group) for group in groups] == [3, 3, 3]
     completions = list(itertools.chain(*groups))
@@ -711,9 +711,7 @@ def test_a_model_that_cannot_be_sampled_from_is_refused_by_name(monkeypatch):
         raise ValueError("wrong shape.")
 
     monkeypatch.setattr(LocalEngine, "decode_with_generate", broken)
-    with pytest.raises(
-        ValueError, match=r"type mamba2 cannot be sampled from: .* `generate` raised ValueError: wrong sh"
-    ):
+    with pytest.raises(ValueError, match=r"type mamba2 cannot be sampled: .* `generate` raised ValueError: wrong sh"):
         connected(tiny_model("mamba2")).check(Scorer("dense"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_lightning.rollout import local
-from grpo_lightning.rollout.local import Lockstep, compute_device, free_bytes, is_gathered, say_gathering, whole_bytes
+from grpo_lightning.rollout.local import Lockstep, compute_device, free_bytes, full_bytes, is_gathered, log_gathering
 from tests.tiny_models import tiny_model
 
 GB = 2**30
@@ -18,7 +18,7 @@ def gpu(monkeypatch):
 
     def pretend(whole, free):
         monkeypatch.setattr(local, "compute_device", lambda policy: torch.device("cuda"))
-        monkeypatch.setattr(local, "whole_bytes", lambda policy, dtype: whole)
+        monkeypatch.setattr(local, "full_bytes", lambda policy, dtype: whole)
         monkeypatch.setattr(local, "free_bytes", lambda device: free)
 
     return pretend
@@ -35,7 +35,7 @@ def test_auto_gathers_what_leaves_half_of_the_free_memory(gpu):
     gpu(5 * GB, 10 * GB)
     gathers, reason = is_gathered(torch.nn.Linear(2, 2), "auto")
     assert gathers
-    assert "whole weights of 5.0 GiB, with 10.0 GiB free" in reason
+    assert "full weights (5.0 GiB, with 10.0 GiB free" in reason
     gpu(5 * GB + 1, 10 * GB)
     gathers, reason = is_gathered(torch.nn.Linear(2, 2), "auto")
     assert not gathers
@@ -61,10 +61,10 @@ def test_the_free_memory_counts_what_torch_keeps_unused(monkeypatch):
 
 def test_the_size_is_that_of_the_whole_weights():
     model = torch.nn.Linear(8, 4).to(torch.bfloat16)
-    assert whole_bytes(model) == 2 * (8 * 4 + 4)
+    assert full_bytes(model) == 2 * (8 * 4 + 4)
     model.weight.ds_shape = torch.Size([1000])  # as of a partitioned parameter, whose own tensor is empty
-    assert whole_bytes(model) == 2 * (1000 + 4)
-    assert whole_bytes(model, torch.float32) == 4 * (1000 + 4), "in the precision they are gathered in"
+    assert full_bytes(model) == 2 * (1000 + 4)
+    assert full_bytes(model, torch.float32) == 4 * (1000 + 4), "in the precision they are gathered in"
 
 
 def test_the_device_is_where_the_policy_computes():
@@ -77,9 +77,9 @@ def test_the_device_is_where_the_policy_computes():
 
 def test_the_choice_is_said_on_the_first_rank(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    say_gathering(True, "requested")
+    log_gathering(True, "requested")
     monkeypatch.setattr(local.ranks, "rank", lambda: 1)
-    say_gathering(False, "requested")
+    log_gathering(False, "requested")
     assert [record.getMessage() for record in caplog.records] == [
         "Sampling from sharded weights, gathered once per rollout (engine.gather_for_generation): requested."
     ]
@@ -91,4 +91,4 @@ def test_ranks_wait_for_each_other_only_if_they_must(monkeypatch):
     monkeypatch.setattr(local.ranks, "is_any", lambda flag: True)
     together, alone = Lockstep(is_needed=True), Lockstep(is_needed=False)
     assert (together.num_waves(1), together.num_waves(4), alone.num_waves(1)) == (3, 4, 1)
-    assert (together.goes_on(False), alone.goes_on(False), alone.goes_on(True)) == (True, False, True)
+    assert (together.continues(False), alone.continues(False), alone.continues(True)) == (True, False, True)
