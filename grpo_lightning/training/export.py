@@ -118,7 +118,7 @@ def export(
             raise FileNotFoundError(
                 f"{error} So the run names its policy; if it is elsewhere, give it by --policy."
             ) from error
-        num_from_policy = lay_over(model, weights, num_trained(content), fill_missing=fill_missing)
+        num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     if loader.lora is not None and not adapter:
         # A copy that nothing trains: the numbers of one that is trained would not come back exactly.
@@ -212,7 +212,9 @@ def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
         return auto_class.from_pretrained(loader.name, revision=loader.revision, **options).eval()
 
 
-def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool) -> int:
+def load_trained_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool
+) -> int:
     """Put the checkpoint's weights in the model's place. Those the model knows to be frozen may be missing.
 
     Tied weights have several names for one tensor: one of them is enough, and more must agree.

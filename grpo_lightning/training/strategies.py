@@ -352,7 +352,7 @@ def has_masters(trainer: L.Trainer) -> bool:
     return isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.precision != "32-true"
 
 
-def reads(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
+def can_read(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
     """True if a strategy reads the folders that DeepSpeed or FSDP2 writes."""
     return isinstance(strategy, DeepSpeedStrategy if kind == "DeepSpeed" else ModelParallelStrategy)
 

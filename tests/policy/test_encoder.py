@@ -181,7 +181,7 @@ def test_a_message_without_content_stays_as_it_is():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
     prompt = Prompt([{"role": "user", "content": "<|image_pad|>"}, call])
-    assert encoder.unspelled(prompt).content[1] == call
+    assert encoder.escape_media_tokens(prompt).content[1] == call
 
 
 def test_lengths_name_the_prompt_whose_image_cannot_be_taken():

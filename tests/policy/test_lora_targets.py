@@ -14,9 +14,9 @@ from grpo_lightning.policy.lora_targets import (
     expert_tensors,
     language_layers,
     language_modules,
-    taken_names,
+    names_mistaken_for_experts,
     targets,
-    why_without,
+    missing_adapter_reason,
 )
 from tests import tiny_vlms
 from tests.families import families
@@ -56,13 +56,13 @@ def test_what_is_planned_is_what_peft_adapts(kind):
 
 def test_names_that_peft_takes():
     model = with_shared_expert()
-    taken = taken_names(model, language_layers(model))
+    taken = names_mistaken_for_experts(model, language_layers(model))
     ends = {".".join(name.split(".")[-2:]) for name in taken}
     mlp = ("gate_proj", "up_proj", "down_proj")
     assert ends == {f"{part}.{end}" for part in ("mlp", "shared_experts") for end in mlp}
     for family in ("qwen2", "qwen3_moe", "gpt_oss"):
-        assert taken_names(tiny_model(family), language_layers(tiny_model(family))) == set()
-    assert taken_names(tiny_model("qwen2"), ["layers.0.mlp.down_proj"]) == set()
+        assert names_mistaken_for_experts(tiny_model(family), language_layers(tiny_model(family))) == set()
+    assert names_mistaken_for_experts(tiny_model("qwen2"), ["layers.0.mlp.down_proj"]) == set()
 
 
 @pytest.mark.parametrize("end", ["gate_proj", "shared_experts.down_proj"])
@@ -85,7 +85,7 @@ def test_what_has_none_is_said(caplog):
 def test_convolutions_are_no_experts():
     assert expert_tensors(tiny_model("qwen3.5")) == []
     assert expert_tensors(tiny_model("gpt_oss")) == ["down_proj", "gate_up_proj"]
-    assert why_without(tiny_model("qwen3_moe"), []) == (
+    assert missing_adapter_reason(tiny_model("qwen3_moe"), []) == (
         "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj)"
     )
 
@@ -94,7 +94,7 @@ def test_convolutions_are_no_experts():
 def test_dense_families_have_no_experts(family):
     """Vision towers have tensors of three dimensions too, for the places of an image."""
     model = tiny_vlms.build(family).model
-    assert why_without(model, language_layers(model)) is None
+    assert missing_adapter_reason(model, language_layers(model)) is None
 
 
 def test_a_model_without_experts_may_have_such_a_tensor():

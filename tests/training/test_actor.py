@@ -28,7 +28,7 @@ def places(monkeypatch):
         return real(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    monkeypatch.setattr(actor, "ROOM", room)
+    monkeypatch.setattr(actor, "CPU", room)
     return lambda tensor: where.get(tensor.data_ptr(), "home")
 
 
@@ -59,7 +59,7 @@ def test_the_optimizers_states_are_away_inside_and_back(places):
     optimizer.step()
     state = optimizer.state[weight]
     before = {name: value.clone() for name, value in state.items()}
-    with actor.moved(actor.states(optimizer)):
+    with actor.offloaded_tensors(actor.states(optimizer)):
         assert {places(value) for value in state.values()} == {"room"}
         assert places(weight) == "home"
     assert {places(value) for value in state.values()} == {"home"}
