@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import check_ranges
-from grpo_lightning.policy.lora_targets import language_layers, targets, missing_adapter_reason
+from grpo_lightning.policy.lora_targets import language_layers, missing_adapter_reason, targets
 
 log = logging.getLogger(__name__)
 

@@ -132,7 +132,7 @@ def test_text_models_have_no_family():
     assert not sees_images(config)
     assert family_of(config) is None
     assert unknown_reason(config) is None
-    with pytest.raises(ValueError, match=r"policy\.freeze_vision_modules is set, and the policy .* takes no images"):
+    with pytest.raises(ValueError, match=r"policy\.freeze_vision_modules is set, but the policy .* is text-only"):
         freeze_vision(tiny_models.tiny_model("qwen2"))
 
 

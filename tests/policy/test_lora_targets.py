@@ -14,9 +14,9 @@ from grpo_lightning.policy.lora_targets import (
     expert_tensors,
     language_layers,
     language_modules,
+    missing_adapter_reason,
     names_mistaken_for_experts,
     targets,
-    missing_adapter_reason,
 )
 from tests import tiny_vlms
 from tests.families import families
@@ -67,14 +67,14 @@ def test_names_that_peft_takes():
 
 @pytest.mark.parametrize("end", ["gate_proj", "shared_experts.down_proj"])
 def test_asked_for_by_name_they_are_refused(end):
-    with pytest.raises(ValueError, match=rf"target_modules: '{end}' matches .*{end}, whose name peft takes .*q_proj"):
+    with pytest.raises(ValueError, match=rf"target_modules: '{end}' matches .*{end}, whose name peft mistakes .*q_proj"):
         targets(with_shared_expert(), ["q_proj", end])
 
 
 def test_what_has_none_is_said(caplog):
     with caplog.at_level(logging.INFO):
         add_adapters(with_shared_expert(), LoRA(rank=2))
-    assert "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj); nor have " in caplog.text
+    assert "experts get no adapter, because all experts of a layer are one tensor (down_proj, gate_up_proj); nor have " in caplog.text
     assert "shared_experts.up_proj, whose names peft takes for the experts'." in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -86,7 +86,7 @@ def test_convolutions_are_no_experts():
     assert expert_tensors(tiny_model("qwen3.5")) == []
     assert expert_tensors(tiny_model("gpt_oss")) == ["down_proj", "gate_up_proj"]
     assert missing_adapter_reason(tiny_model("qwen3_moe"), []) == (
-        "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj)"
+        "experts get no adapter, because all experts of a layer are one tensor (down_proj, gate_up_proj)"
     )
 
 

@@ -46,7 +46,7 @@ def test_the_probe_has_the_last_word(monkeypatch):
     assert "1.0e-02 nats" in reason
     scorer, reason = choose_head(Scorer(), model)
     assert scorer.head_chunk_size is None
-    assert "whole logits: a probe of slices differs by 1.0e-02 nats" in reason
+    assert "full logits: a probe of slices differs by 1.0e-02 nats" in reason
 
 
 def test_every_rank_takes_the_worst_difference_of_all(monkeypatch):
@@ -299,7 +299,7 @@ def whole_because(model, scorer=None):
 
 def test_whole_logits_on_request():
     scorer = Scorer(chunk_size=3, checkpoint_chunks=True, head_chunk_size=None)
-    assert whole_because(tiny_model(), scorer) == "whole logits: requested"
+    assert whole_because(tiny_model(), scorer) == "full logits: requested"
 
 
 def test_whole_logits_without_a_named_head(monkeypatch):
@@ -336,7 +336,7 @@ def test_a_scale_behind_the_head_is_measured_and_anything_else_takes_whole_logit
     ):
         scorer, reason = behind(change)
         assert scorer.head_chunk_size is None
-        assert reason == "whole logits: the model does more than scale what its head gives"
+        assert reason == "full logits: the model does more than scale what its head gives"
 
 
 def test_whole_logits_where_the_head_is_not_called():

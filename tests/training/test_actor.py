@@ -87,7 +87,7 @@ def test_a_run_samples_with_room_and_trains_the_same(places):
     ("names", "beta", "message"),
     [
         (["gradients"], 0.04, "must name 'reference' or 'optimizer', got 'gradients'"),
-        (["reference"], 0.0, "names the reference, and there is no second model"),
+        (["reference"], 0.0, "names the reference, but there is no second model"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(names, beta, message):
