@@ -150,8 +150,8 @@ def check_sync_reference(sync: SyncReference | None, *, beta: float, has_lora: b
         raise ValueError(
             f"model.sync_reference is set (every {sync.every_n_steps} steps), but the policy trains LoRA adapters: "
             "its reference is the base or the initial adapter, and the average of two adapters is not an adapter of "
-            "the same rank. Remove sync_reference; or export the run merged and start the next run from it, which replaces "
-            "the reference by the policy."
+            "the same rank. Remove sync_reference; or export the run merged and start the next run from it, which "
+            "replaces the reference by the policy."
         )
 
 

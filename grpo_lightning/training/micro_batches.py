@@ -1,8 +1,8 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
 A rollout of N groups becomes `updates x accumulate` micro-batches. The order of the data decides which completions
-share an update. Which of them share a micro-batch affects only memory and padding, not the gradient, because the loss is
-divided by the counts of the entire update.
+share an update. Which of them share a micro-batch affects only memory and padding, not the gradient, because the loss
+is divided by the counts of the entire update.
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     """Split one update's completions into `parts` micro-batches of balanced padded cost.
 
     Either complete groups share a micro-batch, so that each prompt runs once, or completions of similar length do,
-    which saves padding but may run a prompt in several micro-batches: whichever needs fewer tokens including padding. With
-    fewer groups than micro-batches, groups are always split, to keep micro-batches small.
+    which saves padding but may run a prompt in several micro-batches: whichever needs fewer tokens including padding.
+    With fewer groups than micro-batches, groups are always split, to keep micro-batches small.
     """
     if parts == 1:
         return [rows]

@@ -94,7 +94,7 @@ def test_every_image_needs_a_place(content):
 
 def test_an_image_the_processor_cannot_take_names_the_prompt():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor does not take .* \(2000x2 pixels\)"):
+    with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor cannot process .* \(2000x2 pixels\)"):
         encoder(prompt_of(tiny_vlms.picture(0, 2, 2000), "narrow", source="rows", index=7))
 
 
@@ -111,7 +111,7 @@ def test_ids_behind_the_tokenizers_last_token_are_never_drawn():
 def test_an_image_token_that_the_tokenizer_does_not_have_is_named():
     vlm = tiny_vlms.build("qwen2_5_vl")
     vlm.model.config.image_token_id = 9999
-    with pytest.raises(ValueError, match=r"image_token_id is 9999, .* tokenizer has \d+ tokens.* own processor"):
+    with pytest.raises(ValueError, match=r"image_token_id is 9999, .* \d+ tokens of its tokenizer.* own processor"):
         encoder_of(vlm)(prompt_of("only words"))
     vlm = tiny_vlms.build("qwen2_5_vl")
     vlm.model.config.video_token_id = 9999  # videos are not taken anyway
@@ -140,7 +140,7 @@ def test_a_text_policy_takes_no_images():
 def test_a_place_without_an_image_is_refused(content):
     """Trained without it, nothing would say so where the tower is frozen."""
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"prompt 2 has no image, and its messages become '<\|vision_start\|>'"):
+    with pytest.raises(ValueError, match=r"prompt 2 has no image, but its messages render as '<\|vision_start\|>'"):
         encoder(Prompt([{"role": "user", "content": content}], index=2))
 
 
@@ -240,8 +240,8 @@ def test_tiles_limit_the_tokens_of_an_image():
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, and has no meaning for a policy of type internvl"),
-        ("qwen2_vl", {"max_anyres_num": 6}, "policy.max_anyres_num is 6, .* it is for internvl"),
+        ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, but models of type internvl do not support it"),
+        ("qwen2_vl", {"max_anyres_num": 6}, "policy.max_anyres_num is 6, .* \(only internvl do\)"),
     ],
 )
 def test_settings_of_other_families_are_refused(family, settings, message):
@@ -263,7 +263,7 @@ def test_limits_that_are_none(settings, message):
 
 def test_settings_for_images_need_a_policy_that_sees():
     for settings in ({"max_pixels": 9}, {"freeze_vision_modules": True}):
-        with pytest.raises(ValueError, match="is text-only\. Remove the setting"):
+        with pytest.raises(ValueError, match="is text-only. Remove the setting"):
             PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer(), **settings).load()
 
 

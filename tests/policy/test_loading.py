@@ -183,7 +183,5 @@ def test_flash_attention_is_taken_where_the_run_computes_in_16_bits(monkeypatch,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert choose_attention("auto", dtype, device) == want
     if want is None:
-        with pytest.raises(
-            ValueError, match=r"policy.attention is 'flash_attention_2': it requires (CUDA|16 bits)"
-        ):
+        with pytest.raises(ValueError, match=r"policy.attention is 'flash_attention_2': it requires (CUDA|16 bits)"):
             choose_attention("flash_attention_2", dtype, device)

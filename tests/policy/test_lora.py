@@ -110,7 +110,7 @@ def test_targets_by_the_ends_of_their_names():
     assert {name.rpartition(".")[2] for name in targets(model, ["q_proj", "v_proj"])} == {"q_proj", "v_proj"}
     assert list(targets(model, ["layers.2.self_attn.q_proj"])) == ["model.layers.2.self_attn.q_proj"]
     # whole parts of names: "proj" is the end of none
-    with pytest.raises(ValueError, match=r"no linear layer .* ends in 'proj'. There are: down_proj, gate_proj, k_proj"):
+    with pytest.raises(ValueError, match=r"no linear layer .* ends in 'proj'. Available: down_proj, gate_proj, k_proj"):
         targets(model, ["q_proj", "proj"])
 
 
@@ -212,9 +212,9 @@ def test_switching_adapters_leaves_what_is_trained_alone(folder):
         ({"rank": 0}, "policy.lora.rank must be at least 1, got 0"),
         ({"alpha": 0}, "policy.lora.alpha must be above 0, got 0"),
         ({"dropout": 1.0}, "policy.lora.dropout must be at least 0 and below 1, got 1.0"),
-        ({"target_modules": []}, "policy.lora.target_modules must be a list of ends of names"),
-        ({"target_modules": "q_proj"}, "policy.lora.target_modules must be a list of ends of names"),
-        ({"target_modules": [""]}, "policy.lora.target_modules must be a list of ends of names"),
+        ({"target_modules": []}, "policy.lora.target_modules must be a list of suffixes of layer names"),
+        ({"target_modules": "q_proj"}, "policy.lora.target_modules must be a list of suffixes of layer names"),
+        ({"target_modules": [""]}, "policy.lora.target_modules must be a list of suffixes of layer names"),
         ({"adapter": "x", "rank": 8}, r"policy.lora.rank \(8\) is set, but policy.lora.adapter \(x\) has its own"),
         ({"rnak": 8}, "policy.lora has no field 'rnak': did you mean rank"),
     ],
@@ -247,7 +247,7 @@ def changed(folder, tmp_path, **settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"modules_to_save": ["lm_head"]}, r"trains whole layers \(.'lm_head'.\)"),
+        ({"modules_to_save": ["lm_head"]}, r"trains full layers \(.'lm_head'.\)"),
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
         ({"init_lora_weights": "pissa_niter_4"}, r"initialised with pissa_niter_4, .* path_initial_model_for_weight"),
         ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be recomputed"),
@@ -273,7 +273,7 @@ def test_other_kinds_of_adapters_are_refused(tmp_path):
 
 
 def test_an_adapter_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'\./nowhere' cannot be loaded: no folder .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"'\./nowhere' cannot be loaded: there is no folder .*nowhere"):
         loader_of(lora=LoRA(adapter="./nowhere")).load()
     with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json"):
         loader_of(lora=LoRA(adapter=str(tmp_path))).load()

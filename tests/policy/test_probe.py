@@ -204,7 +204,7 @@ def other_model(kind, **settings):
 
 
 def rwkv():
-    """It takes no attention mask: padding in front of a prompt enters its state."""
+    """It takes no attention mask: left padding of a prompt enters its state."""
     return other_model("rwkv", attention_hidden_size=64, context_length=256)
 
 
@@ -231,7 +231,7 @@ def loaded(model, **settings):
 
 
 def test_a_model_that_padding_changes_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"model type rwkv cannot be trained: padding in front .* differs by .* nats"):
+    with pytest.raises(ValueError, match=r"model type rwkv cannot be trained: left padding .* differs by .* nats"):
         loaded(rwkv())
 
 
@@ -336,7 +336,7 @@ def test_a_scale_behind_the_head_is_measured_and_anything_else_takes_whole_logit
     ):
         scorer, reason = behind(change)
         assert scorer.head_chunk_size is None
-        assert reason == "full logits: the model does more than scale what its head gives"
+        assert reason == "full logits: the model does more than scale the output of its head"
 
 
 def test_whole_logits_where_the_head_is_not_called():

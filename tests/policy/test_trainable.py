@@ -218,7 +218,7 @@ def test_narrow_weights_need_masters(dtype, precision):
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_a_narrow_precision_needs_masters(precision):
     loader = PolicyLoader("a")
-    with pytest.raises(ValueError, match=rf"trainer\.precision '{precision}' gives the trained weights 16 bits"):
+    with pytest.raises(ValueError, match=rf"trainer\.precision '{precision}' converts the trained weights to 16 bits"):
         check_masters(loader, precision, has_masters=False)
     check_masters(loader, precision, has_masters=True)
 

@@ -44,9 +44,7 @@ def run(*rewards: Any, metrics: Any = (), callbacks: Any = (), method: str = "",
     ],
 )
 def test_who_reads_the_same_boxes_reads_them_alike(rewards: Any, metrics: Any, callbacks: Any, names: str):
-    with pytest.raises(
-        ValueError, match=rf"The ground-truth boxes in 'solution' are {names}: set both to the same"
-    ):
+    with pytest.raises(ValueError, match=rf"The ground-truth boxes in 'solution' are {names}: set both to the same"):
         run(*rewards, metrics=metrics, callbacks=callbacks, method="iou")
 
 

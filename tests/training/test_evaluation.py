@@ -162,7 +162,7 @@ def test_records_have_what_a_reader_needs():
         ({"num_generations": 2.5}, "validation.num_generations must be a whole number, at least 1, got 2.5"),
         ({"pass_at": [1.5]}, "validation.pass_at must be whole numbers from 1 to num_generations, got"),
         ({"success_value": NAN}, "validation.success_value must be a finite number, got nan"),
-        ({"sampling": SamplingParams()}, "validation.sampling must be a mapping of what differs from training"),
+        ({"sampling": SamplingParams()}, "validation.sampling must be a mapping of settings that differ from training"),
         ({"sampling": {"temprature": 1}}, "validation.sampling must be a mapping .*top_p.*got {'temprature': 1}"),
         ({"confidence": 1.0}, "validation.confidence must be between 0 and 1, got 1.0"),
     ],

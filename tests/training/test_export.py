@@ -240,7 +240,7 @@ def rename(copy):
         (lack_and_forget, r"for example lm_head\.weight\. They are not known to be frozen.*--fill_missing"),
         (add, r"1 weights that the policy does not have, value_head\.weight first"),
         (reshape, r"lm_head\.weight is \[3, 4\] in the checkpoint and \[120, 32\] in the policy"),
-        (adapt, r"LoRA adapters \(for example base_model\.layers\.0\.lora_A\S+\), but .* contains their rank and alpha"),
+        (adapt, r"LoRA adapters \(for example base_model\.layers\.0\.lora_A\S+\), but .* their rank and alpha"),
         (rename, r"holds no weights of a policy: none of its 27 keys begins with 'policy\.'"),
     ],
 )
