@@ -241,7 +241,7 @@ def test_tiles_limit_the_tokens_of_an_image():
     ("family", "settings", "message"),
     [
         ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, but models of type internvl do not support it"),
-        ("qwen2_vl", {"max_anyres_num": 6}, "policy.max_anyres_num is 6, .* \(only internvl do\)"),
+        ("qwen2_vl", {"max_anyres_num": 6}, r"policy.max_anyres_num is 6, .* \(only internvl do\)"),
     ],
 )
 def test_settings_of_other_families_are_refused(family, settings, message):
@@ -263,7 +263,7 @@ def test_limits_that_are_none(settings, message):
 
 def test_settings_for_images_need_a_policy_that_sees():
     for settings in ({"max_pixels": 9}, {"freeze_vision_modules": True}):
-        with pytest.raises(ValueError, match="is text-only. Remove the setting"):
+        with pytest.raises(ValueError, match="is text-only"):
             PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer(), **settings).load()
 
 

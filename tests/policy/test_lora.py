@@ -295,7 +295,7 @@ def test_dropout_is_warned_of(caplog):
         loader_of(lora=LoRA(rank=2)).load()
         assert "dropout" not in caplog.text
         loader_of(lora=LoRA(rank=2, dropout=0.1)).load()
-    assert "policy.lora.dropout is 0.1: log-probs of the update differ" in caplog.text
+    assert "policy.lora.dropout is 0.1: dropout alone changes the log-probs" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_oss"])

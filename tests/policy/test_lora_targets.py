@@ -77,7 +77,7 @@ def test_what_has_none_is_said(caplog):
     assert (
         "experts get no adapter, because all experts of a layer are one tensor (down_proj, gate_up_proj); "
         in caplog.text
-    )  # noqa: E501
+    )
     assert "shared_experts.up_proj get none either, because peft mistakes their names for experts." in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):

@@ -305,14 +305,14 @@ def test_whole_logits_on_request():
 def test_whole_logits_without_a_named_head(monkeypatch):
     model = tiny_model()
     monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
-    assert "Qwen2ForCausalLM names no head" in whole_because(model)
+    assert "Qwen2ForCausalLM does not declare its head" in whole_because(model)
 
 
 def test_whole_logits_of_a_head_of_several_modules():
     """A part of a head may be gathered by its own hooks, as often as a rank has slices."""
     model = tiny_model()
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Linear(8, 120))
-    assert "Sequential, is made of several modules" in whole_because(model)
+    assert "Sequential, consists of several modules" in whole_because(model)
 
 
 def test_a_scale_behind_the_head_is_measured_and_anything_else_takes_whole_logits():

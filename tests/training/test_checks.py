@@ -165,7 +165,7 @@ def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
         return "there is no validation data" in caplog.text
 
     assert said(None, val_check_interval=2)
-    assert "trainer.val_check_interval is 2, and there is no validation data" in caplog.text
+    assert "trainer.val_check_interval is 2, but there is no validation data" in caplog.text
     assert "data.val_datasets or data.val_split" in caplog.text
     assert said(None, val_check_interval=5, check_val_every_n_epoch=None)
     assert not said(entries, val_check_interval=2)
@@ -189,7 +189,7 @@ def test_an_interval_of_time_validates_inside_an_epoch(interval, caplog):
 
 def test_an_interval_of_time_without_validation_data_is_said(caplog):
     fit(make_module(length=2), max_steps=1, val_check_interval="00:00:15:00")
-    assert "trainer.val_check_interval is a time of 900 seconds, and there is no validation data" in caplog.text
+    assert "trainer.val_check_interval is a time of 900 seconds, but there is no validation data" in caplog.text
     caplog.clear()
     fit(make_module(length=2), fast_dev_run=True, val_check_interval="00:00:15:00")
     assert "no validation data" not in caplog.text, "a fast_dev_run has no interval"

@@ -37,10 +37,10 @@ def run(*rewards: Any, metrics: Any = (), callbacks: Any = (), method: str = "",
 @pytest.mark.parametrize(
     ("rewards", "metrics", "callbacks", "names"),
     [
-        ([IoU(**NORM)], [RECAccuracy()], [], r"norm1000 to IoU and original to RECAccuracy"),
-        ([IoU()], [RECAccuracy(**NORM)], [], r"original to IoU and norm1000 to RECAccuracy"),
-        ([IoU(**NORM)], [], [DrawBoxes()], r"norm1000 to IoU and original to DrawBoxes"),
-        ([ByMethod({"iou": IoU(**NORM)})], [], [DrawBoxes()], r"norm1000 to IoU and original to DrawBoxes"),
+        ([IoU(**NORM)], [RECAccuracy()], [], r"norm1000 for IoU and original for RECAccuracy"),
+        ([IoU()], [RECAccuracy(**NORM)], [], r"original for IoU and norm1000 for RECAccuracy"),
+        ([IoU(**NORM)], [], [DrawBoxes()], r"norm1000 for IoU and original for DrawBoxes"),
+        ([ByMethod({"iou": IoU(**NORM)})], [], [DrawBoxes()], r"norm1000 for IoU and original for DrawBoxes"),
     ],
 )
 def test_who_reads_the_same_boxes_reads_them_alike(rewards: Any, metrics: Any, callbacks: Any, names: str):
