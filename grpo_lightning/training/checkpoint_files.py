@@ -238,7 +238,7 @@ class RankFiles:
         if not missing:
             return None
         return (
-            f"{self.folder.name}/{missing[0]}, which was saved next to it, is missing: copy the folder "
+            f"{self.folder.name}/{missing[0]} is missing, but was saved next to it: copy the folder "
             f"{self.folder.name} together with the checkpoint"
         )
 

@@ -157,6 +157,6 @@ def test_prompts_that_a_policy_cannot_take_are_named_together():
     with pytest.raises(ValueError, match="The policy does not support") as caught:
         make_trainer(max_steps=1).fit(module, datamodule=PromptDataModule(entries, entries))
     first, *lines = str(caught.value).splitlines()
-    assert first.startswith("3 prompts")
+    assert first.startswith("The policy does not support 3 prompts")
     assert [line.split(" has ")[0] for line in lines] == [f"- rows.jsonl:{n}" for n in (1, 2, 3)]
     assert all("the policy is text-only" in line for line in lines)

@@ -94,7 +94,7 @@ def test_a_reward_that_never_says_solved_is_reported_once(settings, values, is_w
     validation = Validation(num_generations=4, **settings)
     with caplog.at_level("WARNING"):
         assert means([result], validation)["avg@4"] == means([result], validation)["avg@4"]
-    expected = "Reward 'brief' decides what counts as solved, and none of its values reached success_value 1"
+    expected = "Reward 'brief' decides what counts as solved, but none of its values reached success_value 1"
     assert [expected in record.getMessage() for record in caplog.records] == [True] * is_warned
 
 
