@@ -241,7 +241,7 @@ def test_tiles_limit_the_tokens_of_an_image():
     ("family", "settings", "message"),
     [
         ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, but models of type internvl do not support it"),
-        ("qwen2_vl", {"max_anyres_num": 6}, rr"policy.max_anyres_num is 6, .* \(only internvl do\)"),
+        ("qwen2_vl", {"max_anyres_num": 6}, r"policy.max_anyres_num is 6, .* \(only internvl do\)"),
     ],
 )
 def test_settings_of_other_families_are_refused(family, settings, message):

@@ -236,12 +236,15 @@ def rename(copy):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lack, r"lacks 1 weights of the policy, lm_head\.weight first\. 27 weights were trained, and 26 are there"),
+        (
+            lack,
+            r"lacks 1 weights of the policy, for example lm_head\.weight\. 27 weights were trained, and 26 are present",
+        ),
         (lack_and_forget, r"for example lm_head\.weight\. They are not known to be frozen.*--fill_missing"),
-        (add, r"1 weights that the policy does not have, value_head\.weight first"),
+        (add, r"1 weights that the policy does not have, for example value_head\.weight"),
         (reshape, r"lm_head\.weight is \[3, 4\] in the checkpoint and \[120, 32\] in the policy"),
         (adapt, r"LoRA adapters \(for example base_model\.layers\.0\.lora_A\S+\), but .* their rank and alpha"),
-        (rename, r"holds no weights of a policy: none of its 27 keys begins with 'policy\.'"),
+        (rename, r"contains no policy weights: none of its 27 keys starts with 'policy\.'"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(untied, tmp_path, change, said):
