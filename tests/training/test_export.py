@@ -156,7 +156,7 @@ def test_what_is_not_frozen_must_be_there(tmp_path):
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     del content["state_dict"]["policy.lm_head.weight"]
     torch.save(content, tmp_path / "lacking.ckpt")
-    with pytest.raises(ValueError, match=r"lacks 1 weights of the policy, lm_head\.weight first"):
+    with pytest.raises(ValueError, match=r"lacks 1 weights of the policy, for example lm_head\.weight"):
         export(tmp_path / "lacking.ckpt", tmp_path / "other")
 
 
