@@ -33,7 +33,7 @@ ENGINES = {
     "some without tokens": ScriptedEngine([[A, EOS], [], [X, EOS], []], "stop"),
 }
 CASES = {name: {"engine": engine} for name, engine in ENGINES.items()} | {
-    "equal rewards": {"rewards": [constant]},
+    "zero reward variance": {"rewards": [constant]},
     "no rewards": {"rewards": [no_reward]},
     "a lone reward": {"rewards": [one_scorable]},
     "no tokens, no rewards": {"engine": ENGINES["no tokens"], "rewards": [no_reward]},
@@ -61,7 +61,7 @@ def test_training_goes_on(case, objective):
         assert all(math.isfinite(value) for value in step.values()), step
 
 
-@pytest.mark.parametrize("case", ["equal rewards", "no rewards", "a lone reward", "all empty", "no tokens"])
+@pytest.mark.parametrize("case", ["zero reward variance", "no rewards", "a lone reward", "all empty", "no tokens"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_what_teaches_nothing_moves_nothing(case, beta):
     """The KL has no gradient either, where policy and reference are still the same."""
@@ -84,8 +84,8 @@ def run_said(caplog, **options):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"rewards": [no_reward]}, "no completion could be scored"),
-        ({"rewards": [constant]}, "equal rewards"),
+        ({"rewards": [no_reward]}, "no completion is scorable"),
+        ({"rewards": [constant]}, "zero reward variance"),
         ({"engine": ENGINES["all truncated"], "overlong_filter": "loss"}, "overlong_filter 'loss'"),
         ({"engine": ENGINES["all truncated"], "overlong_filter": "group"}, "overlong_filter 'group'"),
     ],
@@ -115,7 +115,7 @@ def test_one_of_two_updates_is_empty(caplog):
     module = make_module(length=4, rewards=[of_the_first_prompts], updates_per_rollout=2)
     fit(module, batch_size=4, max_steps=2, callbacks=[history], shuffle=False)
     assert history.steps[0]["rollout/empty_updates"] == 0.5
-    assert caplog.text.count("equal rewards") == 1
+    assert caplog.text.count("zero reward variance") == 1
 
 
 def test_the_metrics_say_so():

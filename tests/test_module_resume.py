@@ -429,7 +429,7 @@ def test_resuming_around_a_model_that_was_trained_since(tmp_path, beta):
     if beta == 0:  # nothing but the weights counts
         train(tmp_path, module=module(model), **settings)
         return
-    with pytest.raises(ValueError, match=r"policy is not the one that the run .* began with.* load it again"):
+    with pytest.raises(ValueError, match=r"policy is not the policy that the run .* began with.* load it again"):
         train(tmp_path, module=module(model), **settings)
     train(tmp_path, module=module(tiny_model("qwen2", **SMALL)), **settings)
 
@@ -514,7 +514,7 @@ def test_a_checkpoint_saved_after_the_weights_were_averaged_is_said(tmp_path, ca
         fit(make_module(), max_steps=1, callbacks=[*callbacks], enable_checkpointing=True).save_checkpoint(
             tmp_path / "late.ckpt", **arguments
         )
-        return [message for message in caplog.messages if "is saved after training has ended" in message]
+        return [message for message in caplog.messages if "is saved after the end of training" in message]
 
     during = ModelCheckpoint(tmp_path / "during", every_n_train_steps=1, save_last=True)
     (warning,) = said(EMAWeightAveraging(decay=0.5), during)

@@ -44,8 +44,8 @@ def matches_answer(completions, answer):
         ({"objective": 0.1}, r"model.objective must be of Objective, got 0.1: write Objective"),
         ({"objective": {"beta_": 0.0}}, r"model.objective has no field 'beta_': did you mean beta\?"),
         ({"optimizer": 1e-4}, r"model.optimizer must be something to call with the parameters.*, got 0.0001: write"),
-        ({"policy": 3}, "model.policy must be a name, a folder, a PolicyLoader, or a Transformers model .*, got 3"),
-        ({"validation": Validation(success="speed")}, "validation.success names .*got 'speed'; there are: vowel_share"),
+        ({"policy": 3}, "model.policy must be a name, a folder, a PolicyLoader, or a transformers model .*, got 3"),
+        ({"validation": Validation(success="speed")}, "validation.success names .*got 'speed'; available: vowel_share"),
         ({"rewards": []}, "rewards must be a list of at least one reward"),
         ({"rewards": [vowel_share, vowel_share]}, "2 rewards are named 'vowel_share'"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries and rewards has 1"),
@@ -66,7 +66,7 @@ def test_sampling_from_another_distribution_is_said(caplog, field):
     value = {"top_k": 5}.get(field, 0.9)
     with caplog.at_level(logging.WARNING):
         GRPOLightningModule(NOT_THERE, [vowel_share], sampling=SamplingParams(**{field: value}))
-    assert f"Sampling with {field}={value} draws from another distribution" in caplog.text
+    assert f"Sampling with {field}={value} uses a different distribution" in caplog.text
 
 
 def test_a_missing_column_fails_before_the_weights_load():
@@ -104,7 +104,7 @@ def test_transformers_own_checkpointing_is_refused(hook, scoring):
 
     setattr(SwitchOn, hook, lambda self, trainer, module, *args: module.policy.gradient_checkpointing_enable())
     loader = PolicyLoader(model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), scoring=scoring)
-    with pytest.raises(RuntimeError, match=r"gradient checkpointing is switched on .* 'chunks' or 'layers' instead"):
+    with pytest.raises(RuntimeError, match=r"gradient checkpointing is enabled .* 'chunks' or 'layers' instead"):
         fit(make_module(policy=loader), max_steps=1, callbacks=[SwitchOn()])
 
 
@@ -171,7 +171,7 @@ def test_two_clippings_are_refused():
 def test_weights_too_narrow_to_move_are_refused_before_they_load(precision):
     loader = PolicyLoader("not/there", dtype="bfloat16")
     module = make_module(policy=loader)
-    with pytest.raises(ValueError, match=r"rounded away.*trainer\.strategy: zero2"):
+    with pytest.raises(ValueError, match=r"lost to rounding.*trainer\.strategy: zero2"):
         fit(module, max_epochs=1, precision=precision)
 
 
@@ -208,7 +208,7 @@ def test_boxes_are_turned_into_pixels_once(tmp_path):
     for boxes, settings, is_twice in cases:
         module = make_module(**settings)
         data = PromptDataModule([{"json_path": str(rows), "boxes": boxes}])
-        with pytest.raises(ValueError, match="would turn them again" if is_twice else "the policy takes text only"):
+        with pytest.raises(ValueError, match="would convert them again" if is_twice else "the policy is text-only"):
             make_trainer(max_steps=1).fit(module, datamodule=data)
 
 

@@ -220,7 +220,7 @@ def test_a_text_policy_refuses_images(image_files):
 
     module = make_module()
     source = make_source(module, vision_prompts(image_files))
-    with pytest.raises(ValueError, match=r"prompt 0 has 1 image\(s\), and the policy takes text only"):
+    with pytest.raises(ValueError, match=r"prompt 0 has 1 image\(s\), and the policy is text-only"):
         make_trainer(max_steps=1).fit(module, source)
 
 

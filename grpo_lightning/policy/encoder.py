@@ -1,7 +1,7 @@
-"""Prompts to what the policy takes: token ids, and of images the tensors of the policy's own processor.
+"""Encoding prompts: token ids, and image tensors made by the policy's own processor.
 
-Every prompt goes through the processor alone and once, however many completions it gets: what is made of it is never
-cut out of a batch.
+The processor encodes each prompt once and alone, however many completions it gets: encoded prompts are never sliced out
+of a batch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible: put into texts that spell a token which stands for an image."""
+"""Invisible character, inserted into texts that spell an image placeholder token."""
 
 BLANK_SIDE = 56
-"""Pixels of the blank image: processors make it a few tokens."""
+"""Side of the blank image in pixels: it becomes a few tokens."""
 
 
 class Encoder:
-    """Turns prompts into what a policy takes.
+    """Encodes prompts into the policy's inputs.
 
     Args:
-        tokenizer: The policy's.
-        processor: The policy's, if it sees images: tokenizer and image processor in one.
-        config: The policy's; None knows no limit of positions.
+        tokenizer: The policy's tokenizer.
+        processor: The processor of a multimodal policy: tokenizer and image processor in one.
+        config: The policy's config; None sets no limit on positions and vocabulary.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any = None, config: Any = None) -> None:
@@ -50,10 +50,10 @@ class Encoder:
 
     @functools.cached_property
     def media_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that stand for images and videos, or frame them.
+        """Ids of the placeholder and delimiter tokens of images and videos.
 
         Raises:
-            ValueError: If the tokenizer has no token that stands for an image.
+            ValueError: If the tokenizer has no image placeholder token.
         """
         if not self.sees_images:
             return ()
@@ -61,9 +61,9 @@ class Encoder:
         image, ids = getattr(self.config, "image_token_id", None), set(vocabulary.values())
         if image is not None and image not in ids:
             raise ValueError(
-                f"The policy's image_token_id is {image}, and its tokenizer has {len(vocabulary)} tokens without that "
-                "one: no prompt could show an image. Give model.policy.tokenizer the policy's own processor, or "
-                "correct image_token_id in its config.json."
+                f"The policy's image_token_id is {image}, which is not among the {len(vocabulary)} tokens of its "
+                "tokenizer: no prompt could contain an image. Set model.policy.tokenizer to the policy's own "
+                "processor, or correct image_token_id in its config.json."
             )
         named = self.family.media_tokens if self.family else ()
         known = {vocabulary[token] for token in named if token in vocabulary}
@@ -72,9 +72,9 @@ class Encoder:
 
     @functools.cached_property
     def never_sampled(self) -> tuple[int, ...]:
-        """Ids that no completion has: those that stand for images, and those behind the tokenizer's last token.
+        """Ids that are never sampled: image placeholders, and ids beyond the tokenizer's last token.
 
-        Embeddings are padded to a round number of rows: what is sampled there is no text, and cannot be given back.
+        Embeddings are padded to a round number of rows; the additional ids cannot be decoded to text or fed back.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -82,20 +82,20 @@ class Encoder:
 
     @functools.cached_property
     def media_tokens(self) -> list[str]:
-        """The same as text."""
+        """`media_token_ids` as text."""
         tokens: list[str] = self.tokenizer.convert_ids_to_tokens(list(self.media_token_ids))
         return tokens
 
     def __call__(self, prompt: Prompt, where: str = "") -> EncodedPrompt:
-        """Encode a prompt; its images are read now.
+        """Encode a prompt and read its images.
 
         Args:
-            prompt: Text or messages, with images or without.
-            where: What to call it in errors; by default by its `label`.
+            prompt: Text or messages, with or without images.
+            where: Name of the prompt in errors; its `label` by default.
 
         Raises:
-            ValueError: If it cannot be tokenized, has images that cannot be read, or something that the policy does not
-                take.
+            ValueError: If it cannot be tokenized, has unreadable images, or contains something that the policy does not
+                support.
         """
         self.check(prompt, where)
         if not self.sees_images:
@@ -106,59 +106,59 @@ class Encoder:
             return EncodedPrompt(self.without_images(prompt, where), PromptVision())
         if prompt.token_ids is not None:
             raise ValueError(
-                f"{where or prompt.label} has images and token_ids: what its images become cannot be cut. Leave the "
-                "token_ids out."
+                f"{where or prompt.label} has images and token_ids: prompts with images cannot be truncated. Remove "
+                "token_ids."
             )
         images = [image.read() for image in prompt.images]
-        outputs = self.processed(self.rendered(prompt, where), images, where or prompt.label)
+        outputs = self.process(self.render(prompt, where), images, where or prompt.label)
         return self.with_images(outputs, images)
 
     def check(self, prompt: Prompt, where: str = "") -> None:
-        """Raise ValueError if a prompt has a video or sound, or an image that this policy cannot see.
+        """Raise ValueError if a prompt contains video or audio, or an image that a text-only policy cannot take.
 
-        Chat templates render what they do not know as nothing, or as a token that nothing stands behind.
+        Chat templates silently drop parts that they do not know, or render them as a placeholder without content.
         """
         messages = () if isinstance(prompt.content, str) else prompt.content
         contents = (message.get("content") for message in messages)
         kinds = [kind_of(part) for content in contents if not isinstance(content, str) for part in content or ()]
         if others := [kind for kind in kinds if kind not in ("text", "image")]:
             raise ValueError(
-                f"{where or prompt.label} has a message part of type {others[0]!r}, and policies are given parts of "
-                "type 'text' and 'image' only (no video, no sound; an image's file goes into Prompt.images). Remove "
-                "the part if the question can be answered without it, or leave the prompt out."
+                f"{where or prompt.label} has a message part of type {others[0]!r}; only 'text' and 'image' are "
+                "supported (no video, no audio; image files belong in Prompt.images). Remove the part if the question "
+                "can be answered without it, or remove the prompt."
             )
         if not self.sees_images and (prompt.images or "image" in kinds):
             raise ValueError(
                 f"{where or prompt.label} has {len(prompt.images) or kinds.count('image')} image(s), and the policy "
-                "takes text only: without them the question has no answer. Take a vision-language policy, or leave the "
-                "row out."
+                "is text-only: the question cannot be answered without them. Use a vision-language policy, or remove "
+                "the row."
             )
 
     def check_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise ValueError if a token has no embedding in the policy: its tokenizer is another's, or was extended."""
+        """Raise ValueError if a token has no embedding: the tokenizer belongs to another model, or was extended."""
         size = 0 if self.config is None else vocabulary_size(self.config)
         if size and max(ids, default=0) >= size:
             token = max(ids)
             raise ValueError(
                 f"{where} has the token {self.tokenizer.convert_ids_to_tokens(token)!r} (id {token}), and the policy's "
-                f"vocabulary has {size} tokens. Give model.policy.tokenizer the policy's own, or resize the policy's "
-                "embeddings (resize_token_embeddings) and train them first."
+                f"vocabulary has {size} tokens. Set model.policy.tokenizer to the policy's own tokenizer, or resize "
+                "the policy's embeddings (resize_token_embeddings) and train them first."
             )
 
     def fitting(self, prompts: Sequence[Prompt], max_completion_length: int) -> list[EncodedPrompt]:
-        """Encode prompts that leave room for their completions. Raises: ValueError naming one that does not."""
+        """Encode prompts. Raises: ValueError for a prompt that leaves no room for its completions."""
         encoded = [self(prompt) for prompt in prompts]
         limit = None if self.config is None else num_positions(self.config)
-        for prompt, found in zip(prompts, encoded, strict=True):
-            check_length(prompt, len(found.token_ids), limit, max_completion_length)
+        for prompt, inputs in zip(prompts, encoded, strict=True):
+            check_length(prompt, len(inputs.token_ids), limit, max_completion_length)
         return encoded
 
     def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
-        """The vision inputs of encoded prompts; None if the policy takes no images.
+        """Collect the vision inputs of encoded prompts; None if the policy is text-only.
 
         Args:
-            prompts: N, of this policy.
-            needs_blank: True if the vision tower has to run also where there is no image.
+            prompts: N vision inputs, encoded for this policy.
+            needs_blank: True if the vision tower has to run even without images.
         """
         if not self.sees_images:
             return None
@@ -168,62 +168,62 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """L of a prompt, from the sizes of its images alone. Raises: as encoding does."""
+        """Length L of a prompt, computed from the image sizes without decoding them. Raises: as encoding does."""
         if not prompt.images or not self.sees_images:
             return len(self(prompt, where).token_ids)
         self.check(prompt, where)
-        text = self.tokenizer(self.rendered(prompt, where), add_special_tokens=False)["input_ids"]
+        text = self.tokenizer(self.render(prompt, where), add_special_tokens=False)["input_ids"]
         try:
             return len(text) + sum(self.num_more_tokens(*image.size()) for image in prompt.images)
         except ImageError:
-            raise  # which names the row
+            raise  # already names the row
         except ValueError as error:
             raise ValueError(f"{where or prompt.label}: {error}") from error
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - as long as the run
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - the encoder lives as long as the run
     def num_more_tokens(self, width: int, height: int) -> int:
-        """Tokens that an image of this size adds to its placeholder's own."""
+        """Tokens that an image of this size adds to its placeholder."""
         text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
-        ids = self.processed(text, [blank_image(width, height)], "an image")["input_ids"][0]
+        ids = self.process(text, [blank_image(width, height)], "an image")["input_ids"][0]
         return len(ids) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     # ----------------------------------------------------------------------------------------------------- the pieces
 
     @functools.cached_property
     def blank(self) -> dict[str, Tensor]:
-        """The tensors of a small image that shows nothing."""
+        """Processor tensors of a small blank image."""
         image = blank_image(BLANK_SIDE, BLANK_SIDE)
         text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
-        vision = self.with_images(self.processed(text, [image], "a blank image"), [image]).vision
+        vision = self.with_images(self.process(text, [image], "a blank image"), [image]).vision
         assert vision is not None
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Messages as text, the assistant's turn opened, or continued if it is the last."""
+        """Render messages as text. Opens the assistant's turn, or continues it if it is the last message."""
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
             [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
         return text
 
     def without_images(self, prompt: Prompt, where: str) -> list[int]:
-        """The tokens of text alone. Raises: ValueError if a part of the messages stands for an image all the same."""
-        ids = tokenize(self.unspelled(prompt), self.tokenizer, where)
+        """Tokenize a prompt without images. Raises: ValueError if its messages contain an image placeholder."""
+        ids = tokenize(self.escape_media_tokens(prompt), self.tokenizer, where)
         if stray := sorted(set(ids) & set(self.media_token_ids)):
             raise ValueError(
-                f"{where or prompt.label} has no image, and its messages become "
-                f"{self.tokenizer.convert_ids_to_tokens(stray[0])!r}: give it its images, or remove the part."
+                f"{where or prompt.label} has no image, but its messages render as "
+                f"{self.tokenizer.convert_ids_to_tokens(stray[0])!r}: add the images, or remove the part."
             )
         return ids
 
-    def rendered(self, prompt: Prompt, where: str) -> str:
-        """A prompt with images as text, a placeholder for each."""
-        content = self.unspelled(prompt).content
+    def render(self, prompt: Prompt, where: str) -> str:
+        """Render a prompt with images as text with one placeholder per image."""
+        content = self.escape_media_tokens(prompt).content
         parts = [part for message in content if not isinstance(message, str) for part in message.get("content") or ()]
         places = sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
         if isinstance(content, str) or places != len(prompt.images):
             raise ValueError(
-                f"{where or prompt.label} has {len(prompt.images)} image(s) and {places} place(s) for them: give it "
-                'messages with a part {"type": "image"} for each.'
+                f"{where or prompt.label} has {len(prompt.images)} image(s) and {places} image placeholder(s): its "
+                'messages need one part {"type": "image"} per image.'
             )
         try:
             return self.template(content, prompt.chat_template_kwargs)
@@ -232,18 +232,18 @@ class Encoder:
                 f"{where or prompt.label}: the processor's chat template cannot render the messages: {error}."
             ) from error
 
-    def processed(self, text: str, images: list[Image], where: str) -> Any:
-        """The processor's output for a text with its images."""
+    def process(self, text: str, images: list[Image], where: str) -> Any:
+        """Run the processor on a text and its images."""
         try:
             return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
         except (ValueError, IndexError) as error:  # an image that is too narrow, for example
             sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
             raise ValueError(
-                f"{where}: {type(self.processor).__name__} does not take its images ({sizes} pixels): {error}"
+                f"{where}: {type(self.processor).__name__} cannot process its images ({sizes} pixels): {error}"
             ) from error
 
     def with_images(self, outputs: Mapping[str, Tensor], images: Sequence[Image]) -> EncodedPrompt:
-        """A prompt with images, from what the processor made of it."""
+        """Make an encoded prompt with images from the processor's outputs."""
         ids = outputs["input_ids"][0]
         others = {
             name: value
@@ -257,80 +257,80 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """How the policy sees one of the images."""
-        seen = image.size
+        """Original size of an image, and its size after the processor resized it."""
+        resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()
             patch = self.config.vision_config.patch_size
-            seen = columns * patch, rows * patch
-        return ImageView(*image.size, *seen, self.family.coordinates if self.family else None)
+            resized = columns * patch, rows * patch
+        return ImageView(*image.size, *resized, self.family.coordinates if self.family else None)
 
-    def unspelled(self, prompt: Prompt) -> Prompt:
-        """The prompt, its texts broken where they spell a token that stands for an image: text stays text."""
-        content = map_contents(joined_parts, prompt.content)
+    def escape_media_tokens(self, prompt: Prompt) -> Prompt:
+        """Escape image placeholders that are spelled out in the prompt's text, so that they are tokenized as text."""
+        content = map_contents(merge_text_parts, prompt.content)
         spelled = [token for token in self.media_tokens if token in str(content)]
 
-        def broken(text: str) -> str:
+        def escape(text: str) -> str:
             return functools.reduce(
                 lambda t, token: t.replace(token, token[0] + WORD_JOINER + token[1:]), spelled, text
             )
 
-        def broken_in(found: Any) -> Any:
-            if isinstance(found, str):
-                return broken(found)
-            return [{**part, "text": broken(part["text"])} if part.get("type") == "text" else part for part in found]
+        def escape_parts(parts: Any) -> Any:
+            if isinstance(parts, str):
+                return escape(parts)
+            return [{**part, "text": escape(part["text"])} if part.get("type") == "text" else part for part in parts]
 
-        return dataclasses.replace(prompt, content=map_contents(broken_in, content) if spelled else content)
+        return dataclasses.replace(prompt, content=map_contents(escape_parts, content) if spelled else content)
 
 
 def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
-    """A prompt's content with every text, or list of a message's parts, changed."""
+    """Apply `change` to a prompt's text, or to the content (text or list of parts) of each of its messages."""
     if isinstance(content, str):
         return change(content)
-    # A call of a tool has no content.
+    # Tool calls have no content.
     return [
         message if message.get("content") is None else {**message, "content": change(message["content"])}
         for message in content
     ]
 
 
-def joined_parts(parts: Any) -> Any:
-    """The parts of a message, neighbouring texts made one, as templates do: no token is spelled over two of them."""
+def merge_text_parts(parts: Any) -> Any:
+    """Merge adjacent text parts of a message, as templates do: no token can be spelled across two of them."""
     if isinstance(parts, str):
         return parts
-    joined: list[Mapping[str, Any]] = []
+    merged: list[Mapping[str, Any]] = []
     for part in parts:
-        if joined and part.get("type") == joined[-1].get("type") == "text":
-            joined[-1] = {**joined[-1], "text": joined[-1]["text"] + part["text"]}
+        if merged and part.get("type") == merged[-1].get("type") == "text":
+            merged[-1] = {**merged[-1], "text": merged[-1]["text"] + part["text"]}
         else:
-            joined.append(part)
-    return joined
+            merged.append(part)
+    return merged
 
 
 def kind_of(part: Any) -> str | None:
-    """The type that a part of a message names."""
+    """The type of a message part."""
     return part.get("type") if isinstance(part, Mapping) else type(part).__name__
 
 
 def blank_image(width: int, height: int) -> Image:
-    """An image that shows nothing."""
+    """Make a grey image."""
     import PIL.Image
 
     return PIL.Image.new("RGB", (width, height), (127, 127, 127))
 
 
 OWN_SETTINGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
-"""Arguments of `apply_chat_template` that every prompt decides itself."""
+"""Arguments of `apply_chat_template` that follow from each prompt."""
 
 
 def check_template_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if `chat_template_kwargs` sets what every prompt decides itself."""
+    """Raise ValueError if `chat_template_kwargs` sets one of `OWN_SETTINGS`."""
     for name in settings:
         if name in OWN_SETTINGS:
             raise ValueError(
-                f"chat_template_kwargs has {name!r}, which follows from each prompt: an assistant message at the end "
-                "of a prompt is continued, after any other message an assistant turn is opened. Remove it, and end "
-                "the prompts to continue with an assistant message (column 'prompt')."
+                f"chat_template_kwargs sets {name!r}, which follows from each prompt: a final assistant message is "
+                "continued, and after any other message an assistant turn is opened. Remove it, and end prompts that "
+                "should be continued with an assistant message (column 'prompt')."
             )
 
 
@@ -342,7 +342,7 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
         settings: `chat_template_kwargs`.
 
     Raises:
-        ValueError: If `settings` sets this as well.
+        ValueError: If `settings` sets one of these arguments.
     """
     check_template_settings(settings)
     is_prefilled = messages[-1].get("role") == "assistant"
@@ -350,17 +350,17 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
 
 
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
-    """The prompt's token ids: text as it is, messages through the chat template with the assistant's turn opened.
+    """Tokenize a prompt: text as it is, messages with the chat template and an open assistant turn.
 
-    An assistant message at the end (prefill) is continued: completions are what comes after it.
+    A final assistant message (prefill) is continued by the completions.
 
     Args:
         prompt: Text or messages.
-        tokenizer: The policy's.
-        where: What to call the prompt in errors; by default by its `label`.
+        tokenizer: The policy's tokenizer.
+        where: Name of the prompt in errors; its `label` by default.
 
     Raises:
-        ValueError: If the prompt has no tokens, or its messages meet a tokenizer without a chat template or one that
+        ValueError: If the prompt has no tokens, or the tokenizer has no chat template for its messages, or the template
             cannot render them.
     """
     if prompt.token_ids is not None:
@@ -370,9 +370,9 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
     else:
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"{where or prompt.label} is a list of messages, but the tokenizer has no chat template. Take "
+                f"{where or prompt.label} is a list of messages, but the tokenizer has no chat template. Use "
                 "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "
-                "text: then a question is continued as it is (in Python: PromptTemplate(prompt_as='text'))."
+                "text to continue questions as plain text (in Python: PromptTemplate(prompt_as='text'))."
             )
         settings = turn_settings(prompt.content, prompt.chat_template_kwargs)
         try:
@@ -382,8 +382,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
                 return_dict=False,
                 **settings,
             )
-        # What templates raise for roles and contents that they do not know, and transformers for a prefill that they
-        # do not render.
+        # Templates raise these for unknown roles and contents, and transformers for a prefill that the template drops.
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{where or prompt.label}: the tokenizer's chat template cannot render the messages: {error}. "
@@ -398,17 +397,17 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
     """Check that a prompt and its longest completion fit the model's positions.
 
     Args:
-        prompt: To be named.
-        num_tokens: L.
+        prompt: Named in the error.
+        num_tokens: Length L of the prompt.
         limit: Positions of the model, see `num_positions`; None is no limit.
-        max_completion_length: Tokens that may come after it.
+        max_completion_length: Maximum number of tokens of its completions.
 
     Raises:
-        ValueError: If they do not, naming the prompt and the lengths.
+        ValueError: If they do not fit, naming the prompt and the lengths.
     """
     if limit is not None and num_tokens + max_completion_length > limit:
         raise ValueError(
             f"{prompt.label} has {num_tokens} tokens; with sampling.max_completion_length "
-            f"{max_completion_length} that is more than the policy's {limit} positions. Lower the length, set "
-            "data.max_prompt_length (with overlong_prompts: drop or truncate), or leave the prompt out."
+            f"{max_completion_length} that exceeds the policy's {limit} positions. Lower the completion length, set "
+            "data.max_prompt_length (with overlong_prompts: drop or truncate), or remove the prompt."
         )

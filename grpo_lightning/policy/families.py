@@ -1,7 +1,7 @@
-"""Facts about families of vision-language models, one record each: no other file names a model type.
+"""Vision-language model families, one record each: no other file depends on a model type of theirs.
 
-What the models declare themselves is not repeated here: which tensors their forward takes, whether positions are
-three-dimensional, how many tokens an image is.
+Only properties that the models do not declare themselves. Declared are the tensors of their forward, whether positions
+are three-dimensional, and the number of tokens of an image.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from grpo_lightning.policy.hf import base_model
 log = logging.getLogger(__name__)
 
 Resizing = Literal["pixels", "tiles", "fixed"]
-"""How an image's number of tokens is limited: by its `pixels`, by the number of `tiles` it is cut into, or not at all,
-as every image is resized to the same size."""
+"""How the number of tokens per image is limited: by its `pixels`, by its number of `tiles`, or not at all (`fixed`),
+because all images are resized to the same size."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The facts about a family that its config does not have."""
+    """Properties of a model family that its config does not contain."""
 
     vision: tuple[str, ...]
-    """The parts that make features of images: the vision tower and what projects it, by their names in the model."""
+    """Names of the modules that compute image features: the vision tower and its projector."""
 
     media_tokens: tuple[str, ...]
-    """Tokens that stand for images and videos, or frame them: no answer has them, and no text of the data means them.
+    """Placeholder and delimiter tokens of images and videos. They are never sampled, and escaped in text.
 
-    One that was sampled would have no image behind it, and end the run at the next forward pass.
+    A sampled placeholder would have no image, and the next forward pass would fail.
     """
 
     coordinates: Coordinates
-    """How the model names places in an image."""
+    """Coordinate system in which the model locates objects in an image."""
 
     resizing: Resizing
 
     pixel_count: int = 1
-    """How often the processor counts every pixel of an image against its limits of pixels."""
+    """How many times the processor counts each pixel of an image towards its pixel limits."""
 
     attends_both_ways: bool = False
-    """True if the tokens of an image attend to those behind them too, which takes a mask."""
+    """True if image tokens attend bidirectionally to the tokens of their image, which requires a mask."""
 
     unused: tuple[str, ...] = ()
-    """Modules in the vision tower whose results nothing reads, by their own names: no loss gives them a gradient."""
+    """Names of vision-tower modules whose outputs are unused: they never get a gradient."""
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -81,24 +81,24 @@ FAMILIES: Mapping[str, Family] = {
 """By `config.model_type`."""
 
 REMOTE_CODE = {"internvl_chat": "internvl"}
-"""Model types that only come as code next to a checkpoint, and the native ones that replace them."""
+"""Model types that exist only as remote code in a checkpoint, and the native types that replace them."""
 
 
 def sees_images(config: Any) -> bool:
-    """True for the config of a model that takes images."""
+    """True for the config of a multimodal model, which takes images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def family_of(config: Any) -> Family | None:
-    """The record of a model's family; None if it takes no images, or there is none."""
+    """The record of a model's family; None for text-only models and unknown families."""
     return FAMILIES.get(config.model_type) if sees_images(config) else None
 
 
 def native_checkpoints(name: str) -> str:
-    """The checkpoints of the hub, in transformers' own form, that replace a remote-code InternVL.
+    """Names of the native transformers checkpoints on the hub that replace a remote-code InternVL.
 
-    OpenGVLab publishes InternVL3 and InternVL3.5 in that form, and spells the two differently. There is none of
-    InternVL2.5 and older, or of a checkpoint fine-tuned from them.
+    OpenGVLab publishes InternVL3 and InternVL3.5 in that format, with different suffixes. There are none for
+    InternVL2.5 and older, or for checkpoints fine-tuned from them.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:
@@ -107,38 +107,38 @@ def native_checkpoints(name: str) -> str:
 
 
 def unknown_reason(config: Any) -> str | None:
-    """Why the images of a model cannot be run once per prompt; None if they can, or it takes none."""
+    """Why the images of a model cannot be encoded once per prompt; None if they can, or it is text-only."""
     if not sees_images(config) or family_of(config) is not None:
         return None
     return (
-        f"the package has no facts about vision-language models of type {config.model_type} (it knows "
-        f"{', '.join(FAMILIES)}), and leaves positions and images to the model"
+        f"vision-language models of type {config.model_type} are not known (known types: "
+        f"{', '.join(FAMILIES)}), so positions and images are left to the model"
     )
 
 
 def refuse_remote_code(name: str, model_type: str | None) -> None:
-    """Raise ValueError if a checkpoint of this model type needs code of its own, naming its native form."""
+    """Raise ValueError if this model type needs remote code, naming its native checkpoint."""
     if model_type in REMOTE_CODE:
         raise ValueError(
-            f"model.policy {name!r} is a checkpoint with code of its own (model type {model_type}), which cannot be "
-            f"run prompt by prompt. Take a native checkpoint of type {REMOTE_CODE[model_type]}: "
+            f"model.policy {name!r} is a checkpoint with remote code (model type {model_type}), which cannot be "
+            f"run prompt by prompt. Use a native checkpoint of type {REMOTE_CODE[model_type]}: "
             f"{native_checkpoints(name)}, or convert it: docs/vision.md#native-checkpoints."
         )
 
 
 def vision_parts(model: nn.Module, family: Family) -> Iterator[nn.Module]:
-    """The vision tower and its projector."""
+    """Iterate over the vision tower and its projector."""
     inner = inner_model(model)
     return (getattr(inner, name) for name in family.vision)
 
 
 def inner_model(model: nn.Module) -> Any:
-    """The part of the model that turns images and tokens into hidden states: all but the head."""
+    """The model without its head: maps images and tokens to hidden states."""
     return base_model(model).model
 
 
 def is_tower_trained(model: nn.Module) -> bool:
-    """True if images have to be encoded anew in every pass, as what encodes them changes."""
+    """True if the vision tower is trained: images have to be encoded again in every pass."""
     family = family_of(base_model(model).config)
     if family is None:
         return True
@@ -149,7 +149,7 @@ def freeze_vision(model: nn.Module) -> None:
     """Freeze the vision tower and its projector.
 
     Raises:
-        ValueError: If the model has none, or its family is not known.
+        ValueError: If the model is text-only, or its family is not known.
     """
     family = known_family(base_model(model).config, "policy.freeze_vision_modules")
     for part in vision_parts(model, family):
@@ -157,35 +157,35 @@ def freeze_vision(model: nn.Module) -> None:
 
 
 def freeze_unused(model: nn.Module) -> None:
-    """Freeze the parts of the vision tower that no loss reaches, and say so: DDP would wait for their gradients."""
+    """Freeze unused modules of the vision tower and log them: DDP would wait for their gradients."""
     family = family_of(base_model(model).config)
     if family is None:
         return
-    found = [
+    unused = [
         (name, module)
         for part in vision_parts(model, family)
         for name, module in part.named_modules()
         if name.rpartition(".")[2] in family.unused and any(weight.requires_grad for weight in module.parameters())
     ]
-    for name, module in found:
+    for name, module in unused:
         module.requires_grad_(False)
-        log.info("The vision tower's %s is frozen: nothing reads what it makes, so no loss can train it.", name)
+        log.info("Froze the vision tower's %s: its output is not used, so it gets no gradient.", name)
 
 
 def known_family(config: Any, setting: str) -> Family:
     """The record of a model's family, for a setting that needs it.
 
     Raises:
-        ValueError: If the model takes no images, or there is no record.
+        ValueError: If the model is text-only, or its family is not known.
     """
     if not sees_images(config):
         raise ValueError(
-            f"{setting} is set, and the policy (model type {config.model_type}) takes no images: leave it out."
+            f"{setting} is set, but the policy (model type {config.model_type}) is text-only. Remove the setting."
         )
     family = family_of(config)
     if family is None:
         raise ValueError(
-            f"{setting} is set, and the package has no facts about models of type {config.model_type}; it knows "
-            f"{', '.join(FAMILIES)}. Leave it out, or add a record to policy/families.py."
+            f"{setting} is set, but vision-language models of type {config.model_type} are not known (known types: "
+            f"{', '.join(FAMILIES)}). Remove the setting, or add a record to policy/families.py."
         )
     return family

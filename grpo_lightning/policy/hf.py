@@ -1,6 +1,6 @@
-"""Transformers' models and configs beyond their plain use: an upgrade of transformers starts here.
+"""Helpers for transformers models and configs. Start here when upgrading transformers.
 
-Arguments and positions of a forward call, fields of configs that differ between families and releases, private names.
+Forward arguments and positions, config fields that differ between families and releases, private names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def base_model(model: nn.Module) -> Any:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model: of models with several parts, the decoder's."""
+    """The config of the language model; for multimodal models, of the decoder."""
     return base_model(model).config.get_text_config(decoder=True)
 
 
@@ -35,39 +35,39 @@ def attention_kernel(model: nn.Module) -> str:
 
 
 def compute_device(policy: nn.Module) -> torch.device:
-    """Where the policy computes: weights that are sharded may rest elsewhere (offloading)."""
+    """The device the policy computes on: sharded weights may be stored elsewhere (offloading)."""
     parameter = next(policy.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device if mesh is None else torch.device(mesh.device_type)
 
 
 def text_positions(mask: Tensor) -> Tensor:
-    """[N, L] position of every token, counted over real tokens: left padding must not move a prompt.
+    """[N, L] position of every token, without counting padding: left padding must not shift a prompt.
 
-    Completions continue at the real prompt length. With the padded length instead the gradient is off by 60 % and no
-    loss curve shows it.
+    Completions continue at the unpadded prompt length. Continuing at the padded length makes the gradient wrong by
+    60 %, which no loss curve shows.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """True if the model's forward names this argument (a **kwargs would swallow it silently)."""
+    """True if the model's forward names this argument (a `**kwargs` would ignore it silently)."""
     return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 
 @functools.cache
 def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
-    """The names in a model class's forward signature; cached, as every decoding step asks."""
+    """Argument names of a model class's forward; cached because every decoding step calls this."""
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """The arguments among these that the model's forward names."""
+    """Keep the arguments that the model's forward names."""
     return {name: value for name, value in arguments.items() if accepts(model, name)}
 
 
 def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts to ([N, L] ids, [N, L] bool mask), padded in front."""
+    """Left-pad prompts to ([N, L] ids, [N, L] bool mask)."""
     length = max(map(len, rows))
     ids = torch.tensor([[pad_id] * (length - len(row)) + row for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -76,7 +76,7 @@ def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, every module's own mode restored afterwards."""
+    """Eval mode inside; afterwards restores the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -88,29 +88,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(key: str, name: str) -> Iterator[None]:
-    """Say which setting named what cannot be loaded; Transformers' own message asks for a hub login."""
-    # What can only be a folder: hub names are `name` or `owner/name`.
+    """Report which setting cannot be loaded; transformers' own message asks for a hub login."""
+    # Hub names are `name` or `owner/name`: anything else can only be a folder.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
         raise FileNotFoundError(
-            f"{key} {name!r}: no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
+            f"{key} {name!r}: there is no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
         )
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a folder without a tokenizer
-        found = (
+        source = (
             f"the folder {Path(name).resolve()}" if Path(name).is_dir() else "no such folder, nor a model on the hub"
         )
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(
-            f"{key} {name!r} cannot be loaded ({found}): {reason} Check the name; without a network only folders and "
+            f"{key} {name!r} cannot be loaded ({source}): {reason} Check the name; without a network only folders and "
             "models in the hub's cache can be loaded."
         ) from error
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Positions of the language model a config describes; None if it has no limit.
+    """Maximum number of positions of the language model; None if it has no limit.
 
-    Dynamic NTK rope stretches those that the model was trained with by its factor.
+    Dynamic NTK rope multiplies the positions of training by its factor.
     """
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)
@@ -119,12 +119,12 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 
 def vocabulary_size(config: PretrainedConfig) -> int:
-    """Tokens that the language model a config describes has a score for; 0 if it does not say."""
+    """Vocabulary size of the language model; 0 if the config does not contain it."""
     return getattr(config.get_text_config(decoder=True), "vocab_size", None) or 0
 
 
 def rope_entries(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a text config: one, or one per layer type."""
+    """The rope settings of a text config: one entry, or one per layer type."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     is_per_layer_type = bool(rope) and all(isinstance(entry, dict) for entry in rope.values())
     entries = list(rope.values()) if is_per_layer_type else [rope]
@@ -132,5 +132,5 @@ def rope_entries(config: Any) -> list[dict[str, Any]]:
 
 
 def rope_type(entry: dict[str, Any]) -> str:
-    """The kind of frequencies of one entry; "default" if it names none."""
+    """The rope type of an entry; "default" if it has none."""
     return str(entry.get("rope_type", entry.get("type", "default")))

@@ -1,12 +1,12 @@
-"""A write-once cache for scoring: a prompt's states are stored once per prompt, and only read afterwards.
+"""Write-once KV cache for scoring: the states of each prompt are stored once and only read afterwards.
 
     prefix = PrefixCache(model.config)                                   # phase 1 fills it
     model(**prompts, past_key_values=prefix, use_cache=True)
     model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # phase 2 only reads
 
-There are two objects because a recompute of phase 1 (activation checkpointing) runs during backward, long after phase
-2 began: it must find phase 1's cache as phase 1 left it. As nothing is written twice, both phases can be checkpointed,
-and linear-attention layers, whose stock cache overwrites its states in place, become differentiable.
+The phases have separate cache objects because activation checkpointing recomputes phase 1 during backward, after phase
+2 has started: it must find phase 1's cache unchanged. Because nothing is written twice, both phases can be
+checkpointed, and linear-attention layers, whose stock cache overwrites its states in place, become differentiable.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Rows = int | Tensor
 
 
 class UnsupportedCacheError(NotImplementedError):
-    """The model keeps a kind of state for which there is no write-once layer."""
+    """The model has a cache layer that has no write-once version."""
 
 
 class LostCacheError(RuntimeError):
-    """The model ran without storing the prompt: scoring on would give wrong log-probs and gradients."""
+    """The model did not store the prompt: scoring would give wrong log-probs and gradients."""
 
 
 def fan_out(states: Tensor, rows: Rows) -> Tensor:
-    """[N, ...] prompt states to [B, ...] completion states. The integer form's backward is a deterministic sum."""
+    """Repeat prompt states [N, ...] for their completions, [B, ...]. With int rows, backward is a deterministic sum."""
     return states.repeat_interleave(rows, 0) if isinstance(rows, int) else states.index_select(0, rows)
 
 
@@ -48,7 +48,7 @@ class StoredAttention(DynamicLayer):
         return states
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the states unless this is a recompute, and attend to them as they are."""
+        """Store the states, unless this is a recompute, and return them unchanged."""
         if not self.is_initialized:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = self.visible(key_states), self.visible(value_states)
@@ -62,27 +62,27 @@ class StoredAttention(DynamicLayer):
 
 
 class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
-    """Phase 1 of a sliding-window layer: keeps the last window."""
+    """Phase 1 of a sliding-window layer: stores the last window."""
 
     def visible(self, states: Tensor) -> Tensor:
-        """The last `sliding_window - 1` positions: the next token's own position fills the window."""
+        """The last `sliding_window - 1` positions: the next token completes the window."""
         return states[:, :, -self.sliding_window + 1 :, :]
 
 
 class ReadAttention(DynamicLayer):
-    """Phase 2 of a full-attention layer: [prompt fanned out | new], nothing kept."""
+    """Phase 2 of a full-attention layer: attends to [fanned-out prompt | new tokens] and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Point at the stored prompt; sequence lengths and mask sizes are read off `keys`."""
+        """Refer to the stored prompt; transformers reads sequence lengths and mask sizes from `keys`."""
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The prompt's states in front of the new ones."""
+        """Prepend the prompt's states to the new ones."""
         return (
             torch.cat([fan_out(self.stored.keys, self.rows), key_states], -2),
             torch.cat([fan_out(self.stored.values, self.rows), value_states], -2),
@@ -105,8 +105,8 @@ STORES: dict[type, StoreMaker] = {
 }
 READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttention: ReadSlidingAttention}
 
-# Older releases of transformers do not read linear-attention states through the cache object: with them, those models
-# score densely.
+# Older releases of transformers do not read linear-attention states through the cache object: there, these models use
+# the dense path.
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
@@ -115,7 +115,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
         ) -> Tensor:
-            """Store the last `conv_kernel_size` columns; the convolution sees what it was given."""
+            """Store the last `conv_kernel_size` columns and return the input unchanged."""
             if not self.is_conv_states_initialized[state_idx]:
                 width = conv_kernel_size or conv_states.shape[-1]
                 self.device, self.dtype = conv_states.device, conv_states.dtype
@@ -126,7 +126,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return conv_states
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Store the state. `has_previous_state` stays False: a recompute must start from nothing again."""
+            """Store the state. `has_previous_state` stays False: a recompute must start without a state."""
             if not self.is_recurrent_states_initialized[state_idx]:
                 self.recurrent_states[state_idx] = recurrent_states
                 self.is_recurrent_states_initialized[state_idx] = True
@@ -143,7 +143,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
         def __init__(self, stored: StoredLinear, rows: Rows) -> None:
             super().__init__(number_of_states=stored.number_of_states)
             self.stored, self.rows = stored, rows
-            # Keeps models off their in-place convolution for single tokens.
+            # Prevents the in-place convolution that models use for single tokens.
             self.record_past = True
             self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
 
@@ -153,23 +153,23 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return None if value is None else fan_out(value, self.rows)
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """The prompt's last columns in front of the new ones."""
+            """Prepend the prompt's last columns to the new ones."""
             previous = self.state("conv_states", state_idx)
             return conv_states if previous is None else torch.cat([previous, conv_states], -1)
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Nothing is kept: the next chunk starts from the prompt again."""
+            """Store nothing: the next chunk starts again after the prompt."""
             return recurrent_states
 
     class StoredHybrid(StoredLinear, StoredAttention):
-        """Phase 1 of a layer with attention and linear attention side by side."""
+        """Phase 1 of a hybrid layer with attention and linear attention."""
 
         def __init__(self, number_of_states: int = 1) -> None:
             StoredAttention.__init__(self)
             StoredLinear.__init__(self, number_of_states=number_of_states)  # type: ignore[call-arg]
 
     class ReadHybrid(ReadLinear, ReadAttention):
-        """Phase 2 of such a layer."""
+        """Phase 2 of a hybrid layer."""
 
         def __init__(self, stored: StoredHybrid, rows: Rows) -> None:
             ReadAttention.__init__(self, stored, rows)
@@ -180,15 +180,15 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
     READS |= {StoredLinear: ReadLinear, StoredHybrid: ReadHybrid}
 
 if hasattr(cache_utils, "DummyLayer"):
-    # A layer without states of its own: it attends to another layer's.
+    # A layer that shares the states of another layer.
     STORES[cache_utils.DummyLayer] = lambda layer: layer
 
 
 class PrefixCache(Cache):
-    """Phase 1's cache: filled by one forward over the prompts.
+    """Phase 1's cache: filled by one forward pass over the prompts.
 
     Raises:
-        UnsupportedCacheError: If a layer has no write-once version; such models are scored densely.
+        UnsupportedCacheError: If a layer has no write-once version; such models use the dense path.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -196,7 +196,7 @@ class PrefixCache(Cache):
         if unknown := sorted({type(layer).__name__ for layer in layers if type(layer) not in STORES}):
             raise UnsupportedCacheError(f"no write-once version of the cache layer {', '.join(unknown)}")
         if not layers:
-            raise UnsupportedCacheError("the config does not say how many layers the cache has")
+            raise UnsupportedCacheError("the config does not contain the number of cache layers")
         super().__init__(layers=[STORES[type(layer)](layer) for layer in layers])
 
     def extend(self, rows: Rows) -> ExtendedCache:
@@ -208,9 +208,9 @@ class PrefixCache(Cache):
         for i, layer in enumerate(self.layers):
             if type(layer) in READS and not layer.is_filled:
                 raise LostCacheError(
-                    f"Layer {i} stored nothing of the prompt: the model ignored the cache it was given. transformers' "
-                    "own gradient checkpointing does that in train mode; use the policy's `activation_checkpointing` "
-                    "instead."
+                    f"Layer {i} did not store the prompt: the model ignored the cache that was passed to it. "
+                    "transformers' own gradient checkpointing does that in train mode; use the policy's "
+                    "`activation_checkpointing` instead."
                 )
         return ExtendedCache(
             layers=[READS[type(layer)](layer, rows) if type(layer) in READS else layer for layer in self.layers]
@@ -218,7 +218,7 @@ class PrefixCache(Cache):
 
 
 class ExtendedCache(Cache):
-    """Phase 2's cache: reads the prompt, keeps nothing."""
+    """Phase 2's cache: reads the prompt and stores nothing."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The prompt's convolution state, fanned out."""

@@ -1,4 +1,4 @@
-"""Loading the policy: weights, tokenizer, precision, attention kernel, and how it is run."""
+"""Load the policy: weights, tokenizer, precision, attention kernel and scoring path."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Policy:
-    """A loaded policy and what belongs to it."""
+    """A loaded policy with its encoder and scorer."""
 
     model: PreTrainedModel
-    """Or peft's wrapper of one, with adapters."""
+    """The model, or peft's wrapper of it with adapters."""
 
     encoder: Encoder
-    """Tokenizer, processor, and what they make of prompts."""
+    """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None until sharded weights can be run (`PolicyLoader.choose_scorer`)."""
+    """None for sharded weights until they can be run (`PolicyLoader.choose_scorer`)."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -55,7 +55,7 @@ class Policy:
 
 
 class PolicyLoader(PolicySettings):
-    """Loads the policy that its settings describe: tokenizer, processor, weights, and how they are scored.
+    """Loads the policy described by its settings: tokenizer, processor, weights and scorer.
 
     Args: see `PolicySettings`.
     """
@@ -64,18 +64,18 @@ class PolicyLoader(PolicySettings):
     def of(
         cls, policy: str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig, tokenizer: Any = None
     ) -> PolicyLoader:
-        """A loader for anything that names or is a policy.
+        """Make a loader for a policy given as name, folder, model, config or settings.
 
         Raises:
             ValueError: If a tokenizer is given both here and in the loader.
         """
         if isinstance(policy, PolicyLoader):
             if tokenizer is not None:
-                raise ValueError("Two tokenizers: give it to the PolicyLoader or to the module, not to both.")
+                raise ValueError("Got two tokenizers: pass it to the PolicyLoader or to the module, not to both.")
             return policy
         if isinstance(policy, (str, Path)):
             return cls(str(policy), tokenizer=tokenizer)
-        if isinstance(policy, Mapping):  # as a checkpoint has it
+        if isinstance(policy, Mapping):  # hyperparameters of a checkpoint
             return cls(**policy, **({} if tokenizer is None else {"tokenizer": tokenizer}))
         return cls(model=policy, tokenizer=tokenizer)
 
@@ -87,14 +87,14 @@ class PolicyLoader(PolicySettings):
         compute_dtype: str | None = None,
         device_type: str | None = None,
     ) -> Policy:
-        """Load everything and choose the scoring path, in that order of cost: tokenizer before weights.
+        """Load tokenizer, then weights (cheapest first), and choose the scoring path.
 
         Args:
-            sharding: How the weights will lie over the processes; None: whole.
-            longest_row: Tokens of the run's longest prompt and completion together, which fixes the frequencies of
-                longrope and dynamic rope; None takes all positions that the model has.
-            compute_dtype: What the run computes in (`precision.compute_dtype`); None: the weights' dtype.
-            device_type: Where it runs; None: on CUDA if there is a device.
+            sharding: How the weights will be sharded over the ranks; None: unsharded.
+            longest_row: Tokens of the run's longest prompt plus completion, which fixes the frequencies of longrope and
+                dynamic rope; None uses all positions of the model.
+            compute_dtype: Dtype the run computes in (`trainable.compute_dtype`); None: the weights' dtype.
+            device_type: Device type of the run; None: CUDA if available.
         """
         sharding = sharding or Sharding()
         check_loading(self, sharding)
@@ -113,10 +113,10 @@ class PolicyLoader(PolicySettings):
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
     def choose_scorer(self, model: nn.Module, encoder: Encoder) -> Scorer:
-        """Choose how a model that can be run is scored, and say why."""
+        """Choose the scoring path and vocabulary head of a model that can be run, and log the reasons."""
         path, reason = choose_path(model, self.scoring)
-        say = log.info if unknown_reason(encoder.config) is None else log.warning
-        say("Scoring path: %s (%s).", path, reason)
+        write = log.info if unknown_reason(encoder.config) is None else log.warning
+        write("Scoring path: %s (%s).", path, reason)
         scorer = Scorer(path, self.chunk_size, self.activation_checkpointing == "chunks", self.head_chunk_size)
         scorer, reason = choose_head(dataclasses.replace(scorer, never=encoder.never_sampled), model)
         log.info("Vocabulary head: %s.", reason)
@@ -124,21 +124,21 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with a pad token; of a policy that sees images, its processor's."""
+        """Load the tokenizer, with a pad token; for a multimodal policy, its processor's."""
         return self.load_encoder().tokenizer
 
     def load_processor(self) -> Any:
-        """The processor of a policy that sees images; None for one that takes text only."""
+        """Load the processor of a multimodal policy; None for a text-only policy."""
         return load_processor(self, self.load_config())
 
     def load_encoder(self) -> Encoder:
-        """The encoder, which turns prompts into the policy's inputs."""
+        """Load the encoder, which turns prompts into the policy's inputs."""
         config = self.load_config()
         processor = load_processor(self, config)
         return Encoder(load_tokenizer(self, processor, config), processor, config)
 
     def choose_attention(self, compute_dtype: str, device_type: str, config: PretrainedConfig) -> str | None:
-        """The kernel to ask transformers for; see the function of this name. A model in memory keeps its own."""
+        """The kernel to request from transformers (see the function `choose_attention`); None for a model in memory."""
         if isinstance(self.model, nn.Module):
             return None
         return choose_attention(
@@ -151,12 +151,13 @@ class PolicyLoader(PolicySettings):
     def load_model(
         self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
     ) -> PreTrainedModel:
-        """The model in eval mode, its weights in `dtype`: before layers are frozen and adapters added.
+        """Load the model in eval mode with weights in `dtype`, before freezing layers and adding adapters.
 
         Args:
-            sharding: How the weights will lie over the processes; None: whole.
-            attention: Kernel to ask transformers for; None takes `self.attention`, or the model's default for "auto".
-            device_type: Where quantised weights are stored; None: on CUDA if there is a device.
+            sharding: How the weights will be sharded over the ranks; None: unsharded.
+            attention: Kernel to request from transformers; None uses `self.attention`, or the model's default for
+                "auto".
+            device_type: Device type that stores quantised weights; None: CUDA if available.
         """
         from transformers import PreTrainedModel
 
@@ -178,7 +179,7 @@ class PolicyLoader(PolicySettings):
                 model = auto_class.from_pretrained(self.name, revision=self.revision, **options)
             keep_differentiable(model)
             return model.eval()  # type: ignore[no-any-return]
-        # Seeded: a resumed run must start from the same weights, which are its reference.
+        # Seeded: a resumed run must build the same weights, which are its reference.
         with torch.random.fork_rng(), sharding.building():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))
             return auto_class.from_config(config, **options).eval()
@@ -187,42 +188,42 @@ class PolicyLoader(PolicySettings):
 if TYPE_CHECKING:
     PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
 else:
-    # What a recipe can say. The loader first: of several types, the parser shows the first one's refusal.
+    # The types allowed in a recipe. The loader comes first: the parser reports the error of the first type.
     PolicyLike = PolicyLoader | str
 
 
 def default_device_type() -> str:
-    """Where a policy runs without a trainer that says so."""
+    """Device type of a policy that is used without a trainer."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """The class that builds models of this config."""
+    """The transformers auto class that builds models of this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 MOST_FLASH_HEAD = 256
-"""The largest head that FlashAttention's kernels have."""
+"""Largest head dimension of FlashAttention's kernels."""
 
 
 def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
-    """Why a model of this config cannot run with flash_attention_2, or would give other numbers; None if it can.
+    """Why a model of this config cannot run with flash_attention_2, or would give wrong results; None if it can.
 
-    Its kernels know no mask but the lengths of rows: what transformers would have put into one is left out silently.
+    Its kernels support no mask other than row lengths: other masks of transformers are silently ignored.
 
     Args:
-        config: Of the policy.
+        config: The policy's config.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
     text, family = config.get_text_config(decoder=True), family_of(config)
     if family is not None and family.attends_both_ways:
-        return "the tokens of an image attend to each other both ways, which its kernels have no mask for"
+        return "image tokens attend to each other bidirectionally, which its kernels have no mask for"
     if getattr(text, "attention_chunk_size", None):
         return "its layers attend in chunks, which its kernels have no mask for"
     if max(getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim")) > MOST_FLASH_HEAD:
-        return f"its kernels have heads of at most {MOST_FLASH_HEAD}"
+        return f"its kernels support head dimensions up to {MOST_FLASH_HEAD}"
     try:
         with torch.device("meta"):  # without weights
             model = auto_class_of(config).from_config(
@@ -233,8 +234,8 @@ def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False
             )
     except (ImportError, ValueError) as error:
         return f"transformers refuses it ({error})"
-    found = attention_kernel(model)
-    return None if found == "flash_attention_2" else f"transformers would take {found} for it"
+    kernel = attention_kernel(model)
+    return None if kernel == "flash_attention_2" else f"transformers would use {kernel} for it"
 
 
 def choose_attention(
@@ -243,17 +244,17 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """The attention kernel to ask transformers for; None leaves models without sdpa to their own default.
+    """Choose the attention kernel to request from transformers; None: the model's default (sdpa where it has it).
 
     Args:
         requested: `policy.attention`.
-        compute_dtype: What the run computes in.
-        device_type: Where it runs.
-        no_flash_reason: Says why the model cannot run with FlashAttention; asked only if everything else allows it.
+        compute_dtype: Dtype the run computes in.
+        device_type: Device type of the run.
+        no_flash_reason: Returns why the model cannot run with FlashAttention; called only if nothing else prevents it.
 
     Raises:
         ModuleNotFoundError: If FlashAttention is requested and not installed.
-        ValueError: If it is requested and cannot run: on another device than CUDA, in float32, or of this model.
+        ValueError: If it is requested and cannot run: not on CUDA, in float32, or not with this model.
     """
     if requested not in ("auto", "flash_attention_2"):
         return requested
@@ -262,31 +263,31 @@ def choose_attention(
     if is_missing:
         reason = "it needs flash-attn, which is not installed: pip install 'grpo-lightning[flash]'"
     elif device_type != "cuda":
-        reason = f"it runs on CUDA, and this run on {device_type}"
+        reason = f"it requires CUDA, and this run is on {device_type}"
     elif compute_dtype == "float32":
-        reason = "it computes in 16 bits, and this run in float32: set trainer.precision to bf16-mixed"
-    elif (own := no_flash_reason()) is not None:
-        reason = f"it cannot run this model: {own}"
+        reason = "it requires 16 bits, and this run computes in float32: set trainer.precision to bf16-mixed"
+    elif (model_reason := no_flash_reason()) is not None:
+        reason = f"it cannot run this model: {model_reason}"
     if reason is None:
         log.info("Attention: flash_attention_2 (flash-attn is installed, and the run computes in %s).", compute_dtype)
         return "flash_attention_2"
     if requested == "auto":
-        log.info("Attention: the model's default, which is sdpa for most; not flash_attention_2: %s.", reason)
+        log.info("Attention: the model's default (sdpa for most models), not flash_attention_2: %s.", reason)
         return None
     error = ModuleNotFoundError if is_missing else ValueError
     raise error(f"policy.attention is 'flash_attention_2': {reason}. Or set policy.attention to 'auto'.")
 
 
 def refuse_non_causal(model: nn.Module) -> None:
-    """Raise ValueError for models that do not generate."""
+    """Raise ValueError for models without `generate`."""
     if not hasattr(model, "generate"):
         raise ValueError(f"The policy must be a causal language model with `generate`, got {type(model).__name__}.")
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update.
+    """Set every dropout rate to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update.
 
-    Models keep their rates in modules, in attributes, or read them from the config in every forward.
+    Models store their rates in modules or attributes, or read them from the config in every forward pass.
     """
     for owner in (model.config, text_config(model), *model.modules()):
         if isinstance(owner, nn.Dropout):
@@ -297,25 +298,26 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def disable_router_loss(model: nn.Module) -> None:
-    """Have a mixture of experts not compute its load-balancing loss (`output_router_logits`), which is not trained on.
+    """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`), which is not trained on.
 
-    Models compute it from the mask of all tokens and the routes of those of one call: on top of a cache these differ.
+    Models compute it from the mask of all tokens and the routing of the tokens of one call: with a KV cache their
+    numbers differ.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
             log.warning(
-                "The policy's config has output_router_logits: it is switched off, as the load-balancing loss of the "
-                "experts is no part of GRPO's loss."
+                "The policy's config sets output_router_logits: it is switched off, because GRPO's loss does not "
+                "include the load-balancing loss of the experts."
             )
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Recompute every decoder layer in the backward pass, with the prefix cache left in place.
+    """Activation checkpointing: recompute every decoder layer in the backward pass, keeping the prefix cache.
 
-    Wraps `forward`, not the module: hooks of sharding strategies stay outside the recompute. transformers' own switch
-    cannot be used: it drops the cache in train mode.
+    Wraps `forward`, not the module: hooks of sharding strategies stay outside the recompute. transformers' own gradient
+    checkpointing cannot be used: it drops the cache in train mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -331,27 +333,27 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
-    """Say what stands against loading, before weights are.
+    """Check that the policy can be loaded, before its weights are.
 
     Raises:
-        FileNotFoundError: If the adapter to start from is not there.
+        FileNotFoundError: If the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
         RuntimeError: If there is no CUDA device where one is needed.
-        ValueError: If the strategy shards what is quantised, or more layers are to be frozen than there are.
+        ValueError: If the strategy would shard quantised weights, or more layers are to be frozen than there are.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
             raise ValueError(
                 f"policy.quantization is {loader.quantization!r}, and the strategy shards the weights, which "
-                "bitsandbytes cannot: take ddp or zero2, or leave quantization out."
+                "bitsandbytes does not support: use ddp or zero2, or remove quantization."
             )
         check_quantization(loader.quantization)
     if loader.lora is not None:
         loader.lora.check()
         if loader.lora.dropout:
             log.warning(
-                "policy.lora.dropout is %g: log-probs of the update differ from those before it by the dropout alone, "
-                "and importance ratios are not 1 before the first update.",
+                "policy.lora.dropout is %g: dropout alone changes the log-probs of the update, so importance ratios "
+                "are not 1 before the first update.",
                 loader.lora.dropout,
             )
     config = loader.load_config()
@@ -363,28 +365,28 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
 
 
 def check_in_step(model: Any, sharding: Sharding) -> None:
-    """Check that ranks can keep step where one has no image.
+    """Check that ranks without images can make the same collective calls as the others.
 
     Raises:
-        ValueError: If the family is not known, and its vision tower would need every rank.
+        ValueError: If the family is not known and its vision tower would need every rank.
     """
     reason = unknown_reason(base_model(model).config)
     is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not hasattr(model, "peft_config")
     if reason is not None and ranks.world_size() > 1 and (sharding.is_sharded or is_trained):
         raise ValueError(
-            f"On several ranks a rank without images could not keep step: {reason}. Train on one device, take "
+            f"On several ranks, a rank without images could not keep in step: {reason}. Train on one device, use "
             "policy.lora with ddp or zero2, or add a record to policy/families.py."
         )
 
 
 def check_quantization(kind: Quantization) -> None:
-    """Say what stands against it, before weights are loaded.
+    """Check that quantisation is available, before weights are loaded.
 
     Raises:
         ModuleNotFoundError: If bitsandbytes is not installed.
     """
     try:
-        import bitsandbytes  # noqa: F401 - is it there?
+        import bitsandbytes  # noqa: F401 - checks that it is installed
     except ImportError as error:
         raise ModuleNotFoundError(
             f"policy.quantization {kind!r} needs bitsandbytes, which is not installed: pip install "
@@ -393,7 +395,7 @@ def check_quantization(kind: Quantization) -> None:
 
 
 def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: NF4 with quantised scales (arXiv:2305.14314), or int8; computed in bfloat16."""
+    """Arguments of `from_pretrained`: NF4 with quantised scales (arXiv:2305.14314), or int8; computes in bfloat16."""
     from transformers import BitsAndBytesConfig
 
     config = (
@@ -406,16 +408,16 @@ def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]
         if kind == "4bit"
         else BitsAndBytesConfig(load_in_8bit=True)
     )
-    # Quantised where it will run: bitsandbytes stores it on the device.
+    # Quantised on the device it runs on: bitsandbytes stores the weights there.
     device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
     return {"quantization_config": config, "device_map": {"": device}}
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Have 4-bit layers keep, on a CPU, the layout that gradients pass through.
+    """Keep the differentiable weight layout of 4-bit layers on CPUs.
 
-    On a CPU with bf16 instructions, bitsandbytes repacks their weights in the first forward of eval mode. What
-    multiplies the packed weights has no backward: after the first rollout, most adapters would get no gradient.
+    On CPUs with bf16 instructions, bitsandbytes repacks 4-bit weights in the first forward pass in eval mode. The
+    product with packed weights has no backward: after the first rollout, most adapters would get no gradient.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

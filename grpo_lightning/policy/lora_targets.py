@@ -1,4 +1,4 @@
-"""The layers that get LoRA adapters: the linear ones of the language model, and which of them cannot have one."""
+"""Find the layers that get LoRA adapters: the linear layers of the language model, except those that cannot."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from grpo_lightning.policy.sharding import full_shape
 
 NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
-"""Parts of the names of what is no language model, where a model does not say which of its parts the decoder is."""
+"""Name parts of modules outside the language model, for models that do not declare their decoder."""
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:
-    """Every module of the decoder but the output head, by name.
+    """Every module of the decoder by name, except the output head.
 
-    Of models with several parts, the vision tower and its projector are none: they are outside of the decoder.
+    Vision tower and projector of multimodal models are not part of the decoder.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}
@@ -30,7 +30,7 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """The names of parameters that hold all experts of a layer in one tensor: no linear layer, no adapter."""
+    """Names of parameters that hold all experts of a layer in one tensor: no linear layer, so no adapter."""
     if not _has_experts(model.get_decoder().config.to_dict()):
         return []
     return sorted(
@@ -45,9 +45,9 @@ def expert_tensors(model: Any) -> list[str]:
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
-    """True if a config counts experts, whatever it calls their number; dense models may have the field, empty.
+    """True if a config has experts, under any field name; dense models may have the field, empty.
 
-    Keys are not all text: `id2label` has numbers.
+    Keys need not be strings: those of `id2label` are numbers.
     """
     return any(
         _has_experts(value) if isinstance(value, Mapping) else "expert" in str(name) and bool(value)
@@ -55,21 +55,21 @@ def _has_experts(settings: Mapping[Any, Any]) -> bool:
     )
 
 
-def taken_names(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Names of linear layers that peft takes for the experts'.
+def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Names of linear layers that peft mistakes for experts, so that they would get no adapter.
 
-    Adapters that are older than these tensors name every expert's own `gate_proj`, `up_proj` and `down_proj`. So that
-    they can still be loaded, peft puts what has such a name next to the tensor of the experts, and a dense layer or a
-    shared expert that is called the same would go without.
+    Adapters older than the fused expert tensors name each expert's own `gate_proj`, `up_proj` and `down_proj`. To load
+    them, peft adds adapters of these names to the fused tensor instead, and a dense layer or shared expert of the same
+    name would get none.
 
     Args:
         model: The base.
-        names: Of its linear layers.
+        names: Names of its linear layers.
     """
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a release that takes none, or a plan without peft
+    except ImportError:  # a release without this conversion, or a plan without peft
         return set()
     taken = set()
     names = list(names)
@@ -78,46 +78,46 @@ def taken_names(model: nn.Module, names: Iterable[str]) -> set[str]:
         try:
             convert_peft_config_for_transformers(config, model, None)
             is_taken = end not in (config.target_modules or ())
-        except ValueError:  # one of two that are fused, without the other
+        except ValueError:  # one of two fused projections without the other
             is_taken = True
         if is_taken:
             taken |= {name for name in names if name.rpartition(".")[2] == end}
     return taken
 
 
-def why_without(model: Any, names: Iterable[str]) -> str | None:
-    """The parts of a mixture of experts without an adapter, and why; None if there are none.
+def missing_adapter_reason(model: Any, names: Iterable[str]) -> str | None:
+    """Why parts of a mixture of experts get no adapter; None if all linear layers do.
 
     Args:
         model: The base.
-        names: Of its linear layers.
+        names: Names of its linear layers.
     """
     tensors = expert_tensors(model)
     if not tensors:
         return None
-    text = f"the experts have none, as all of a layer are one tensor ({', '.join(tensors)})"
-    if taken := taken_names(model, names):
+    text = f"experts get no adapter, because all experts of a layer are one tensor ({', '.join(tensors)})"
+    if taken := names_mistaken_for_experts(model, names):
         parts = sorted({".".join(name.split(".")[-2:]) for name in taken})
-        text += f"; nor have {', '.join(parts)}, whose names peft takes for the experts'"
+        text += f"; {', '.join(parts)} get none either, because peft mistakes their names for experts"
     return text
 
 
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Models whose kernels read the weight of `out_proj` and never call the layer: peft refuses it."""
+"""Model types whose kernels read the weight of `out_proj` without calling the layer: peft refuses it."""
 
 
 def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
-    """The layers that get adapters, by their names: the linear ones of the language model without its output head.
+    """Select the layers that get adapters, by name: linear layers of the language model, except its output head.
 
     Args:
         model: The base.
-        names: Ends of names to choose by; None takes all.
+        names: Suffixes of layer names to select; None selects all.
 
     Raises:
-        ValueError: If one of the ends matches no layer, or one that cannot have an adapter, the output head among them.
+        ValueError: If a suffix matches no layer, or one that cannot have an adapter, such as the output head.
     """
     layers = language_layers(model)
-    taken = taken_names(model, layers)
+    taken = names_mistaken_for_experts(model, layers)
     if names is None:
         return {name: layer for name, layer in layers.items() if name not in taken}
     known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
@@ -128,24 +128,24 @@ def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
         if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
             raise ValueError(
                 f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
-                "tied to the embeddings, which merging would change too, and scoring runs it in slices. Leave it out, "
-                f"or train all weights (without policy.lora). There are: {', '.join(known)}."
+                "tied to the embeddings, which merging would also change, and scoring runs it in slices. Remove it, "
+                f"or train all weights (without policy.lora). Available: {', '.join(known)}."
             )
         if not matched:
             raise ValueError(
-                f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. There are: "
+                f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. Available: "
                 f"{', '.join(known)}."
             )
         if refused := [name for name in matched if name in taken]:
             raise ValueError(
-                f"policy.lora.target_modules: {end!r} matches {refused[0]}, whose name peft takes for that of the "
-                f"experts, which are one tensor. Leave it out; there are: {', '.join(known)}."
+                f"policy.lora.target_modules: {end!r} matches {refused[0]}, whose name peft mistakes for the experts, "
+                f"which are one tensor. Remove it; available: {', '.join(known)}."
             )
     return {name: layer for name, layer in layers.items() if any(f".{name}".endswith(f".{end}") for end in names)}
 
 
 def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer of the language model but the output head, by name."""
+    """Every linear layer of the language model by name, except the output head."""
     from transformers.pytorch_utils import Conv1D
 
     return {

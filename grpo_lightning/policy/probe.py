@@ -1,7 +1,7 @@
-"""Choosing a model's scoring path and head: by what it declares, then by a small probe.
+"""Choose a model's scoring path and vocabulary head: from its declared properties, then with a small probe.
 
 Chosen once per run, the same on every rank. Probes run in eval mode, and 32-bit weights in full float32 whatever the
-run does: TF32 and autocast move log-probs further than the mistakes that are looked for.
+precision of the run: TF32 and autocast change log-probs by more than the errors that the probe detects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_lightning.policy.sharding import gathered_dtypes
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
-    """Why this model's cache cannot be shared by the completions of a prompt, by what it declares; None if it can."""
+    """Why a prompt's KV cache cannot be shared by its completions, from declared properties; None if it can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -34,7 +34,7 @@ def no_cache_reason(model: nn.Module) -> str | None:
 
 
 def dense_reason(model: nn.Module) -> str | None:
-    """Why this model cannot take the extended path, by what it declares; None if it can."""
+    """Why this model cannot use the extended path, from declared properties; None if it can."""
     if reason := no_cache_reason(model):
         return reason
     try:
@@ -57,7 +57,7 @@ def probe_batch(model: nn.Module) -> MicroBatch:
     config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
     length, width, device = max(12, min(window, 64) + 3), 6, next(model.parameters()).device
-    # On the CPU by name: Lightning loads models under the GPU as default device, where a CPU generator draws nothing.
+    # Explicitly on the CPU: Lightning loads models with the GPU as default device, for which a CPU generator fails.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (2, length + 2 * width), generator=generator, device="cpu")
     prompt_mask = torch.ones(2, length, dtype=torch.bool, device="cpu")
@@ -77,7 +77,7 @@ def probe_batch(model: nn.Module) -> MicroBatch:
 
 
 def prompt_alone(batch: MicroBatch, prompt: int) -> MicroBatch:
-    """One prompt of a micro-batch with its completions, without padding in front."""
+    """Select one prompt of a micro-batch with its completions, without left padding."""
     rows, tokens = batch.prompt_index == prompt, batch.prompt_mask[prompt]
     return dataclasses.replace(
         batch,
@@ -94,13 +94,13 @@ def prompt_alone(batch: MicroBatch, prompt: int) -> MicroBatch:
 
 @torch.no_grad()
 def scored_alone(model: nn.Module, scorer: Scorer, batch: MicroBatch) -> Tensor:
-    """[B, T] log-probs at temperature 1, every prompt scored by itself: no padding in front of any."""
+    """[B, T] log-probs at temperature 1, with each prompt scored alone and so without left padding."""
     alone = [prompt_alone(batch, prompt) for prompt in range(len(batch.prompt_ids))]
     return torch.cat([scorer(model, part, temperature=1.0).logprobs for part in alone])
 
 
 def padding_difference(model: nn.Module, scorer: Scorer) -> Tensor:
-    """How far padding in front of a prompt moves its log-probs: [real tokens], nats."""
+    """How much left padding changes the log-probs of a prompt's completions: [real tokens], nats."""
     batch = probe_batch(model)
     with torch.no_grad():
         together = scorer(model, batch, temperature=1.0).logprobs
@@ -108,7 +108,7 @@ def padding_difference(model: nn.Module, scorer: Scorer) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """How far two ways of computing log-probs differ, and how far rounding takes them."""
+    """Difference between two ways of computing log-probs, and the tolerance for rounding."""
 
     nats: float
     tolerance: float
@@ -122,7 +122,7 @@ class Measured(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """True if the difference is so large that a run would train on wrong numbers."""
+        """True if the difference is so large that a run would train on wrong log-probs."""
         return not self.nats <= max(self.tolerance, WRONG)
 
     def __str__(self) -> str:
@@ -132,42 +132,44 @@ class Measured(NamedTuple):
 
 
 WRONG = 1e-3
-"""Nats, in float32. Rounding stays below 5e-5; padding that enters a model's state moves log-probs by 0.01 to 1.5."""
+"""Nats, in float32. Rounding stays below 5e-5; padding that leaks into a model's state changes log-probs by 0.01 to
+1.5."""
 
 
 def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
-    """Two ways of scoring, compared; see `compare`."""
+    """Compare two scorers; see `compare`."""
     return compare(model, lambda: probe_difference(model, one, other))
 
 
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
-    """The largest difference in float32, the mean one at 16 bits, over all ranks; the same verdict on each.
+    """The maximum difference in float32, or the mean at 16 bits, over all ranks; the same result on each.
 
     Args:
         model: The policy.
-        difference: Runs the probe: [tokens] nats. What it raises is noted, not raised.
+        difference: Runs the probe and returns [tokens] nats. Its exceptions are recorded, not raised, except for too
+            little memory and NaN.
     """
     failure, device = None, compute_device(model)
-    with judging(model):
+    with probe_mode(model):
         is_exact = computes_in_float32(model) and not torch.is_autocast_enabled(device.type)
         try:
             found = difference()
-        except (torch.OutOfMemoryError, FloatingPointError):  # too little memory, or NaN: not for lack of support
+        except (torch.OutOfMemoryError, FloatingPointError):  # too little memory, or NaN: not missing support
             raise
-        except Exception as error:  # noqa: BLE001 - modelling code raises what it likes for what it does not support
+        except Exception as error:  # noqa: BLE001 - modelling code raises any exception for what it does not support
             failure = f"{type(error).__name__}: {error}".rstrip(".")
             found = torch.full((1,), torch.inf, device=device)
-    # Rounding alone: at most 1.3e-5 in fp32 over 87 families, a mean of 0.007 in bf16 (0.03 with linear attention).
+    # Rounding gives at most 1.3e-5 in fp32 over 87 families, and a mean of 0.007 in bf16 (0.03 with linear attention).
     nats, tolerance = (found.max(), 5e-5) if is_exact else (found.mean(), 0.05)
     failure = next((each for each in gather_objects(failure) if each is not None), None)
     return Measured(float(max_over_ranks(nats)), tolerance, failure)
 
 
 @contextlib.contextmanager
-def judging(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode, and 32-bit weights are computed with in full float32.
+def probe_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode, and 32-bit weights compute in full float32.
 
-    FlashAttention is the exception, as its kernel takes 16 bits only: 32-bit weights are then under autocast.
+    Except with FlashAttention, whose kernels need 16 bits: 32-bit weights then run under autocast.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_float32(model)
@@ -178,7 +180,7 @@ def judging(model: nn.Module) -> Iterator[None]:
 
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
-    # Its own package is "flash_attention_2", a build of the hub "kernels-community/flash-attn2".
+    # "flash_attention_2" for its own package, "kernels-community/flash-attn2" for a build from the hub.
     return "flash" in attention_kernel(model)
 
 
@@ -187,7 +189,7 @@ def full_float32() -> Iterator[None]:
     """Inside, 32-bit matrix products and convolutions are not rounded to TF32 or bfloat16; restored afterwards."""
     backends: Any = torch.backends
     precision = torch.get_float32_matmul_precision()
-    # Torch 2.9 and newer have a setting for each part as well; who has used those cannot read the older, joint one.
+    # Torch 2.9 and newer also have one setting per backend; after these were used, reading the older global one raises.
     parts = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     before = [(part, part.fp32_precision) for part in parts if hasattr(part, "fp32_precision")]
     try:
@@ -208,20 +210,20 @@ def full_float32() -> Iterator[None]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer bits: quantised ones are computed with in 16."""
+    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
-        return False  # whatever the codes are stored as
+        return False  # whatever dtype the codes are stored in
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return False
     return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
-    """The scoring path of a run and the reason for it: by static rule, then by a small probe.
+    """Choose the scoring path of a run, with the reason: by static rules, then with a small probe.
 
     Raises:
-        ValueError: If "extended" is requested and the model cannot take it.
-        RuntimeError: If transformers' own checkpointing is on.
+        ValueError: If "extended" is requested and the model does not support it.
+        RuntimeError: If transformers' own gradient checkpointing is on.
     """
     refuse_transformers_checkpointing(model)
     if requested == "dense":
@@ -241,7 +243,7 @@ def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"
 
 
 def check_scorer(scorer: Scorer, model: nn.Module) -> None:
-    """Check that a prompt's log-probs do not depend on the padding in front of it.
+    """Check that log-probs do not depend on the left padding of their prompt.
 
     Raises:
         ValueError: If they do, or the model cannot be scored at all.
@@ -255,45 +257,45 @@ def check_scorer(scorer: Scorer, model: nn.Module) -> None:
         )
     if measured.is_wrong:
         raise ValueError(
-            f"A policy of model type {model_type(model)} cannot be trained: padding in front of a prompt changes its "
+            f"A policy of model type {model_type(model)} cannot be trained: left padding of a prompt changes its "
             f"log-probs (a probe of ragged prompts, scored together and alone, {measured}). The model ignores the "
             "attention mask, as RWKV does: use a model that masks padding."
         )
 
 
 def model_type(model: nn.Module) -> str:
-    """The name of the model's family in its config."""
+    """The `model_type` of the model's config."""
     return str(base_model(model).config.model_type)
 
 
 def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
-    """The scorer with a head that the model can take, whole logits if need be, and the reason for it."""
-    whole = dataclasses.replace(scorer, head_chunk_size=None)
+    """Choose a vocabulary head that the model supports, sliced or with full logits: the scorer and the reason."""
+    full = dataclasses.replace(scorer, head_chunk_size=None)
     if scorer.head_chunk_size is None:
-        return whole, "whole logits: requested"
-    reason = whole_reason(model)
-    with judging(model):
+        return full, "full logits: requested"
+    reason = no_slices_reason(model)
+    with probe_mode(model):
         scale = logit_scale(model) if reason is None else None
     if reason is None and scale is None:
-        reason = "the model does more than scale what its head gives"
+        reason = "the model does more than scale the output of its head"
     if reason is not None or scale is None:
-        return whole, f"whole logits: {reason}"
-    # A few tokens per slice, so that the probe has several.
+        return full, f"full logits: {reason}"
+    # Few tokens per slice, so that the probe runs several slices.
     sliced = Scorer(scorer.path, head_chunk_size=5, logit_scale=scale)
     measured = measure(model, sliced, Scorer(scorer.path, head_chunk_size=None))
     if not measured.is_rounding:
-        return whole, f"whole logits: a probe of slices {measured}"
-    reason = f"a probe differs from whole logits by {measured.nats:.1e} nats"
+        return full, f"full logits: a probe of slices {measured}"
+    reason = f"a probe differs from full logits by {measured.nats:.1e} nats"
     return dataclasses.replace(scorer, logit_scale=scale), f"{scorer.head_chunk_size} tokens at a time: {reason}"
 
 
-def whole_reason(model: nn.Module) -> str | None:
-    """Why this model's head cannot be run in slices, by what it declares; None if it can."""
+def no_slices_reason(model: nn.Module) -> str | None:
+    """Why this model's head cannot run in slices, from declared properties; None if it can."""
     base = base_model(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
-        return f"{type(base).__name__} names no head (get_output_embeddings)"
+        return f"{type(base).__name__} does not declare its head (get_output_embeddings)"
     if next(head.children(), None) is not None:
-        # How many slices there are follows from a rank's tokens, and modules are what gathers sharded weights.
-        return f"its head, {type(head).__name__}, is made of several modules"
+        # Sharded weights are gathered per module, and the number of slices differs between ranks.
+        return f"its head, {type(head).__name__}, consists of several modules"
     return None

@@ -1,7 +1,7 @@
-"""The reference the KL term measures the distance to: the policy as it was when the run began.
+"""The reference policy of the KL term: the policy as it was when the run began.
 
-With `sync_reference` it follows the policy from a distance (TR-DPO, arXiv:2404.09656). Every few optimizer steps:
-reference = alpha * policy + (1 - alpha) * reference.
+With `sync_reference` it is periodically updated towards the policy (TR-DPO, arXiv:2404.09656). Every few optimizer
+steps: reference = alpha * policy + (1 - alpha) * reference.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers as wide as a weight, by bytes."""
+"""Integer dtypes by size in bytes."""
 
 PART = 2**24
-"""Numbers that are added up at once: torch makes 8 bytes of each first."""
+"""Numbers that are summed at once: torch first converts each to 8 bytes."""
 
 
 class FrozenCopy(nn.Module):
-    """A second model. A part of the module that trains, so that it is moved and sharded with it.
+    """A second model as the reference. A submodule of the Lightning module, so that it is moved and sharded with it.
 
     Args:
-        model: With frozen weights.
+        model: Model with frozen weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,34 +47,34 @@ class FrozenCopy(nn.Module):
         self.model = model
         self.eval()
         self.has_moved = False
-        """True once it is no longer what the policy is loaded as: checkpoints have to hold it then."""
+        """True once it differs from the initial policy: checkpoints then have to contain it."""
 
     @contextlib.contextmanager
     def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The model to score with."""
+        """Yield the model to score with."""
         yield self.model
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """The reference's own weights; those that the policy does not train may be shared with it."""
+        """The reference's weights; those that the policy does not train may be shared with the policy."""
         return self.model.parameters()
 
 
 class OtherAdapter:
-    """The policy with another adapter than the one that is trained, or with none: no second model.
+    """The policy with its initial adapter, or without adapters, as the reference: no second model.
 
     Args:
-        adapter: The one that the run started from; None where the reference is the base alone.
+        adapter: Name of the initial adapter; None if the reference is the base alone.
     """
 
     def __init__(self, adapter: str | None) -> None:
         self.adapter = adapter
 
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
-        """The policy, with the other adapter inside."""
+        """Yield the policy, running with the other adapter."""
         return using_adapter(policy, self.adapter)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """Those of the other adapter; the base is the policy's."""
+        """The weights of the other adapter; the base belongs to the policy."""
         if self.adapter is None:
             return iter(())
         return (weight for name, weight in policy.named_parameters() if f".{self.adapter}." in name)
@@ -85,12 +85,12 @@ if TYPE_CHECKING:
 
 
 def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding | None = None) -> Reference:
-    """The reference of a policy that was just loaded, and not yet sharded.
+    """Make the reference of a policy that was just loaded, before it is sharded.
 
     Args:
-        policy: As `loader.load(sharding)` gave it.
-        loader: Where it came from.
-        sharding: How its weights will lie over the processes; None: whole.
+        policy: Result of `loader.load(sharding)`.
+        loader: The loader of the policy.
+        sharding: How its weights will be sharded over the ranks; None: unsharded.
     """
     sharding = sharding or Sharding()
     if loader.lora is not None and loader.lora.adapter is not None:
@@ -100,7 +100,7 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
     if loader.lora is not None:
         return OtherAdapter(None)
     if any(map(is_partitioned, policy.parameters())):
-        # Partitioned as they were read: there is nothing here to be copied.
+        # Partitioned while loading: there are no full weights to copy.
         model = loader.load_model(sharding, attention_kernel(policy))
         disable_dropout(model)
         disable_router_loss(model)
@@ -111,11 +111,11 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
 
 
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
-    """A checksum of the reference's weights, by dtype: their bits added up, the same on every device.
+    """Checksum of the reference's weights by dtype: the sum of their bits, the same on every device.
 
-    Checkpoints leave the reference out, and tell by it whether a resumed run has made the same one. A base that it
-    shares with the policy is added up by itself ("base torch.float32"). Weights that are partitioned already (ZeRO-3)
-    are not looked at: no model in memory is.
+    Checkpoints do not contain the reference; the checksum shows whether a resumed run has made the same one. A base
+    shared with the policy has its own checksum ("base torch.float32"). Weights that are already partitioned (ZeRO-3)
+    are skipped; models given in memory never are.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -124,7 +124,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """The bits of some weights, in their order, added up by dtype."""
+    """Sum the bits of weights by dtype, weighted by position so that the order matters."""
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):
@@ -135,13 +135,13 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 
 
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
-    """The policy's weights as they are now, frozen.
+    """Copy the policy with its current weights, frozen.
 
-    A copy, not a second load by name: a model built in memory, or changed since it was loaded, is its own reference.
+    A copy instead of a second load by name: a model built in memory, or changed since loading, is its own reference.
 
     Args:
-        policy: What is copied.
-        shares_frozen: Take the policy's own weights where they are not trained: the same memory.
+        policy: The model to copy.
+        shares_frozen: Share the policy's frozen weights instead of copying them.
     """
     shared = {id(weight): weight for weight in policy.parameters() if not weight.requires_grad} if shares_frozen else {}
     reference = copy.deepcopy(policy, shared)
@@ -151,13 +151,13 @@ def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
 
 @dataclass
 class SyncReference:
-    """When and how far the reference moves towards the policy."""
+    """How often and how far the reference is updated towards the policy."""
 
     every_n_steps: int = 512
-    """Optimizer steps between two moves."""
+    """Optimizer steps between two updates of the reference."""
 
     mixup_alpha: float = 0.6
-    """Share of the policy in the new reference; 1 copies it."""
+    """Weight of the policy in the new reference; 1 copies the policy."""
 
     def __post_init__(self) -> None:
         """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
@@ -170,65 +170,66 @@ class SyncReference:
 
 @dataclass
 class RunReference:
-    """The reference of a run: when it moves, and what checkpoints keep of it."""
+    """The reference of a run, with its updates and its state in checkpoints."""
 
     reference: Reference
     policy: nn.Module
     sharding: Sharding
     fingerprint: dict[str, int]
-    """The checksums of its weights when the run began (`policy.reference.fingerprint`)."""
+    """Checksums of its weights when the run began (`policy.reference.fingerprint`)."""
 
     sync: SyncReference | None = None
 
     @property
     def has_moved(self) -> bool:
-        """True if it is no longer what the policy was loaded as."""
+        """True if it differs from the initial policy."""
         return bool(getattr(self.reference, "has_moved", False))
 
     def move_if_due(self, step: int) -> None:
-        """Move it if this optimizer step, which has just ended, is one of those that move it.
+        """Update the reference if the optimizer step that just ended is a multiple of `every_n_steps`.
 
-        The next rollout is compared with the new one. Every rank takes part.
+        The KL of the next rollout uses the new reference. Collective: all ranks call it.
         """
         if self.sync is not None and step % self.sync.every_n_steps == 0:
             assert isinstance(self.reference, FrozenCopy)
             mix(self.reference, self.policy, self.sync.mixup_alpha, self.sharding)
 
     def check_fingerprint(self, saved: Mapping[str, int]) -> None:
-        """Raise ValueError if a resumed run has made another reference than the run of the checkpoint began with.
+        """Raise ValueError if a resumed run's reference differs from the one the run of the checkpoint began with.
 
         Args:
-            saved: Of the reference of that run, by dtype; what one of the two lacks is not compared.
+            saved: Checksums of that run's reference by dtype; dtypes that one of the two lacks are not compared.
         """
         if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
             raise ValueError(
-                "model.policy is not the one that the run of this checkpoint began with, which is the reference of its "
-                "KL term: its weights have changed since, by training it or merging an adapter into it in this process "
-                "for example. Give the policy as it was (a model in memory: load it again), or start a new run from "
-                "the checkpoint's weights."
+                "model.policy is not the policy that the run of this checkpoint began with, which is the reference of "
+                "its KL term: its weights have changed since, for example by training it or merging an adapter into it "
+                "in this process. Give the original policy (if it is a model in memory, load it again), or start a new "
+                "run from the checkpoint's weights."
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:
-        """The weights of a reference that has moved, whole and on the CPU; None of one that has not.
+        """The full weights of a reference that was updated, on the CPU; None if it was not.
 
-        Every rank takes part; those behind the first get none. Weights that the policy does not train have not moved.
+        Collective: all ranks call it, and only rank 0 gets weights. Weights that the policy does not train are left
+        out: they did not change.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None
         weights, are_trained = {}, is_trained(self.policy)
         for (name, weight), trained in zip(self.reference.model.named_parameters(), are_trained, strict=True):
             if trained:
-                whole = self.sharding.whole(weight)
+                full = self.sharding.whole(weight)
                 if ranks.rank() == 0:
-                    weights[name] = whole.to("cpu", copy=True)
+                    weights[name] = full.to("cpu", copy=True)
         return weights
 
     @torch.no_grad()
     def restore(self, weights: dict[str, Tensor] | None) -> None:
-        """Put back what `moved_weights` gave. Every rank takes part; where weights are sharded, the first one's count.
+        """Restore the result of `moved_weights`. Collective: all ranks call it; with sharding, rank 0's weights count.
 
         Raises:
-            ValueError: If the run has no second model to put them in.
+            ValueError: If the run has no second model to restore them into.
         """
         if not isinstance(self.reference, FrozenCopy):
             raise ValueError(NO_REFERENCE)
@@ -240,28 +241,28 @@ class RunReference:
 
 
 NO_REFERENCE = (
-    "The checkpoint has a reference that was moved (model.sync_reference), and this run has none: set "
-    "model.objective.beta and the policy as they were."
+    "The checkpoint has a reference that was updated (model.sync_reference), but this run has no reference model: use "
+    "the model.objective.beta and policy of the checkpoint's run."
 )
 
 
 @torch.no_grad()
 def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Sharding) -> None:
-    """Move the reference towards the policy, weight by weight: no second copy of the model is made.
+    """Update the reference towards the policy, weight by weight, without another copy of the model.
 
     Args:
-        reference: Of the policy's architecture.
-        policy: What it moves towards.
-        alpha: The policy's share.
-        sharding: How both lie over the processes.
+        reference: A model of the policy's architecture.
+        policy: The policy.
+        alpha: Weight of the policy.
+        sharding: How both are sharded over the ranks.
     """
-    sharding.settle(policy)
-    for ours, theirs in zip(reference.model.parameters(), policy.parameters(), strict=True):
-        if theirs.requires_grad:  # the others are equal, or even shared
-            sharding.assign(ours, torch.lerp(sharding.whole(ours), sharding.whole(theirs).to(ours.dtype), alpha))
+    sharding.reshard(policy)
+    for old, new in zip(reference.model.parameters(), policy.parameters(), strict=True):
+        if new.requires_grad:  # the others are equal, or even shared
+            sharding.assign(old, torch.lerp(sharding.whole(old), sharding.whole(new).to(old.dtype), alpha))
     reference.has_moved = True
 
 
 def is_trained(policy: nn.Module) -> list[bool]:
-    """Whether each parameter is trained, in their order."""
+    """Whether each parameter is trained, in the order of `parameters()`."""
     return [parameter.requires_grad for parameter in policy.parameters()]

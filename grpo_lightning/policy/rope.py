@@ -1,9 +1,9 @@
-"""Rotary frequencies that depend on the longest row of a batch (longrope, dynamic NTK), fixed for the whole run.
+"""Fix length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
-transformers recomputes these frequencies in every forward pass from the largest position in it. One row that crosses
-the original length then changes the log-probs of all rows next to it, and of its own tokens that are cached already:
-sampled, batched and single log-probs would differ by nats. Here every pass gets the frequencies of the longest row that
-the run can have, as a batch that holds such a row would: sampling, scoring and the reference agree, alone or batched.
+transformers recomputes these frequencies in every forward pass from its largest position. A row that crosses the
+original length then changes the log-probs of all rows in its batch, and of its own tokens in the cache: log-probs of
+sampling, batched and single-row scoring would differ by nats. Here every pass uses the frequencies of the longest
+possible row of the run, as a batch with such a row would: sampling, scoring and the reference agree in any batch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 def is_length_dependent(kind: str) -> bool:
-    """True if transformers recomputes frequencies of this kind from the length of the batch."""
+    """True if transformers recomputes frequencies of this rope type from the length of the batch."""
     return "dynamic" in kind or kind == "longrope"
 
 
 def original_length(config: Any) -> int | None:
-    """The row length beyond which a text config's frequencies depend on the length; None if they never do."""
+    """Row length above which the frequencies depend on the length; None if they never do."""
     lengths = [
         entry.get("original_max_position_embeddings", config.max_position_embeddings)
         if rope_type(entry) == "longrope"
@@ -38,14 +38,14 @@ def original_length(config: Any) -> int | None:
 
 
 def fix_frequencies(model: nn.Module, longest: int) -> None:
-    """Give every forward pass of a model the frequencies of a row of `longest` tokens, whatever it is given.
+    """Make every forward pass of a model use the frequencies of a row of `longest` tokens.
 
     Args:
-        model: Changed in place; one with frequencies that do not depend on the length stays as it is.
+        model: Changed in place; unchanged if its frequencies do not depend on the length.
         longest: Tokens of the longest row of the run, completion included.
 
     Raises:
-        ValueError: If rows cross the original length, and the model's code does not follow transformers' conventions.
+        ValueError: If rows cross the original length and the model's code does not follow transformers' conventions.
     """
     config = text_config(model)
     original = original_length(config)
@@ -56,7 +56,7 @@ def fix_frequencies(model: nn.Module, longest: int) -> None:
     if not modules and longest > original:
         raise ValueError(
             f"{type(base_model(model)).__name__} has {kinds} rope, which changes at {original} tokens, and rows of "
-            f"this run may have {longest}: its own code cannot be told to keep one set of frequencies. Use "
+            f"this run may have {longest}: its remote code cannot use one fixed set of frequencies. Use "
             "transformers' implementation (policy.trust_remote_code: false), or keep prompt and completion within "
             f"{original} tokens (data.max_prompt_length, sampling.max_completion_length)."
         )
@@ -68,12 +68,13 @@ def fix_frequencies(model: nn.Module, longest: int) -> None:
         is_same_beyond = longest > original and all(kind in ("default", "longrope") for kind in module_types(module))
         module.largest_length = math.inf if is_same_beyond else max(longest, original)  # type: ignore[assignment]
     if longest <= original:
-        log.info("Rotary frequencies (%s): those of rows up to %d tokens, for the whole run.", kinds, original)
+        log.info("Rotary frequencies (%s): fixed to those of rows up to %d tokens.", kinds, original)
     else:
         log.warning(
-            "Rotary frequencies (%s): those of rows of %d tokens, the longest of this run (longest prompt + "
-            "max_completion_length), for rows of every length. Elsewhere, rows up to %d tokens may get the short ones: "
-            "if no row needs to be longer, lower data.max_prompt_length or sampling.max_completion_length.",
+            "Rotary frequencies (%s): fixed to those of rows of %d tokens, the longest of this run (longest prompt + "
+            "max_completion_length), for rows of every length. Other software may use the short frequencies for rows "
+            "up to %d tokens: if no row needs to be longer, lower data.max_prompt_length or "
+            "sampling.max_completion_length.",
             kinds,
             longest,
             original,
@@ -81,12 +82,12 @@ def fix_frequencies(model: nn.Module, longest: int) -> None:
 
 
 def fixed_length(model: nn.Module) -> int | None:
-    """The row length that a model's frequencies were fixed for; None if they do not depend on it."""
+    """The row length that a model's frequencies are fixed to; None if they do not depend on the length."""
     return next((module.fixed_length for module in model.modules() if hasattr(module, "fixed_length")), None)  # type: ignore[return-value]
 
 
 def module_types(module: nn.Module) -> list[str]:
-    """The rope types of a rotary embedding of transformers; none of other modules."""
+    """The rope types of a transformers rotary embedding; empty for other modules."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):  # one per layer type
         return list(kinds.values())
@@ -94,10 +95,10 @@ def module_types(module: nn.Module) -> list[str]:
 
 
 def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Forward pre-hook: the positions with that of the longest row's last token behind them.
+    """Forward pre-hook: append the position of the longest row's last token.
 
     Raises:
-        ValueError: If a row is longer than that, and would change the frequencies.
+        ValueError: If a row is longer and would change the frequencies.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:
@@ -113,7 +114,7 @@ def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook: the embeddings without those of the appended position."""
+    """Forward hook: drop the embeddings of the appended position."""
     if isinstance(output, Tensor):
         return output[..., :-1, :]
     return tuple(part[..., :-1, :] for part in output)

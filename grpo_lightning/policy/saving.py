@@ -1,4 +1,4 @@
-"""A policy as a folder that transformers, or peft, loads."""
+"""Save a policy as a folder that transformers or peft loads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from grpo_lightning.policy.sharding import Sharding
 def write_policy(
     model: Any, tokenizer: Any, folder: Path, *, config: Any = None, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Save weights, config and tokenizer or processor, or instead of weights the adapters alone of a model with them.
+    """Save weights, config and tokenizer or processor; for a model with adapters, the adapters instead of all weights.
 
     Files appear in the folder only when all are complete.
 
     Args:
         model: The policy.
-        tokenizer: Its own; of a policy that sees images its processor, which writes its tokenizer, too.
-        folder: Made if it is not there; other files stay.
-        config: Instead of the model's own.
-        weights: By the model's names, instead of its own.
+        tokenizer: Its tokenizer, or the processor of a multimodal policy, which writes the tokenizer as well.
+        folder: Created if missing; other files in it stay.
+        config: Replaces the model's own config.
+        weights: Replace the model's own weights, by the model's names.
     """
     options: dict[str, Any] = {} if weights is None else {"state_dict": dict(weights)}
     if is_adapted(model):
-        # peft would ask the hub whether the vocabulary was resized.
+        # Otherwise peft queries the hub to see whether the vocabulary was resized.
         options |= {"selected_adapters": [TRAINED], "save_embedding_layers": False}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="export-") as scratch:
@@ -40,7 +40,7 @@ def write_policy(
         if config is not None and not is_adapted(model):
             config.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        for old in folder.glob("*model*.safetensors*"):  # shards of another split would be loaded with the new ones
+        for old in folder.glob("*model*.safetensors*"):  # old shards would be loaded with the new ones
             old.unlink()
         for path in Path(scratch).iterdir():
             os.replace(path, folder / path.name)
@@ -52,22 +52,22 @@ def is_adapted(model: Any) -> bool:
 
 
 def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) -> dict[str, Tensor]:
-    """The policy's weights on the CPU, gathered one by one; of one with adapters, those alone. Every rank takes part.
+    """Gather the policy's weights on the CPU, one by one; with adapters, only these. Collective: all ranks call it.
 
     Args:
-        policy: As it is trained.
-        sharding: How its weights lie over the processes.
-        keeps: False on the ranks that only take part: they get nothing.
+        policy: The policy in training.
+        sharding: How its weights are sharded over the ranks.
+        keeps: False on ranks that only take part in gathering; they get an empty dict.
     """
-    sharding.settle(policy)
+    sharding.reshard(policy)
     gathered: dict[int, Tensor] = {}
     weights = {}
     for name, weight in policy.named_parameters(remove_duplicate=False):
         if is_adapted(policy) and not weight.requires_grad:
             continue
         if id(weight) not in gathered:  # tied weights stay one tensor: they are saved once
-            whole = sharding.whole(weight)
-            gathered[id(weight)] = whole.cpu() if keeps else whole.new_empty(0)
+            full = sharding.whole(weight)
+            gathered[id(weight)] = full.cpu() if keeps else full.new_empty(0)
         weights[name] = gathered[id(weight)]
     saved = policy.state_dict().keys() if not is_adapted(policy) else ()
     weights |= {name: buffer.cpu() for name, buffer in policy.named_buffers() if name in saved}
@@ -75,10 +75,9 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
 
 
 def original_tokenizer(loader: PolicyLoader) -> Any:
-    """The policy's tokenizer as it is: without the pad token a run gives to one that has none.
+    """Load the policy's unmodified tokenizer, without the pad token that a run adds if there is none.
 
-    Of a policy that sees images its processor, with the run's limits of images: another number of pixels is another
-    question, and the model was trained on these.
+    For a multimodal policy, its processor with the run's image limits: the model was trained on images of that size.
     """
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Settings of the policy, as a recipe has them: where it comes from and how it is run. Loads only the config."""
+"""Settings of the policy in a recipe: where it is loaded from and how it is run. Loads only the config."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ Quantization = Literal["none", "4bit", "8bit"]
 
 
 class PolicySettings:
-    """Where the policy comes from and how it is run.
+    """Settings of the policy: where it is loaded from and how it is run.
 
     Args:
         name: Hub name or local folder. Not needed when `model` is given.
-        model: A Transformers model in memory, trained in place, or a config, for random weights. `torch.compile(model)`
-            is trained without the compilation.
-        tokenizer: Tokenizer, or of a policy that sees images its processor, or the name or folder of either; `name`'s
-            own by default.
-        dtype: Precision of the weights. Keep float32 unless the strategy holds fp32 masters: at GRPO's learning rates
-            bfloat16 weights do not move.
-        attention: Kernel; "auto" takes flash_attention_2 where it is installed and the run computes in 16 bits on CUDA
-            (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights), else sdpa.
-        from_scratch: Build the architecture named by `name` with random weights.
-        scoring: "auto" runs prompts once per group where the model can ("extended"), else "dense".
+        model: A transformers model in memory, trained in place, or a config for random weights. `torch.compile(model)`
+            is trained without compilation.
+        tokenizer: Tokenizer, or the processor of a multimodal policy, or the name or folder of either; `name`'s own by
+            default.
+        dtype: Dtype of the weights. Keep float32 unless the strategy keeps fp32 master weights: at GRPO's learning
+            rates, updates of bfloat16 weights are lost to rounding.
+        attention: Attention kernel; "auto" uses flash_attention_2 if it is installed and the run computes in 16 bits on
+            CUDA (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights), else sdpa.
+        from_scratch: Build the architecture of `name` with random weights.
+        scoring: "auto" runs each prompt once per group if the model supports it ("extended"), else "dense".
         chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
             once.
-        head_chunk_size: Tokens per slice of the vocabulary head in scoring, so that the logits of all tokens never
-            exist at once. None takes them all at once.
-        activation_checkpointing: Recompute activations in the backward pass: of "chunks" of completions, or of
+        head_chunk_size: Tokens per slice of the vocabulary head in scoring: limits the memory of the logits. None
+            computes the logits of all tokens at once.
+        activation_checkpointing: Recompute activations in the backward pass: per "chunks" of completions, or per
             "layers".
-        lora: Train low-rank adapters, and freeze the rest; a mapping names the fields of `LoRA`.
-        freeze_layers: Freeze the embeddings and as many decoder layers, the first ones. The reference shares them. A
+        lora: Train low-rank adapters and freeze the rest; a mapping gives the fields of `LoRA`.
+        freeze_layers: Freeze the embeddings and this many decoder layers, from the first. The reference shares them. A
             head that is tied to the embeddings is frozen with them.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
-        max_pixels: Pixels of the largest image; larger ones are scaled down. Null is the processor's own limit. For
-            families whose images have as many tokens as pixels (Qwen-VL, GLM-4.1V).
-        min_pixels: Pixels of the smallest image; smaller ones are scaled up.
-        max_anyres_num: Tiles that an image is cut into at most (InternVL).
-        quantization: Keep the frozen weights under adapters in "4bit" (NF4) or "8bit". `dtype` is then that of what is
-            not quantised: embeddings, norms and head.
+        max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. For
+            families whose number of image tokens is proportional to the pixels (Qwen-VL, GLM-4.1V).
+        min_pixels: Minimum pixels per image; smaller images are scaled up.
+        max_anyres_num: Maximum number of tiles per image (InternVL).
+        quantization: Quantise the frozen weights under adapters to "4bit" (NF4) or "8bit". `dtype` is then the dtype of
+            the other weights: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -84,7 +84,7 @@ class PolicySettings:
     ) -> None:
         if (name is None) == (model is None):
             raise ValueError(
-                f"Give the policy either a name or a model, got name={name!r} and model={type(model).__name__}."
+                f"The policy needs either a name or a model, got name={name!r} and model={type(model).__name__}."
             )
         model = None if model is None else model_or_config(model)
         if model is not None and tokenizer is None:
@@ -93,15 +93,15 @@ class PolicySettings:
             )
         if model is not None and hasattr(model, "parameters") and (dtype != "float32" or attention != "auto"):
             raise ValueError(
-                f"policy.dtype ({dtype}) and policy.attention ({attention}) say how a model is loaded; the one given "
-                "is loaded already. Set them when you load it."
+                f"policy.dtype ({dtype}) and policy.attention ({attention}) apply when a model is loaded; the one "
+                "given is already loaded. Set them when you load it."
             )
         if model is not None and (
             revision != "main" or trust_remote_code or (from_scratch and hasattr(model, "parameters"))
         ):
             raise ValueError(
                 f"policy.revision ({revision}), policy.trust_remote_code ({trust_remote_code}) and policy.from_scratch "
-                f"({from_scratch}) say how a name is loaded; what is given is in memory already. Leave them out."
+                f"({from_scratch}) apply when a name is loaded; the policy given is already in memory. Remove them."
             )
         self.name = name
         self.model = model
@@ -126,7 +126,7 @@ class PolicySettings:
         check_trained_settings(self)
 
     def _limits(self) -> list[tuple[str, bool, str]]:
-        """The ranges of numbers."""
+        """Allowed ranges of the numeric settings."""
         nulls = {"chunk_size": "one chunk", "head_chunk_size": "all tokens at once"}
         nulls |= dict.fromkeys(("max_pixels", "min_pixels", "max_anyres_num"), "the processor's own")
         limits = [
@@ -142,14 +142,14 @@ class PolicySettings:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """The constructor's arguments as plain values; None if the policy or its tokenizer is an object in memory."""
+        """The constructor's arguments as plain values; None if policy or tokenizer is an object in memory."""
         if self.model is not None or not isinstance(self.tokenizer, str | Path | None):
             return None
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         return plain | {"lora": None if self.lora is None else asdict(self.lora)}
 
     def load_config(self) -> PretrainedConfig:
-        """The model's config, without its weights."""
+        """Load the model's config, without its weights."""
         from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(self.model, PretrainedConfig):
@@ -167,56 +167,56 @@ class PolicySettings:
 
 
 def model_or_config(given: Any) -> Any:
-    """The Transformers model or config that was given as the policy; of `torch.compile(model)`, the model.
+    """Check a policy given as a transformers model or config; unwraps `torch.compile(model)`.
 
     Raises:
-        ValueError: If it is another wrapper, which would be taken for a config and trained from random weights, or has
+        ValueError: If it is another wrapper, which would be treated as a config and trained from random weights, or has
             adapters.
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
-    found = getattr(given, "_orig_mod", given)
-    if found is not given:
+    model = getattr(given, "_orig_mod", given)
+    if model is not given:
         log.warning(
-            "The policy is torch.compile(model): the model is trained without the compilation, as its head and caches "
-            "differ from call to call."
+            "The policy is torch.compile(model): it is trained without compilation, because its head and caches "
+            "change from call to call."
         )
-    if hasattr(found, "peft_config"):
+    if hasattr(model, "peft_config"):
         raise ValueError(
-            "The policy given has adapters. Give its base as the policy, and the folder of the adapter as lora.adapter."
-            " If it got them from an earlier run in this process, load it again."
+            "The policy already has adapters. Give its base as the policy, and the folder of the adapter as "
+            "lora.adapter. If it got them from an earlier run in this process, load it again."
         )
-    if not isinstance(found, PretrainedConfig | PreTrainedModel):
-        shown = f"a {type(found).__name__}" if isinstance(found, nn.Module) else f"{found!r:.80}"
+    if not isinstance(model, PretrainedConfig | PreTrainedModel):
+        shown = f"a {type(model).__name__}" if isinstance(model, nn.Module) else f"{model!r:.80}"
         raise ValueError(
-            "model.policy must be a name, a folder, a PolicyLoader, or a Transformers model or config, got "
-            f"{shown}. If it wraps a Transformers model, give it that model."
+            "model.policy must be a name, a folder, a PolicyLoader, or a transformers model or config, got "
+            f"{shown}. If it wraps a transformers model, pass that model."
         )
-    return found
+    return model
 
 
 def check_trained_settings(settings: PolicySettings) -> None:
-    """Raise ValueError for settings of adapters and frozen weights that exclude each other."""
+    """Raise ValueError for conflicting settings of adapters, frozen layers and quantisation."""
     kind = settings.quantization
     if settings.freeze_layers and settings.lora is not None:
         raise ValueError(
-            f"policy.freeze_layers ({settings.freeze_layers}) and policy.lora: under adapters all layers are frozen "
-            "already. Leave it out."
+            f"policy.freeze_layers ({settings.freeze_layers}) and policy.lora are both set: with adapters, all layers "
+            "are frozen already. Remove policy.freeze_layers."
         )
     if kind == "none":
         return
     if settings.lora is None:
         raise ValueError(
             f"policy.quantization is {kind!r}, and quantised weights cannot be trained: add policy.lora ({{}} for its "
-            "defaults), or leave quantization out."
+            "defaults), or remove quantization."
         )
     if settings.model is not None or settings.from_scratch:
         raise ValueError(
-            f"policy.quantization ({kind}) says how a checkpoint is loaded, and the policy is in memory or has random "
-            "weights: give a name, or leave quantization out."
+            f"policy.quantization ({kind}) applies when a checkpoint is loaded, and the policy is in memory or has "
+            "random weights: give a name, or remove quantization."
         )
     if settings.dtype == "float16":
         raise ValueError(
-            f"policy.dtype is float16, and weights quantised to {kind} are computed with in bfloat16: set it to "
-            "bfloat16 or float32."
+            f"policy.dtype is float16, but weights quantised to {kind} compute in bfloat16: set it to bfloat16 or "
+            "float32."
         )

@@ -1,8 +1,8 @@
-"""How the policy's weights lie over the processes of a run: full on each, or a shard on each.
+"""Sharding of the policy's weights over ranks: full weights on each, or a shard on each.
 
-Loading, sampling and comparing models need to know; nothing else does. `Sharding` is the case of full weights (one
-device, DDP, ZeRO-1 and 2); the others say what they do differently. No other file knows how FSDP2 and DeepSpeed mark
-modules and parameters.
+Used only where models are loaded, sampled from and compared. `Sharding` is the case of full weights (one device, DDP,
+ZeRO-1 and 2); subclasses override what differs. No other file depends on how FSDP2 and DeepSpeed mark modules and
+parameters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from grpo_lightning.core import ranks
 
 
 class Sharding:
-    """Whole weights on every process."""
+    """Full weights on every rank."""
 
     is_sharded = False
-    """True if a forward call needs the other ranks: all must make the same calls."""
+    """True if forward passes are collective: all ranks must make the same calls."""
 
     gathered_dtype: torch.dtype | None = None
-    """The precision that weights are gathered in; None: as they lie."""
+    """The dtype that weights are gathered in; None: their own."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -33,40 +33,40 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, layers are made and initialised (random weights, adapters): whole, to be sharded later."""
+        """Inside, layers are created and initialised unsharded (random weights, adapters), to be sharded later."""
         yield
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Inside, models are loaded and made that are no part of the run's: whole on every rank, and left so."""
+        """Inside, models outside the training module (reward models) are created unsharded, and stay so."""
         yield
 
     def shard(self, model: nn.Module) -> None:
-        """Called once a model is complete."""
+        """Shard a complete model."""
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's weights are whole on every rank: forward calls need no other rank."""
+        """Inside, every rank has the model's full weights: forward passes are not collective."""
         yield
 
-    def settle(self, model: nn.Module) -> None:
-        """Give up what a forward pass without a backward pass has left gathered."""
+    def reshard(self, model: nn.Module) -> None:
+        """Free the full weights that a forward pass without a backward pass has left gathered."""
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """A parameter's value, whole; every rank takes part."""
+        """Gather the full value of a parameter. Collective: all ranks call it."""
         return parameter.detach()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Give a parameter a whole value, the same on every rank; all take part."""
+        """Set a parameter to a full value, the same on every rank. Collective: all ranks call it."""
         assert value is not None
         parameter.copy_(value)
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """The norm over all gradients of all ranks; None if it is not known before the optimizer steps."""
+        """Norm over all gradients of all ranks; None if it is not known before the optimizer step."""
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def norm_of_last_step(self) -> float | None:
-        """The norm, where it is known only once the optimizer has stepped."""
+        """Gradient norm, if it is only known after the optimizer step; else None."""
         return None
 
 
@@ -75,7 +75,7 @@ class FullyShard(Sharding):
 
     Args:
         mesh: The data-parallel device mesh.
-        options: Of `torch.distributed.fsdp.fully_shard`, `mp_policy` for example.
+        options: Arguments of `torch.distributed.fsdp.fully_shard`, for example `mp_policy`.
     """
 
     is_sharded = True
@@ -85,13 +85,13 @@ class FullyShard(Sharding):
         self.gathered_dtype = getattr(self.options.get("mp_policy"), "param_dtype", None)
 
     def shard(self, model: nn.Module) -> None:
-        """Shard the decoder layers one by one, then what is left."""
+        """Shard the decoder layers one by one, then the rest."""
         from torch.distributed.fsdp import fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(layer, mesh=self.mesh, **self.options)
-        # What is left (embeddings, head) stays gathered until the backward pass; a frozen model has none.
+        # The rest (embeddings, head) stays gathered until the backward pass; a frozen model has no backward pass.
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         fully_shard(model, mesh=self.mesh, reshard_after_forward=not is_trained, **self.options)
 
@@ -109,25 +109,25 @@ class FullyShard(Sharding):
                 part.set_reshard_after_forward(part is not model, recurse=False)
                 part.reshard()
 
-    def settle(self, model: nn.Module) -> None:
-        """Embeddings and head stay gathered, in the precision they are used in."""
+    def reshard(self, model: nn.Module) -> None:
+        """Reshard embeddings and head, which stay gathered in the dtype they are used in."""
         for part in fsdp_modules(model):
             part.reshard()
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """All shards together. Embeddings and head stay gathered after a forward pass, and are whole already then."""
-        whole: Tensor = parameter.detach()
-        return whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        """Gather all shards. Embeddings and head stay gathered after a forward pass, and are full already then."""
+        value: Tensor = parameter.detach()
+        return value.full_tensor() if hasattr(value, "full_tensor") else value
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
         """Every rank takes its shard of rank 0's value."""
         from torch.distributed.tensor import distribute_tensor
 
         shard: Any = parameter
-        # Of other ranks, only the shape is looked at.
-        whole = torch.empty(shard.shape, dtype=shard.dtype) if value is None else value
-        whole = whole.to(parameter.device)
-        shard.to_local().copy_(distribute_tensor(whole, shard.device_mesh, shard.placements).to_local())
+        # Only the shape matters on ranks other than 0.
+        full = torch.empty(shard.shape, dtype=shard.dtype) if value is None else value
+        full = full.to(parameter.device)
+        shard.to_local().copy_(distribute_tensor(full, shard.device_mesh, shard.placements).to_local())
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
         """The norm over the shards of all ranks."""
@@ -136,21 +136,21 @@ class FullyShard(Sharding):
 
 
 class PartitionedGradients(Sharding):
-    """ZeRO-1 and 2: whole weights, but DeepSpeed keeps the gradients to itself.
+    """ZeRO-1 and 2: full weights, but gradients are only accessible to DeepSpeed.
 
     Args:
-        strategy: The DeepSpeed strategy; its `model` is the engine once it is set up.
+        strategy: The DeepSpeed strategy; its `model` is the engine after setup.
     """
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """Known only when the optimizer steps."""
+        """None: only known after the optimizer step."""
         return None
 
     def norm_of_last_step(self) -> float | None:
-        """As DeepSpeed found it."""
+        """Gradient norm computed by DeepSpeed."""
         norm = self.strategy.model.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -162,19 +162,19 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Let transformers partition the weights as it reads them."""
+        """Let transformers partition the weights while it loads them."""
         from transformers.integrations import HfDeepSpeedConfig
 
-        # Transformers holds it weakly, and takes the run for an unsharded one once it is gone.
+        # transformers keeps a weak reference: once it is collected, the run counts as unsharded.
         self.hf_config = HfDeepSpeedConfig(self.strategy.config)
-        with knowing_whole_shapes():
+        with using_full_shapes():
             yield
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Make layers whole: initialising one that is partitioned already does nothing, and says nothing.
+        """Create layers unpartitioned: initialising a partitioned layer silently does nothing.
 
-        LoRA's B would keep random numbers. DeepSpeed partitions the layers when the run is set up.
+        LoRA's B would keep random values. DeepSpeed partitions the layers in the setup of the run.
         """
         from deepspeed.runtime.zero import partition_parameters
 
@@ -186,7 +186,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Have neither DeepSpeed nor transformers partition what is made and read."""
+        """Keep DeepSpeed and transformers from partitioning models that are created or loaded."""
         with self.building(), unpartitioned():
             yield
 
@@ -211,19 +211,19 @@ class Partitioned(PartitionedGradients):
                 hooks._register_deepspeed_module(hooks.module)
 
     def hooks(self) -> Any:
-        """The object with which DeepSpeed gathers and releases weights."""
+        """The object through which DeepSpeed gathers and releases weights."""
         optimizer = self.strategy.model.optimizer
-        return getattr(optimizer, "parameter_offload", optimizer)  # without training it is the optimizer's place
+        return getattr(optimizer, "parameter_offload", optimizer)  # without training, it takes the optimizer's place
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """All partitions together."""
+        """Gather all partitions."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Rank 0 gives every rank its partition."""
+        """Rank 0 sends every rank its partition."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -234,7 +234,7 @@ class Partitioned(PartitionedGradients):
 
 @contextlib.contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Inside, transformers partitions nothing, also after a ZeRO-3 run in this process."""
+    """Inside, transformers partitions no weights, even after a ZeRO-3 run in this process."""
     from transformers.integrations import deepspeed
 
     reference = deepspeed._hf_deepspeed_config_weak_ref
@@ -248,46 +248,46 @@ def unpartitioned() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def knowing_whole_shapes() -> Iterator[None]:
-    """Inside, transformers turns the tensors of experts as their whole shape says.
+def using_full_shapes() -> Iterator[None]:
+    """Inside, transformers transposes expert tensors according to their full shapes.
 
-    Checkpoints have them either way round, and it compares with the model's weight, which ZeRO-3 leaves empty: those
-    that lie right would be turned, and refused for their size.
+    Checkpoints store them either way, and transformers compares them with the model's weight, which is empty under
+    ZeRO-3: tensors in the right layout would be transposed, and then refused for their shape.
     """
     from transformers import core_model_loading
 
-    turning: Any = getattr(core_model_loading, "Transpose", None)
-    if turning is None:  # a release that turns nothing
+    transpose: Any = getattr(core_model_loading, "Transpose", None)
+    if transpose is None:  # a release without transposition
         yield
         return
-    convert = turning.convert
+    convert = transpose.convert
 
-    def convert_by_whole_shape(self: Any, *args: Any, **options: Any) -> Any:
+    def convert_by_full_shape(self: Any, *args: Any, **options: Any) -> Any:
         if options.get("model") is not None:
-            options["model"] = WholeShapes(options["model"])
+            options["model"] = FullShapes(options["model"])
         return convert(self, *args, **options)
 
-    turning.convert = convert_by_whole_shape
+    transpose.convert = convert_by_full_shape
     try:
         yield
     finally:
-        turning.convert = convert
+        transpose.convert = convert
 
 
-class WholeShapes:
-    """A model as a conversion of weights reads it: parameters with their full shape, and no values."""
+class FullShapes:
+    """Wraps a model for weight conversion: parameters with their full shapes, without values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def get_parameter(self, name: str) -> Tensor:
-        """On the meta device."""
+        """The parameter as an empty tensor on the meta device."""
         parameter = self.model.get_parameter(name)
         return torch.empty(full_shape(parameter), device="meta")
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules of a model that FSDP2 has sharded, the model itself among them; none of a model without."""
+    """The modules of a model that FSDP2 has sharded, including the model itself; empty if it is not sharded."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -296,17 +296,17 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None: as they are."""
+    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None: their own."""
     return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True for a parameter that ZeRO-3 partitions: it is an empty vector where it is not gathered."""
+    """True for a parameter partitioned by ZeRO-3: an empty vector while it is not gathered."""
     return hasattr(parameter, "ds_id")
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter, also where ZeRO-3 has left an empty vector in its place."""
+    """The full shape of a parameter, even if ZeRO-3 has replaced it by an empty vector."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

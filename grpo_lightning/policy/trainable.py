@@ -1,6 +1,6 @@
-"""Trainable weights: all of the policy, all but the first layers, or adapters next to it.
+"""Trainable parameters: all weights, all but the first layers, or adapters.
 
-Frozen weights stay out of checkpoints, and trained ones must be wide enough to move.
+Also keeps frozen weights out of checkpoints, and refuses dtypes in which updates are lost to rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> Any:
-    """The loaded model with what is not trained frozen, and with adapters where they are requested."""
+    """Freeze the weights of a loaded model that are not trained, and add adapters if requested."""
     if loader.freeze_vision_modules:
         freeze_vision(model)
     if loader.freeze_layers:
@@ -36,10 +36,10 @@ def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> An
 def freeze_first_layers(model: Any, number: int) -> None:
     """Freeze the embeddings and the first decoder layers.
 
-    A head that is tied to the embeddings is the same weight, and frozen with them.
+    A head that is tied to the embeddings is frozen with them.
 
     Raises:
-        ValueError: If there are not as many layers, or they cannot be found.
+        ValueError: If there are fewer layers, or they cannot be found.
     """
     decoder, layers = decoder_layers(model)
     check_num_layers(number, len(layers))
@@ -55,7 +55,7 @@ def check_num_layers(number: int, available: int) -> None:
 
 
 def decoder_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The language model's decoder and the layers it is a stack of.
+    """The language model's decoder and its list of layers.
 
     Raises:
         ValueError: If they cannot be found.
@@ -71,39 +71,39 @@ def decoder_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def frozen_names(owner: nn.Module) -> set[str]:
-    """The names of weights that are not trained; of tied ones, all their names."""
+    """Names of frozen weights, including all names of tied weights."""
     return {name for name, weight in all_parameters(owner) if not weight.requires_grad}
 
 
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
-    """Drop what is not trained from a module's state dict: frozen weights are loaded anew, the reference made anew.
+    """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    Under adapters nothing but trained weights stays: quantised layers write scales and codes next to their weights.
-    Without adapters buffers stay.
+    With adapters, only trained weights stay: quantised layers write scales and codes next to their weights. Without
+    adapters, buffers stay.
 
-    Only weights that are frozen now and when it is taken: those that are frozen later have been trained, those that are
-    freed later will be. Loading misses nothing of what is dropped.
+    Drops only weights that are frozen both now and when the state dict is taken: those frozen later have been trained,
+    and those unfrozen later will be. Loading does not report dropped keys as missing.
 
-    A state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies; of the owner, because the
-    policy may be a user's model.
+    Uses a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies, and a hook of the
+    owner, because the policy may be a user's model.
     """
     at_start = frozen_names(owner)
 
     def drop(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        is_left_out = left_out(module, at_start)
-        for key in [key for key in state_dict if key.startswith(prefix) and is_left_out(key.removeprefix(prefix))]:
+        is_dropped = dropped_keys_filter(module, at_start)
+        for key in [key for key in state_dict if key.startswith(prefix) and is_dropped(key.removeprefix(prefix))]:
             del state_dict[key]
 
-    loaded = ""  # what the keys begin with: the owner, or a copy of it, may be a part of what is loaded
+    loaded = ""  # prefix of the keys: the owner, or a copy of it, may be a part of the loaded module
 
     def remember(module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
         nonlocal loaded
         loaded = prefix
 
     def forgive(module: nn.Module, keys: Any) -> None:
-        is_left_out = left_out(module, at_start)
+        is_dropped = dropped_keys_filter(module, at_start)
         keys.missing_keys[:] = [
-            key for key in keys.missing_keys if not (key.startswith(loaded) and is_left_out(key.removeprefix(loaded)))
+            key for key in keys.missing_keys if not (key.startswith(loaded) and is_dropped(key.removeprefix(loaded)))
         ]
 
     owner.register_state_dict_post_hook(drop)
@@ -111,77 +111,77 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     owner.register_load_state_dict_post_hook(forgive)
 
 
-def left_out(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
-    """Says of a key of the state dict whether checkpoints do without it.
+def dropped_keys_filter(owner: nn.Module, at_start: set[str]) -> Callable[[str], bool]:
+    """Make the predicate that is True for state-dict keys that checkpoints do not contain.
 
     Args:
-        owner: The module that trains.
+        owner: The Lightning module.
         at_start: Names of weights that were frozen when the run began.
     """
     frozen = at_start & frozen_names(owner)
     trained = {name for name, _ in all_parameters(owner)} - frozen
-    # The reference: one that has moved is saved apart, whole.
-    references = paths(owner, "has_moved")
-    adapted = paths(owner, "peft_config")
+    # A reference that was updated is saved separately, unsharded.
+    references = key_prefixes(owner, "has_moved")
+    adapted = key_prefixes(owner, "peft_config")
     return lambda key: key in frozen or key.startswith(references) or (key.startswith(adapted) and key not in trained)
 
 
-def paths(owner: nn.Module, mark: str) -> tuple[str, ...]:
-    """The prefixes of the keys of modules with this attribute."""
+def key_prefixes(owner: nn.Module, mark: str) -> tuple[str, ...]:
+    """State-dict key prefixes of modules that have this attribute."""
     return tuple(f"{path}." if path else "" for path, part in owner.named_modules() if hasattr(part, mark))
 
 
 def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Parameters by name, tied ones by all their names."""
+    """Parameters by name; tied ones under each of their names."""
     return module.named_parameters(remove_duplicate=False)
 
 
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Half the distance of neighbours, as a share of the weight: a smaller step is rounded away."""
+"""Half the distance between neighbouring numbers, relative to the weight: smaller updates are lost to rounding."""
 
 
 def check_masters(settings: PolicySettings, precision: str | int | None, *, has_masters: bool) -> None:
-    """Refuse a run whose steps are lost in rounding, before weights are loaded.
+    """Refuse 16-bit trained weights without float32 masters, whose updates are lost to rounding. Runs before loading.
 
-    AdamW moves a weight by about the learning rate in a step. A weight of 0.02 in bfloat16 moves by 8e-5 or not at all.
+    AdamW changes a weight by about the learning rate per step. A bfloat16 weight of 0.02 changes by 8e-5 or not at all.
 
     Args:
-        settings: What is trained, and how wide its weights are.
+        settings: Adapters and dtype of the weights.
         precision: `trainer.precision`.
-        has_masters: The strategy keeps 32-bit copies of the trained weights, which take the steps (DeepSpeed does).
+        has_masters: The strategy updates 32-bit master copies of the trained weights, as DeepSpeed does.
 
     Raises:
-        ValueError: If trained weights have 16 bits and no copy of 32.
+        ValueError: If trained weights have 16 bits and no 32-bit masters.
     """
     if has_masters:
         return
     name = str(precision)
-    adapters = " It makes float32 adapters narrow as well." if settings.lora is not None else ""
+    adapters = " It converts float32 adapters as well." if settings.lora is not None else ""
     if name in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision {name!r} gives the trained weights 16 bits, in which steps of usual learning rates are "
-            f"rounded away, and this strategy keeps no copy of 32 bits.{adapters} Set it to "
-            f"{'bf16-mixed' if name == 'bf16-true' else '16-mixed'!r}, or take DeepSpeed (trainer.strategy: zero2)."
+            f"trainer.precision {name!r} converts the trained weights to 16 bits, in which updates of usual learning "
+            f"rates are lost to rounding, and this strategy keeps no 32-bit masters.{adapters} Set it to "
+            f"{'bf16-mixed' if name == 'bf16-true' else '16-mixed'!r}, or use DeepSpeed (trainer.strategy: zero2)."
         )
     dtype = dtype_name(settings)
     if dtype in NARROW and settings.lora is None:
         raise ValueError(
-            f"The trained weights are {dtype} (policy.dtype, or as the model was given): a step below "
-            f"{NARROW[dtype]:.1g} of a weight is rounded away, which at usual learning rates is all of them, and this "
-            "strategy keeps no copy of 32 bits. Set policy.dtype to float32 with trainer.precision 'bf16-mixed', train "
-            "adapters (policy.lora), or take DeepSpeed (trainer.strategy: zero2)."
+            f"The trained weights are {dtype} (policy.dtype, or the dtype of the given model): updates below "
+            f"{NARROW[dtype]:.1g} of a weight are lost to rounding, which at usual learning rates is all of them, and "
+            "this strategy keeps no 32-bit masters. Set policy.dtype to float32 with trainer.precision 'bf16-mixed', "
+            "train adapters (policy.lora), or use DeepSpeed (trainer.strategy: zero2)."
         )
 
 
 def compute_dtype(
     settings: PolicySettings, precision: str | int | None, deepspeed: Mapping[str, Any] | None = None
 ) -> str:
-    """The dtype of a run's matrix products: mixed precision computes in fewer bits than the weights have.
+    """The dtype of a run's matrix products: with mixed precision, fewer bits than the weights have.
 
     Args:
-        settings: How wide the weights are.
+        settings: Dtype of the weights.
         precision: `trainer.precision`.
-        deepspeed: DeepSpeed's configuration, which may say so as well; None without it.
+        deepspeed: DeepSpeed's configuration, which may also set it; None without DeepSpeed.
     """
     for dtype, name, key in (("bfloat16", "bf16", "bf16"), ("float16", "16", "fp16")):
         if str(precision).startswith(name) or (deepspeed or {}).get(key, {}).get("enabled") is True:
@@ -190,6 +190,6 @@ def compute_dtype(
 
 
 def dtype_name(settings: PolicySettings) -> str:
-    """The dtype of the policy's weights: a loaded model's own, else the one it will have."""
+    """The dtype of the policy's weights: that of a model in memory, else `policy.dtype`."""
     own = getattr(settings.model, "dtype", None) if hasattr(settings.model, "parameters") else None
     return str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else settings.dtype

@@ -1,8 +1,7 @@
-"""Running a model with images: each one is encoded once for its prompt, and the features of a frozen tower are kept.
+"""Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
 
-Every vision-language model of transformers asks its `get_image_features` for what the images become, inside its
-forward. That method is replaced while a forward pass runs: by what hands over features that are known already, by what
-keeps those that are made, or by what makes the tower run on a blank image for nobody.
+All vision-language models of transformers call their `get_image_features` inside forward. That method is replaced while
+a forward pass runs: to return known features, to store new ones, or to run the tower on a blank image.
 """
 
 from __future__ import annotations
@@ -24,62 +23,63 @@ from grpo_lightning.policy.hf import base_model, compute_device, known_arguments
 
 @contextlib.contextmanager
 def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
-    """Inside, the model's forward takes the images of some prompts.
+    """Inside, the model's forward runs with the images of the given prompts.
 
     Args:
         model: The policy.
-        vision: Of the prompts of the pass, in their order; None if the model sees no images.
-        keeps: Keep the features with the prompts.
+        vision: Vision inputs of the prompts of the pass, in order; None for a text-only model.
+        keeps: Store the features with the prompts.
 
     Yields:
-        The arguments that make its forward ask for them.
+        The image arguments of the model's forward.
     """
     with_images = [] if vision is None else [prompt for prompt in vision.prompts if prompt.images]
     if vision is None or (not with_images and vision.blank is None):
         yield {}
         return
-    images = merged(with_images) if with_images else dict(vision.blank or {})
+    images = concatenate_images(with_images) if with_images else dict(vision.blank or {})
     if family_of(base_model(model).config) is None:
-        yield known_arguments(model, **moved(images, model))
+        yield known_arguments(model, **to_model(images, model))
         return
     inner = inner_model(model)
     encode: Callable[..., Any] = inner.get_image_features
 
-    def known(*args: Any, **options: Any) -> Any:
-        return as_outputs(joined([prompt.features for prompt in with_images if prompt.features is not None]))
+    def return_known(*args: Any, **options: Any) -> Any:
+        known = [prompt.features for prompt in with_images if prompt.features is not None]
+        return make_outputs(concatenate_features(known))
 
-    def made(*args: Any, **options: Any) -> Any:
-        features = features_in(encode(*args, **options))
+    def encode_images(*args: Any, **options: Any) -> Any:
+        features = read_features(encode(*args, **options))
         if not with_images:
             features = features._replace(levels=[level[:0] for level in features.levels])
         elif keeps:
-            keep(with_images, features)
-        return as_outputs(features)
+            store_features(with_images, features)
+        return make_outputs(features)
 
     is_known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
-    if is_known:  # the forward only has to ask for them
+    if is_known:  # empty tensors suffice to make the forward call get_image_features
         images = {name: tensor[:0] for name, tensor in images.items()}
-    inner.get_image_features = known if is_known else made
+    inner.get_image_features = return_known if is_known else encode_images
     try:
-        yield known_arguments(model, **moved(images, model))
+        yield known_arguments(model, **to_model(images, model))
     finally:
         del inner.get_image_features
 
 
-def moved(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors where the model computes, and in its precision: not every model sees to that."""
+def to_model(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Move tensors to the model's device and dtype: not every model does so itself."""
     device = compute_device(model)
     dtype = next(p.dtype for p in base_model(model).parameters() if p.is_floating_point())
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
 
 
-def merged(prompts: Sequence[PromptVision]) -> dict[str, Tensor]:
-    """The tensors of all images of some prompts, in their order."""
-    return {name: torch.cat(same_size([prompt.images[name] for prompt in prompts])) for name in prompts[0].images}
+def concatenate_images(prompts: Sequence[PromptVision]) -> dict[str, Tensor]:
+    """Concatenate the image tensors of prompts, in order."""
+    return {name: torch.cat(pad_to_largest([prompt.images[name] for prompt in prompts])) for name in prompts[0].images}
 
 
-def same_size(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [images, ...] with zeros behind, as processors fill up images of a batch that differ in tiles or size."""
+def pad_to_largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Right-pad tensors [images, ...] with zeros, as processors pad images that differ in size or number of tiles."""
     sizes = zip(*(tensor.shape[1:] for tensor in tensors), strict=True)
     most = [max(size) for size in sizes]
 
@@ -90,29 +90,29 @@ def same_size(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [nn.functional.pad(tensor, padding(tensor)) if most else tensor for tensor in tensors]
 
 
-def keep(prompts: Sequence[PromptVision], features: ImageFeatures) -> None:
-    """Give every prompt its part of the features."""
+def store_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> None:
+    """Store each prompt's part of the features with the prompt."""
     counts = [prompt.num_image_tokens for prompt in prompts]
     parts = [level.detach().split(counts) for level in features.levels]
     for prompt, own in zip(prompts, zip(*parts, strict=True), strict=True):
-        prompt.features = features._replace(levels=[part.clone() for part in own])  # no view of what all of them are
+        prompt.features = features._replace(levels=[part.clone() for part in own])  # not a view of all features
 
 
-def joined(features: Sequence[ImageFeatures]) -> ImageFeatures:
-    """The features of several prompts together."""
+def concatenate_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
+    """Concatenate the features of several prompts."""
     levels = zip(*(part.levels for part in features), strict=True)
     return features[0]._replace(levels=[torch.cat(parts) for parts in levels])
 
 
 class Outputs(SimpleNamespace):
-    """The output of `get_image_features`: the fields that forwards read."""
+    """The output of `get_image_features`, with the fields that model forwards read."""
 
     pooler_output: Tensor | tuple[Tensor, ...]
     deepstack_features: list[Tensor | tuple[Tensor, ...]]
 
 
-def as_outputs(features: ImageFeatures) -> Outputs:
-    """Features as forwards take them: all images as one."""
+def make_outputs(features: ImageFeatures) -> Outputs:
+    """Convert features to the output of `get_image_features`, with all images as one."""
     forms: dict[int, Callable[[Tensor], Any]] = {
         0: lambda level: (level,),
         2: lambda level: level,
@@ -122,24 +122,24 @@ def as_outputs(features: ImageFeatures) -> Outputs:
     return Outputs(pooler_output=first, deepstack_features=deeper)
 
 
-def features_in(outputs: Any) -> ImageFeatures:
-    """The features in what `get_image_features` gives."""
-    found = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
-    dimensions = [level.ndim if isinstance(level, Tensor) else 0 for level in found]
-    return ImageFeatures([flat(level) for level in found], dimensions)
+def read_features(outputs: Any) -> ImageFeatures:
+    """Read the features from the output of `get_image_features`."""
+    levels = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
+    dimensions = [level.ndim if isinstance(level, Tensor) else 0 for level in levels]
+    return ImageFeatures([flatten(level) for level in levels], dimensions)
 
 
-def flat(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """[image tokens, H] of what is [images, tokens, H], or a tensor for every image."""
+def flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Flatten [images, tokens, H], or one tensor per image, to [image tokens, H]."""
     parts = [features] if isinstance(features, Tensor) else list(features)
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_sharded: bool) -> bool:
-    """Whether the vision tower runs in the passes over some prompts of all ranks, and so has to run on every rank.
+    """True if the vision tower has to run on every rank, on a blank image where a rank has none.
 
-    A tower that is trained gets its gradient from all ranks; of one that is sharded, every rank has a part. Features
-    that are known already need no tower.
+    A trained tower averages its gradient over all ranks, and a sharded tower is gathered from all ranks. Known features
+    need no tower.
     """
     if is_tower_trained(model):
         return True
@@ -151,37 +151,37 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 
 
 class PlacedPrompts(NamedTuple):
-    """Where the tokens of some prompts are, and where the next ones continue."""
+    """Positions of prompt tokens, and of the first token after each prompt."""
 
     arguments: dict[str, Tensor]
-    """Arguments of the model's forward over the prompts: `position_ids`, and the kind of each token."""
+    """Arguments of the model's forward over the prompts: `position_ids`, and the type of each token."""
 
     first: Tensor
     """[N, 1] position of the first token after each prompt."""
 
     dimensions: int
-    """3 for models that place image tokens by time, row and column, else 1."""
+    """3 for models whose image tokens have time, row and column positions, else 1."""
 
     def along(self, positions: Tensor) -> Tensor:
-        """[B, q] or [3, B, q]: positions of text, in as many dimensions as the model has."""
+        """Expand text positions [B, q] to the model's dimensions: [B, q] or [3, B, q]."""
         return positions if self.dimensions == 1 else positions.expand(self.dimensions, *positions.shape)
 
 
 def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs | None) -> PlacedPrompts:
-    """Positions counted over real tokens, as `text_positions`; those of image tokens as the model counts them.
+    """Compute positions without counting padding, as `text_positions`; image tokens get the model's own positions.
 
     Args:
         model: The policy.
-        prompt_ids: [N, L] left padded.
+        prompt_ids: [N, L], left-padded.
         prompt_mask: [N, L] bool.
-        vision: Of the prompts.
+        vision: Vision inputs of the prompts.
     """
     if vision is None:
         return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
     lengths = prompt_mask.sum(-1).tolist()
     types = {
-        # What has no types, a stand-in for no prompt for example, is text.
-        name: left_padded(
+        # Prompts without types, for example a placeholder prompt, are text.
+        name: pad_left(
             [
                 prompt.token_types.get(name, torch.zeros(length, dtype=torch.long))
                 for prompt, length in zip(vision.prompts, lengths, strict=True)
@@ -192,32 +192,32 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
     }
     first = prompt_mask.sum(-1, keepdim=True)
     if family_of(base_model(model).config) is None:
-        return PlacedPrompts(types, first, 1)  # counted by the model itself, as it sees fit
+        return PlacedPrompts(types, first, 1)  # the model computes positions itself
     inner = inner_model(model)
     if not hasattr(inner, "rope_deltas"):
         return PlacedPrompts(types | {"position_ids": text_positions(prompt_mask)}, first, 1)
     rows = zip(prompt_ids, prompt_mask, vision.prompts, strict=True)
     placed = [position_of(inner, ids[mask], prompt) for ids, mask, prompt in rows]
-    positions = left_padded([positions for positions, _ in placed], prompt_mask).movedim(0, 1)
+    positions = pad_left([positions for positions, _ in placed], prompt_mask).movedim(0, 1)
     first = torch.tensor([[following] for _, following in placed], device=prompt_mask.device)
     return PlacedPrompts(types | {"position_ids": positions}, first, 3)
 
 
 def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, int]:
-    """[3, L] positions of one prompt's tokens, and that of the first token after it."""
+    """[3, L] positions of a prompt's tokens, and the position of the first token after it."""
     if prompt.positions is None:
         if prompt.images:
-            wanted = inspect.signature(inner.get_rope_index).parameters
-            known = {name: tensor[None] for name, tensor in prompt.token_types.items()} | dict(prompt.images)
-            given = {name: tensor for name, tensor in known.items() if name in wanted}
-            positions, delta = inner.get_rope_index(ids[None].cpu(), **given)
+            names = inspect.signature(inner.get_rope_index).parameters
+            inputs = {name: tensor[None] for name, tensor in prompt.token_types.items()} | dict(prompt.images)
+            inputs = {name: tensor for name, tensor in inputs.items() if name in names}
+            positions, delta = inner.get_rope_index(ids[None].cpu(), **inputs)
             prompt.positions = positions[:, 0], len(ids) + int(delta)
         else:
             prompt.positions = torch.arange(len(ids)).expand(3, -1), len(ids)
     return prompt.positions
 
 
-def left_padded(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """[N, ..., L] of N tensors [..., l], zeros in front, where the mask [N, L] is."""
+def pad_left(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Left-pad N tensors [..., l] with zeros to [N, ..., L], on the device of the mask [N, L]."""
     length = mask.shape[1]
     return torch.stack([nn.functional.pad(row, (length - row.shape[-1], 0)) for row in rows]).to(mask.device)

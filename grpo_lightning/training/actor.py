@@ -1,4 +1,4 @@
-"""The policy with everything that a pass over a rollout needs: micro-batches, and log-probs of policy and reference."""
+"""Run policy and reference over a rollout: micro-batches, log-probs, and offloading while sampling."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Actor:
-    """The policy, its reference, and how both are run.
+    """Runs the policy and its reference.
 
-    Sharded weights are gathered by all ranks: every rank makes the same calls, a rank without groups too.
+    Sharded weights are gathered by all ranks: every rank makes the same calls, even without groups.
     """
 
     policy: nn.Module
@@ -40,12 +40,12 @@ class Actor:
     encoder: Encoder
     sharding: Sharding
     temperature: float
-    """The temperature of sampling: log-probs are those of the distribution that completions are sampled from."""
+    """Sampling temperature: log-probs are those of the distribution that completions are sampled from."""
 
     pad_id: int
     device: torch.device
     phase: Callable[[str], AbstractContextManager[None]]
-    """Times a pass and tells the callbacks of it, by its name."""
+    """Times a pass and reports it to the callbacks, by name."""
 
     def micro_batches(
         self,
@@ -60,11 +60,11 @@ class Actor:
         Args:
             groups: N groups of G completions, of this rank.
             advantages: [N, G]; None if they are not known yet.
-            shape: How many there are.
-            skip_zero_advantages: Leave completions of advantage 0 out.
+            shape: Number of updates and micro-batches of a cycle.
+            skip_zero_advantages: Leave out completions with advantage 0.
 
         Returns:
-            As many micro-batches on every rank as its updates have, and the counts of each update over all ranks.
+            The micro-batches of all updates (as many on every rank), and the counts of each update over all ranks.
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -84,9 +84,9 @@ class Actor:
         return self.scorer(self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy)
 
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
-        """Score a cycle's micro-batches with the weights that sampled them, apart from the first update's.
+        """Add old-policy log-probs to a cycle's micro-batches, except those of the first update.
 
-        The first update's own forward passes still run these weights, and need no pass before.
+        The first update's own forward passes still use the weights that sampled the rollout.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):
@@ -95,12 +95,12 @@ class Actor:
                     batch.old_logprobs = self.score(batch).logprobs
 
     def add_ref_logprobs(self, groups: Sequence[Group], shape: CycleShape, *, of_masked: bool) -> None:
-        """Give completions their log-probs under the reference, if there is one and they have none.
+        """Add reference log-probs to completions that have none, if there is a reference.
 
         Args:
             groups: N groups, of this rank.
-            shape: How they are cut for the pass.
-            of_masked: Also score completions of which no token is trained on: a KL in the rewards needs them.
+            shape: Number of updates and micro-batches the groups are split into.
+            of_masked: Also score fully masked completions: a KL in the rewards needs them.
         """
         if self.reference is None:
             return
@@ -120,40 +120,40 @@ class Actor:
 
 
 Offloadable = Literal["reference", "optimizer"]
-ROOM = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
 def offloaded(
     names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Offload to the CPU what sampling does not need: inside, the named things are there.
+    """Offload reference or optimizer states to the CPU inside, while sampling.
 
-    Only on request (`model.offload`): it costs a transfer there and back in every cycle. What the strategy keeps on the
-    CPU anyway stays there.
+    Only on request (`model.offload`): it costs a transfer in both directions in every cycle. Tensors that the strategy
+    keeps on the CPU anyway stay there.
 
     Args:
         names: "reference", "optimizer".
-        policy: Stays where it is, with the weights that the reference shares with it.
+        policy: Stays on its device, with the weights that the reference shares with it.
         reference: A `FrozenCopy`, if it is named.
-        optimizers: The first one's states are moved; there may be none yet.
+        optimizers: The states of the first one are offloaded; the list may still be empty.
     """
     with contextlib.ExitStack() as stack:
         if "reference" in names:
             stack.enter_context(reference_offloaded(reference, policy))
         if "optimizer" in names and optimizers:
-            stack.enter_context(moved(states(optimizers[0])))
+            stack.enter_context(offloaded_tensors(states(optimizers[0])))
         if names and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # or the room stays with the allocator, in pieces of the wrong sizes
+            torch.cuda.empty_cache()  # otherwise the allocator keeps the memory, in fragments
         yield
 
 
 @contextlib.contextmanager
 def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[None]:
-    """Inside, the reference's weights are on the CPU, but for those that are the policy's own as well."""
+    """Inside, the reference's weights are on the CPU, except those shared with the policy."""
     if fsdp_modules(reference.model):  # FSDP2 keeps track of its shards' storage
         device = next(reference.model.parameters()).device
-        reference.model.to(ROOM)
+        reference.model.to(CPU)
         try:
             yield
         finally:
@@ -161,17 +161,17 @@ def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[No
         return
     own = {id(parameter) for parameter in policy.parameters()}
     weights = [parameter for parameter in reference.model.parameters() if id(parameter) not in own]
-    with moved(map(own_part, weights)):
+    with offloaded_tensors(map(own_part, weights)):
         yield
 
 
 @contextlib.contextmanager
-def moved(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, these tensors are on the CPU; the same objects, their data elsewhere."""
+def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the data of these tensor objects is on the CPU."""
     devices = []
     for tensor in tensors:
         devices.append((tensor, tensor.device))
-        tensor.data = tensor.data.to(ROOM)
+        tensor.data = tensor.data.to(CPU)
     try:
         yield
     finally:
@@ -180,7 +180,7 @@ def moved(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def states(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors among an optimizer's states. DeepSpeed's wraps the one that has them; its float32 masters stay."""
+    """Iterate over an optimizer's state tensors. DeepSpeed wraps it; its float32 masters are not included."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
@@ -188,9 +188,9 @@ def states(optimizer: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Seed the dropout of the adapters, so that a resumed run drops the same activations. Does nothing without dropout.
+    """Seed adapter dropout, so that a resumed run drops the same activations. Does nothing without dropout.
 
-    Only the forward pass has to run inside: activation checkpointing recomputes it with the random state that it saw.
+    Only the forward pass has to run inside: activation checkpointing restores the random state when it recomputes.
     """
     configs: Any = getattr(policy, "peft_config", {})
     if TRAINED not in configs or not configs[TRAINED].lora_dropout:

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: reading files and folders of shards, detecting incomplete ones, and the ranks' own files."""
+"""Checkpoint files: reading files and sharded folders, detecting incomplete checkpoints, and files of each rank."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 PREFIX = "policy."
-"""The prefix of the policy's weights among the module's."""
+"""Prefix of the policy's weights in the module's state dict."""
 
 CONFIG_PARENTS = 3
-"""Folders above a checkpoint in which its run's `config.yaml` is looked for."""
+"""Number of parent folders of a checkpoint that are searched for the `config.yaml` of its run."""
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
-    """The content of a checkpoint, its tensors mapped from the file; shards are joined in a temporary one first.
+    """Open a checkpoint with tensors memory-mapped from the file; shards are first merged into a temporary file.
 
-    It lies next to the shards, where there is room for them; in the system's temporary folder where nothing can be
-    written there.
+    The temporary file is written next to the shards, where there is enough disk space, or in the system's temporary
+    folder if that folder is read-only.
     """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")
@@ -47,52 +47,52 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
             yield join_deepspeed(path, joined)
         else:
             raise ValueError(
-                f"{path} is a folder, but no checkpoint: it has neither .metadata (FSDP) nor latest (DeepSpeed). Name "
-                "a .ckpt file or folder under the run's checkpoints/."
+                f"{path} is a folder, but not a checkpoint: it has neither .metadata (FSDP) nor latest (DeepSpeed). "
+                "Give a .ckpt file or folder under the run's checkpoints/."
             )
 
 
 def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder next to a path, or the system's if that one cannot be written."""
+    """Create a temporary folder next to a path, or in the system's temporary folder if that one is read-only."""
     try:
         return tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-")
-    except OSError as error:  # no permission, or a file system that is read-only
+    except OSError as error:  # no permission, or a read-only file system
         scratch = tempfile.TemporaryDirectory(prefix="joined-")
-        log.warning("%s cannot be written (%s): shards are joined in %s.", path.parent, error.strerror, scratch.name)
+        log.warning("%s is not writable (%s): merging shards in %s.", path.parent, error.strerror, scratch.name)
         return scratch
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """A checkpoint file, plain values and tensors only: nothing in it is run."""
+    """Read a checkpoint file, plain values and tensors only: no code in it is executed."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{path} cannot be read as a checkpoint; it may be incomplete. torch says: {reason}"
+            f"{path} cannot be read as a checkpoint; it may be incomplete. Error of torch: {reason}"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a checkpoint.")
+        raise ValueError(f"{path} contains a {type(content).__name__}, not a checkpoint.")
     return content
 
 
 def join_shards(path: Path, joined: Path) -> dict[str, Any]:
-    """A folder of torch.distributed.checkpoint (FSDP), and what Lightning put next to the shards."""
+    """Merge a folder of torch.distributed.checkpoint (FSDP), including Lightning's metadata next to the shards."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(path, joined)
-    beside = path / "meta.pt"
-    return read_file(joined) | (read_file(beside) if beside.is_file() else {})
+    metadata = path / "meta.pt"
+    return read_file(joined) | (read_file(metadata) if metadata.is_file() else {})
 
 
 def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """A folder of DeepSpeed, whose shards only its own tool can join."""
+    """Merge a DeepSpeed folder, whose shards only DeepSpeed's own tool can merge."""
     try:
         import deepspeed  # noqa: F401 - the conversion below needs it
     except ImportError as error:
         raise ModuleNotFoundError(
             f"{path} is a DeepSpeed checkpoint, and deepspeed is not installed: pip install 'grpo-lightning[deepspeed]'"
-            f". Or join it where it is: python {path}/zero_to_fp32.py {path} FOLDER, and export the file."
+            f". Or merge it where the run was: python {path}/zero_to_fp32.py {path} FOLDER, and export the file."
         ) from error
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
@@ -101,25 +101,25 @@ def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
 
 
 def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[str, Tensor]:
-    """The policy's weights by their own names.
+    """The policy's weights in a checkpoint, by their names in the policy.
 
     Raises:
         ValueError: If there are none.
     """
-    # "model": what FSDP calls it. No key at all: DeepSpeed's tool writes weights alone.
+    # FSDP uses the key "model". DeepSpeed's tool writes weights without such a key.
     state = content.get("state_dict", content.get("model", content))
     weights = {name.removeprefix(PREFIX): value for name, value in state.items() if str(name).startswith(PREFIX)}
     if not any(isinstance(value, Tensor) and value.is_floating_point() for value in weights.values()):
         first = next(iter(state), "nothing")
         raise ValueError(
-            f"{checkpoint} holds no weights of a policy: none of its {len(state)} keys begins with {PREFIX!r} (the "
+            f"{checkpoint} contains no policy weights: none of its {len(state)} keys starts with {PREFIX!r} (the "
             f"first is {first!r}). It must be a checkpoint of GRPOLightningModule."
         )
     return weights
 
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the model in the `config.yaml` of the run that a checkpoint lies in; nothing if there is none."""
+    """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is none."""
     for parent in list(checkpoint.resolve().parents)[:CONFIG_PARENTS]:
         if (parent / "config.yaml").is_file():
             config = yaml.safe_load((parent / "config.yaml").read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def num_trained(content: Mapping[str, Any]) -> int | None:
-    """How many parameters the optimizer trained; None if the checkpoint has no optimizer."""
+    """Number of parameters the optimizer trained; None if the checkpoint has no optimizer."""
     states = content.get("optimizer_states")
     if not isinstance(states, list) or not states or "param_groups" not in states[0]:
         return None
@@ -141,11 +141,11 @@ file; a checkpoint that is a file is a zip archive, whose directory is written l
 
 
 def mark_complete(checkpoint: Path, *, beside: Sequence[Path] = (), is_interrupted: bool = False) -> None:
-    """Mark a folder as complete; called by one rank, when all are done.
+    """Mark a sharded checkpoint as complete; called by one rank after all have saved.
 
     Args:
         checkpoint: The folder.
-        beside: Files outside that belong to it.
+        beside: Files outside the folder that belong to it.
         is_interrupted: An exception ended the run inside an optimizer step, from which no run can resume.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
@@ -158,18 +158,18 @@ def mark_complete(checkpoint: Path, *, beside: Sequence[Path] = (), is_interrupt
 
 
 def unmark_complete(checkpoint: Path) -> None:
-    """Take the mark of a folder away that is about to be written again."""
+    """Remove the completeness mark of a folder that is about to be overwritten."""
     (checkpoint / MARK).unlink(missing_ok=True)
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """The reason why a checkpoint is incomplete; None if it was written to its end."""
+    """Why a checkpoint is incomplete; None if it is complete."""
     if checkpoint.is_file():
-        return None if zipfile.is_zipfile(checkpoint) else "it was not written to its end"
+        return None if zipfile.is_zipfile(checkpoint) else "it is incomplete"
     if not (checkpoint / MARK).is_file():
         return (
-            f"it was not written to its end (it has no {MARK}; neither has a folder that is not on a disk which all "
-            "nodes share)"
+            f"it is incomplete (it has no {MARK}, which is also missing if the folder is not on a disk shared by all "
+            "nodes)"
         )
     sizes = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))["bytes"]
     for name, size in sizes.items():
@@ -182,23 +182,23 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def was_interrupted(checkpoint: Path) -> bool:
-    """True of a marked folder from which no run can resume: an error ended its run inside an optimizer step."""
+    """True for a complete folder from which no run can resume: an error ended its run inside an optimizer step."""
     return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_broken_off"))
 
 
 REFERENCE = "reference"
-"""In the place of a rank: the weights of a reference that has moved."""
+"""Used instead of a rank: the weights of a reference that was updated."""
 
 
 class RankFiles:
-    """The files that every rank keeps next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` of `step=12.ckpt`.
+    """Files of each rank next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
 
-    The strategies save one rank's state, or gather everything on it. A pending rollout is each rank's own and may be
-    large: each writes its part. The checkpoint names the moment, so that files of another save are never taken for its
-    own.
+    Strategies save the state of one rank, or gather everything on it. A pending rollout differs between ranks and may
+    be large, so each rank writes its own. The checkpoint contains the moment, so that files of another save are never
+    mistaken for its own.
 
     Args:
-        checkpoint: Its path; that of a link stands for the checkpoint it points to.
+        checkpoint: Its path; a link stands for the checkpoint it points to.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -206,48 +206,48 @@ class RankFiles:
         self.folder = target.with_name(f"{target.name}.ranks")
 
     def write(self, moment: str, rank: int | str, state: Any) -> None:
-        """Save one rank's part, or something else under a name; the file appears once it is complete."""
+        """Save the state of a rank (atomic write); `rank` may also be another name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / f".{moment}-{rank}.pt"
         torch.save(state, unfinished)
         unfinished.replace(self.folder / f"{moment}-{rank}.pt")
 
     def read(self, moment: str, rank: int | str) -> Any:
-        """One rank's part, tensors mapped from the file. Raises: FileNotFoundError if it is not there."""
+        """Read the state of a rank, tensors memory-mapped. Raises: FileNotFoundError if the file is missing."""
         path = self.folder / f"{moment}-{rank}.pt"
         if not path.is_file():
             raise FileNotFoundError(
-                f"The checkpoint {self.checkpoint} was saved with a file next to it, and it is not there: no {path}. "
-                f"Keep the folder {path.parent.name} with its checkpoint, on a disk that all nodes share, or resume "
-                "from one saved at the end of a cycle."
+                f"The checkpoint {self.checkpoint} was saved with a file next to it that is missing: {path}. Keep the "
+                f"folder {path.parent.name} with its checkpoint, on a disk shared by all nodes, or resume from a "
+                "checkpoint saved at the end of a cycle."
             )
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def why_missing(self, state: Mapping[str, Any] | None) -> str | None:
-        """Say which of the files are not there that the checkpoint was saved with; None if all are.
+        """Why a checkpoint cannot be resumed without its rank files, naming one; None if none is missing.
 
         Args:
-            state: What the checkpoint says of the run (`checkpoint["grpo"]`).
+            state: The run state in the checkpoint (`checkpoint["grpo"]`).
         """
         moment = (state or {}).get("moment")
         if state is None or moment is None:
             return None
-        keepers: list[int | str] = list(range(state["world_size"])) if state["is_pending"] else []
-        keepers += [REFERENCE] if state["has_moved"] else []
-        missing = [name for keeper in keepers if not (self.folder / (name := f"{moment}-{keeper}.pt")).is_file()]
+        parts: list[int | str] = list(range(state["world_size"])) if state["is_pending"] else []
+        parts += [REFERENCE] if state["has_moved"] else []
+        missing = [name for part in parts if not (self.folder / (name := f"{moment}-{part}.pt")).is_file()]
         if not missing:
             return None
         return (
-            f"{self.folder.name}/{missing[0]} is missing, which was saved next to it: copy the folder "
+            f"{self.folder.name}/{missing[0]} is missing, but was saved next to it: copy the folder "
             f"{self.folder.name} together with the checkpoint"
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files of a moment."""
+        """The files saved at a moment."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove the files of earlier saves under the same name; of all, if this one has none (None)."""
+        """Remove files of earlier saves under the same name; all files if `moment` is None."""
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)
@@ -255,5 +255,5 @@ class RankFiles:
             self.folder.rmdir()
 
     def remove(self) -> None:
-        """Remove them with their checkpoint."""
+        """Remove the files, when their checkpoint is removed."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Checks of a run's data, as far as they can be seen before weights are loaded.
+"""Checks of a run's data before weights are loaded, as far as the data is known by then.
 
-That includes the coordinates of boxes: rewards, metrics and callbacks have to agree on them.
+Includes the coordinates of boxes: rewards, metrics and callbacks have to agree on them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
-    """Check that every data set has the columns that the rewards need, where it can be seen yet.
+    """Check that every data set has the columns that the rewards need, if it is already known.
 
-    Each for itself: training data without answers are not mended by validation data that have them.
+    Each data set separately: answers in the validation data do not replace answers missing in the training data.
 
     Raises:
-        ValueError: If a column is missing, or a prompt names a reward that there is not.
+        ValueError: If a column is missing, or a prompt names an unknown reward.
     """
     data_sets = known_data(trainer)
     for prompts in data_sets:
@@ -46,18 +46,18 @@ def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
 
 
 def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
-    """Check that the rewards can judge every row they apply to, where it can be seen yet.
+    """Check that the rewards can score every row they apply to, if the data is already known.
 
-    Boxes are checked against their images where the sizes of these are known: after `check_images`.
+    Boxes are checked against their images if the image sizes are known, so run this after `check_images`.
 
     Raises:
-        ValueError: If there are rows that a reward cannot judge, naming them.
+        ValueError: If a reward cannot score some rows, naming them.
     """
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
 
 def check_images(trainer: L.Trainer) -> None:
-    """Read the images of prompt sources that the trainer was given; a data module has done so with its own.
+    """Read the images of prompt sources passed to the trainer; data modules read their own.
 
     Raises:
         ValueError: If some cannot be read, naming all of them.
@@ -68,43 +68,43 @@ def check_images(trainer: L.Trainer) -> None:
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """The data module's data sets, or the prompt sources given to the trainer; of other loaders, none.
+    """Prompts of the data module's data sets and of prompt sources passed to the trainer, not of other loaders.
 
-    Of data that are read as they are used, the first prompts.
+    Of streams, only the first prompts.
     """
     return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
 
 def training_sets(trainer: L.Trainer) -> list[Any]:
-    """The data sets that are trained on, as far as they can be seen."""
+    """Training data sets that are already known."""
     return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
 
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
-    """The data sets that are validated, tested or predicted on, as far as they can be seen."""
+    """Validation, test and prediction data sets that are already known."""
     return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
-    """Data sets of the data module, by name, and those of prompt sources."""
+    """Data sets of the data module, by attribute name, and those of prompt sources."""
     data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
     data += [source.prompts for source in prompt_sources(loops)]
     return [prompts for prompts in data if prompts]
 
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
-    """The prompt sources that some loops of the trainer were given, each once: `fit` validates in two loops."""
+    """Prompt sources passed to loops of the trainer, each once: `fit` validates in two loops."""
     loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
-    """The names of the data's sources, as far as they can be seen; the same list on every rank."""
+    """Sorted names of the known data sources; the same list on every rank."""
     return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})
 
 
 def training_sources(trainer: L.Trainer) -> list[str]:
-    """The names of the sources that are trained on, as far as they can be seen; the same list on every rank."""
+    """Names of the known training data sources; the same list on every rank."""
     loader = trainer.train_dataloader
     return source_names(loader.prompts) if isinstance(loader, PromptSource) else []
 
@@ -112,27 +112,27 @@ def training_sources(trainer: L.Trainer) -> list[str]:
 def check_prompts(
     loader: PolicyLoader, trainer: L.Trainer, *, trained: SamplingParams, validated: SamplingParams
 ) -> None:
-    """Check that tokenizer and model can take the prompts, where the data can be seen yet.
+    """Check that tokenizer and model support the prompts, if the data is already known.
 
-    Only prompts that may be too long are tokenized: a text has no more tokens than bytes.
+    Only prompts that may be too long are tokenized: a text has at most as many tokens as bytes.
 
     Args:
-        loader: Of the policy.
-        trainer: With the data.
-        trained: How completions of training prompts are sampled.
-        validated: And of those that are evaluated.
+        loader: Loader of the policy.
+        trainer: Trainer with the data.
+        trained: Sampling of training completions.
+        validated: Sampling of evaluation completions.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no template, one is too long for the model, or some
-            have what the model cannot take: a video, images where it takes text only, or another number of places
-            for images than of images. All of these are named.
+        ValueError: If a prompt is a chat and the tokenizer has no chat template, a prompt is too long for the model, or
+            prompts contain something that the model does not support: a video, images for a text-only model, or
+            different numbers of images and image placeholders. All of the latter are named.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
         return
     encoder = loader.load_encoder()
     _check_all(prompts, encoder)
-    for kind in (str, list):  # one text and one chat show whether such prompts can be tokenized at all
+    for kind in (str, list):  # one text and one chat suffice to show that such prompts can be tokenized
         if sample := next((prompt for prompt in prompts if isinstance(prompt.content, kind)), None):
             encoder.num_tokens(sample)
     limit = num_positions(encoder.config)
@@ -146,11 +146,10 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Tokens of the longest prompt and completion of a run together, where the policy's rope depends on them.
+    """Tokens of a run's longest prompt plus completion, if the policy's rope depends on the length.
 
-    Prompts are as long as `data.max_prompt_length` allows, or as the longest of the lists they are in. None where they
-    cannot be known without that limit (streams, loaders of one's own), and for other kinds of rope: nothing is
-    tokenized for them.
+    The prompt length is `data.max_prompt_length`, or that of the longest prompt if all data are lists. None if it is
+    unknown without that limit (streams, custom loaders), and for other rope types, without tokenizing anything.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -173,8 +172,8 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
 
 
 def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
-    """Check that a policy can take every prompt. Raises: ValueError naming all it cannot."""
-    problems: dict[str, None] = {}  # a row that is trained and validated on counts once
+    """Check that a policy supports every prompt. Raises: ValueError naming all that it does not support."""
+    problems: dict[str, None] = {}  # rows used for both training and validation count once
     for prompt in prompts:
         try:
             encoder.check(prompt)
@@ -183,47 +182,48 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
     if len(problems) == 1:
         raise ValueError(next(iter(problems)))
     if problems:
-        raise ValueError(f"{len(problems)} prompts cannot be given to the policy:\n{listed(list(problems))}")
+        raise ValueError(f"The policy does not support {len(problems)} prompts:\n{listed(list(problems))}")
 
 
 TEMPLATE_TOKENS = 256
-"""More than chat templates add to a prompt. A longer one is found when the prompt is sampled."""
+"""More than chat templates add to a prompt. With a longer template, prompts that are too long fail when sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
-    """Bytes of a prompt's text, an upper bound of its tokens."""
+    """Bytes of a prompt's text, an upper bound on its tokens."""
     if isinstance(prompt.content, str):
         return len(prompt.content.encode())
     return sum(len(str(message.get("content")).encode()) for message in prompt.content)
 
 
 def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.Trainer) -> None:
-    """Check that boxes of the data are turned into pixels once.
+    """Check that ground-truth boxes are converted to pixels only once.
 
     Raises:
-        ValueError: If a data set and a reward, a metric or a callback both say that ground-truth boxes are from 0 to
-            1000: after the data are read they are in pixels, and would be turned again.
+        ValueError: If a data set and a reward, metric or callback both declare ground-truth boxes from 0 to 1000: they
+            are converted to pixels when the data is read, and would be converted again.
     """
-    turned = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
+    converted = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
     rewards = [reward.reward for reward in reward_set.rewards]
     methods = [
         method.reward for reward in rewards if isinstance(reward, ByMethod) for method in reward.methods.values()
     ]
     readers = box_readers([*rewards, *methods, *_watchers(metrics, trainer)])
-    turning = [type(reader).__name__ for reader in readers if reader.gold_coordinates == "norm1000"]
-    if turned and turning:
+    converting = [type(reader).__name__ for reader in readers if reader.gold_coordinates == "norm1000"]
+    if converted and converting:
         raise ValueError(
-            f"The boxes of {turned[0]!r} are turned from 0..1000 into pixels when they are read (boxes: norm1000), and "
-            f"{turning[0]} would turn them again (gold_coordinates: norm1000): remove one of the two."
+            f"The boxes of {converted[0]!r} are converted from 0..1000 to pixels when they are read (boxes: norm1000), "
+            f"and {converting[0]} would convert them again (gold_coordinates: norm1000): remove one of the two."
         )
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check what reads boxes against the other readers and the policy, where the data can be seen yet.
+    """Check that rewards, metrics and callbacks agree on box coordinates with each other and the policy.
 
     Raises:
-        ValueError: If no reward reads a column of ground-truth boxes as a metric or a callback does: one is wrong. If
-            one asks the policy's family what answers are in (`coordinates: auto`), and that has no record.
+        ValueError: If a metric or callback reads ground-truth boxes in other coordinates than all rewards of the same
+            column. If one uses the coordinates of the policy's family (`coordinates: auto`), and the family is not
+            known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:
@@ -231,24 +231,23 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
         if same_column and all(reward.gold_coordinates != watcher.gold_coordinates for reward in same_column):
             reward, name = same_column[0], type(watcher).__name__
             raise ValueError(
-                f"The ground-truth boxes in {reward.answer_column!r} are {reward.gold_coordinates} to "
-                f"{type(reward).__name__} and {watcher.gold_coordinates} to {name}: set gold_coordinates of both "
-                "alike, or have the data's entry turn its boxes into pixels (boxes: norm1000)."
+                f"The ground-truth boxes in {reward.answer_column!r} are {reward.gold_coordinates} for "
+                f"{type(reward).__name__} and {watcher.gold_coordinates} for {name}: set both to the same "
+                "gold_coordinates, or convert the boxes to pixels in the dataset entry (boxes: norm1000)."
             )
-    asking = sorted({type(reader).__name__ for reader in (*rewards, *watchers) if reader.coordinates == "auto"})
-    if not asking or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
+    automatic = sorted({type(reader).__name__ for reader in (*rewards, *watchers) if reader.coordinates == "auto"})
+    if not automatic or not any(prompt.images for prompts in known_data(trainer) for prompt in prompts):
         return
     encoder = loader.load_encoder()
     if encoder.sees_images and encoder.family is None:
         raise ValueError(
-            "The package has no facts about the policy's family, so how it names places in an image is not known "
-            f"(model_type {encoder.config.model_type}): set `coordinates` of {', '.join(asking)} to original, resized "
-            "or norm1000."
+            f"The box coordinates of policies with model_type {encoder.config.model_type} are not known: set "
+            f"`coordinates` of {', '.join(automatic)} to original, resized or norm1000."
         )
 
 
 def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
-    """The rewards that compare boxes; of those behind `ByMethod`, the ones that rows ask for."""
+    """Rewards that compare boxes; for `ByMethod`, only the methods that rows request."""
     used = []
     for reward in (each.reward for each in reward_set.rewards):
         if isinstance(reward, ByMethod):
@@ -260,12 +259,12 @@ def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
 
 
 def box_readers(candidates: Iterable[Any]) -> list[Any]:
-    """Those that read ground-truth boxes."""
+    """Select the objects that read ground-truth boxes."""
     return [candidate for candidate in candidates if hasattr(candidate, "gold_coordinates")]
 
 
 def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
-    """Metrics and callbacks, which look at answers next to the rewards."""
+    """Metrics and callbacks, which may read answers as rewards do."""
     return [*metrics, *trainer.callbacks]  # type: ignore[attr-defined]
 
 

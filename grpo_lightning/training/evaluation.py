@@ -1,4 +1,4 @@
-"""Evaluating a policy on prompts: how completions are sampled, what counts as solved, and the numbers that result."""
+"""Evaluation of a policy: sampling of completions, when they count as solved, and the resulting metrics."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Validation:
-    """How validation, test and prediction sample completions, and when one counts as solved."""
+    """How validation, test and prediction sample completions, and when a completion counts as solved."""
 
     num_generations: int = 1
     """Sampled completions per prompt."""
 
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The settings that differ from the sampling of training: `{temperature: 0.6}`."""
+    """Sampling settings that differ from training, for example `{temperature: 0.6}`."""
 
     greedy: bool = True
-    """Also take the greedy completion of every prompt (`val/greedy/...`)."""
+    """Also evaluate the greedy completion of every prompt (`val/greedy/...`)."""
 
     success: str | None = None
-    """The reward, by name, that decides whether a completion solves its prompt; null is the first that compares with
-    what the row says is right (`Reward.says_solved`), else the first."""
+    """Name of the reward that decides whether a completion solves its prompt; null: the first reward that compares with
+    the ground truth of the row (`Reward.says_solved`), else the first reward."""
 
     success_value: float = 1.0
     """Minimum value of that reward that counts as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Each k of pass@k, at most `num_generations`; empty is `num_generations` alone, where that is above 1."""
+    """Each k of pass@k, at most `num_generations`; empty: only `num_generations`, if above 1."""
 
     confidence: float = 0.95
-    """The level of the intervals `.../low` and `.../high`."""
+    """Confidence level of the intervals `.../low` and `.../high`."""
 
     metrics: list[Metric] = dataclasses.field(default_factory=list)
-    """Numbers next to the rewards: torchmetrics whose `update` takes an `Evaluation`, for example
-    `grpo_lightning.grounding.MeanIoU`. A number is logged by the name of the metric (`name`, else its class), a mapping
-    by its keys."""
+    """Additional metrics: torchmetrics whose `update` takes an `Evaluation`, for example
+    `grpo_lightning.grounding.MeanIoU`. A number is logged under the name of the metric (`name`, else its class), a
+    mapping under its keys."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError naming the field, the value got and what is allowed."""
+        """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
         fields = [field.name for field in dataclasses.fields(SamplingParams)]
         is_greedy = isinstance(self.sampling, Mapping) and self.sampling.get("temperature") == 0
         limits = [
@@ -72,7 +72,7 @@ class Validation:
             (
                 "sampling",
                 isinstance(self.sampling, Mapping) and set(self.sampling) <= set(fields),
-                f"a mapping of what differs from training, of {', '.join(fields)}",
+                f"a mapping of settings that differ from training, among {', '.join(fields)}",
             ),
             (
                 "metrics",
@@ -83,19 +83,19 @@ class Validation:
         check_ranges("validation", self, limits)
 
     def check_names(self, rewards: Sequence[str]) -> None:
-        """Check the metrics that say their name (`name`). Raises: ValueError if a reward or another one has it."""
-        taken = list(rewards)
+        """Check the names of metrics (`name`). Raises: ValueError if a reward or another metric has the same name."""
+        names = list(rewards)
         for metric in self.metrics:
             if isinstance(name := getattr(metric, "name", None), str):
-                check_untaken(taken, [name])
-                taken.append(name)
+                check_untaken(names, [name])
+                names.append(name)
 
     def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
-        """(completions per prompt, how they are sampled).
+        """Number of completions per prompt and their sampling settings.
 
         Args:
-            training: The sampling of rollouts.
-            is_greedy: The most likely completion alone.
+            training: Sampling settings of rollouts.
+            is_greedy: Only the greedy completion.
         """
         sampling = dataclasses.replace(training, **self.sampling)
         return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)
@@ -114,23 +114,23 @@ class Evaluation:
     scores: Scores
 
     def of_source(self, source: str) -> Evaluation:
-        """The part of one source of the data."""
+        """Select the groups of one data source."""
         rows = [n for n, group in enumerate(self.groups) if group.prompt.source == source]
         return Evaluation([self.groups[n] for n in rows], self.scores.select(rows))
 
 
 class FurtherMetrics(nn.ModuleList):
-    """Empty copies of the metrics of a `Validation`."""
+    """Empty copies of the metrics of a `Validation`, updated together."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         super().__init__(metric.clone() for metric in metrics)
 
     def each(self) -> Iterator[Metric]:
-        """The metrics."""
+        """Iterate over the metrics."""
         return cast(Iterator[Metric], iter(self))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all metrics."""
         for metric in self.each():
             metric.reset()
 
@@ -140,45 +140,45 @@ class FurtherMetrics(nn.ModuleList):
             metric.update(evaluation)
 
     def numbers(self) -> dict[str, float]:
-        """The numbers by name, over all ranks; what has no value is left out."""
-        found: dict[str, float] = {}
+        """Metric values by name, over all ranks; nan values are left out."""
+        numbers: dict[str, float] = {}
         for metric in self.each():
             value = metric.compute()
             name = getattr(metric, "name", None) or type(metric).__name__
             own = value if isinstance(value, Mapping) else {name: value}
-            found = joined(found, {str(key): float(number) for key, number in own.items()})
-        return {name: value for name, value in found.items() if value == value}
+            numbers = merge_numbers(numbers, {str(key): float(number) for key, number in own.items()})
+        return {name: value for name, value in numbers.items() if value == value}
 
 
-def joined(numbers: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    """Numbers and those of metrics together. Raises: ValueError if a name is taken."""
+def merge_numbers(numbers: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    """Merge two mappings of metric values. Raises: ValueError for a duplicate name."""
     check_untaken(numbers, others)
     return numbers | others
 
 
 def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
-    """Check that no metric of validation has a name that is taken. Raises: ValueError naming it."""
-    if taken := sorted(set(names) & set(others)):
+    """Check that validation metrics have unique names. Raises: ValueError naming a duplicate."""
+    if duplicates := sorted(set(names) & set(others)):
         raise ValueError(
-            f"validation.metrics gives {taken[0]!r}, and so does a reward, or another metric. Leave it out if it is "
-            "the same number, or give the reward another name (WeightedReward.name)."
+            f"validation.metrics has {duplicates[0]!r}, which is also the name of a reward or another metric. Remove "
+            "it if it is the same number, or give the reward another name (WeightedReward.name)."
         )
 
 
 class EvaluationTable(Metric):
-    """Sums up evaluations, of all ranks, completion by completion: batches of different size average right.
+    """Collects evaluations of all ranks per completion, so that batches of different sizes are averaged correctly.
 
-    `compute` gives the means of `reward`, every reward by name, `length` (tokens) and `truncated` over the scorable
-    completions; `avg@G` and `pass@k` over prompts, each with the interval `/low`, `/high`; the numbers of
-    `validation.metrics`; and all of it for every source of the data (`source/<name>/...`) if there is more than one.
-    What has no value is left out.
+    `compute` returns the means of `reward`, each reward by name, `length` (tokens) and `truncated` over the scorable
+    completions; `avg@G` and `pass@k` over prompts, each with its interval `/low`, `/high`; the numbers of
+    `validation.metrics`; and all of these per data source (`source/<name>/...`) if there are several. nan values are
+    left out.
 
     Args:
         rewards: Names of the rewards.
         num_generations: G, completions per prompt.
-        validation: What counts as solved, and further metrics.
-        sources: Names of the data's sources, in the same order on every rank.
-        success: The reward that decides what is solved where `validation` names none; by default the first.
+        validation: Defines when a completion counts as solved, and additional metrics.
+        sources: Names of the data sources, in the same order on every rank.
+        success: The reward that decides what is solved if `validation` names none; by default the first.
     """
 
     full_state_update = False
@@ -193,7 +193,7 @@ class EvaluationTable(Metric):
         success: str | None = None,
     ) -> None:
         super().__init__()
-        # A rank may have no prompts, and still takes part in what the others gather.
+        # A rank may have no prompts, and still takes part in the collectives.
         kinds = {type(metric).__name__ for metric in (self, *validation.metrics)}
         before = f"The ``compute`` method of metric ({'|'.join(sorted(kinds))}) was called before"
         warnings.filterwarnings("ignore", message=before)
@@ -211,7 +211,7 @@ class EvaluationTable(Metric):
         return cast(list[FurtherMetrics], list(self.metrics_of_sources))
 
     def reset(self) -> None:
-        """Forget everything; a rank without prompts still has a table, of no rows, to gather."""
+        """Reset to a table without rows, so that a rank without prompts can take part in gathering."""
         super().reset()
         self.rows.append(torch.zeros(0, self.num_generations, len(self.columns), device=self.device))
         for metrics in (self.metrics, *self.of_sources):
@@ -241,35 +241,35 @@ class EvaluationTable(Metric):
         self.rows.append(torch.stack([value.cpu() for value in values], dim=2).to(self.device))
 
     def compute(self) -> dict[str, float]:
-        """The numbers by name."""
+        """Metric values by name."""
         rows = dim_zero_cat(self.rows).cpu()  # [N, G, columns]
         self.warn_if_never_solved(rows)
-        numbers = joined(self.summary(rows), self.metrics.numbers())
+        numbers = merge_numbers(self.summary(rows), self.metrics.numbers())
         of_sources: dict[str, float] = {}
-        for place in rows[:, 0, 0].unique().tolist():  # of all ranks: each of them asks for the same numbers
+        for place in rows[:, 0, 0].unique().tolist():  # of all ranks, which compute the same numbers
             chosen = rows[rows[:, 0, 0] == place]
             if place >= 0 and len(chosen) < len(rows):
                 name = self.sources[int(place)]
-                own = joined(self.summary(chosen), self.of_sources[int(place)].numbers())
+                own = merge_numbers(self.summary(chosen), self.of_sources[int(place)].numbers())
                 of_sources |= {f"source/{name}/{key}": value for key, value in own.items()}
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the reward that decides gives many values, and never one that counts as solved."""
+        """Warn if the deciding reward has several values, but none that counts as solved."""
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
-        wanted = self.validation.success_value
-        if values.unique().numel() > 2 and values.max() < wanted:
-            warn_never_solved(self.success, wanted)
+        minimum = self.validation.success_value
+        if values.unique().numel() > 2 and values.max() < minimum:
+            warn_never_solved(self.success, minimum)
 
     def summary(self, rows: Tensor) -> dict[str, float]:
-        """The numbers of some prompts' rows [N, G, columns]."""
+        """Metric values of rows [N, G, columns]."""
         means = dict(zip(self.columns[2:], rows[..., 2:].flatten(0, 1).nanmean(dim=0).tolist(), strict=True))
         solved = rows[..., 1]
         counts = solved.nansum(dim=1), (~solved.isnan()).sum(dim=1)
         attempts = {f"avg@{self.num_generations}": 1}
-        all_at_once = [self.num_generations] if self.num_generations > 1 else []
-        attempts |= {f"pass@{k}": k for k in self.validation.pass_at or all_at_once if k <= self.num_generations}
+        default = [self.num_generations] if self.num_generations > 1 else []
+        attempts |= {f"pass@{k}": k for k in self.validation.pass_at or default if k <= self.num_generations}
         for name, k in attempts.items():
             chances = pass_at_k(*counts, k)
             low, high = interval(chances, self.validation.confidence, self.num_generations if k == 1 else 1)
@@ -281,8 +281,9 @@ class EvaluationTable(Metric):
 def warn_never_solved(reward: str, success_value: float) -> None:
     """Warn that no completion counts as solved."""
     logger.warning(
-        "Reward %r decides what counts as solved, and none of its values reached success_value %g. If it cannot, avg@G "
-        "and pass@G stay 0: lower model.validation.success_value, or name another reward in model.validation.success.",
+        "Reward %r decides what counts as solved, but none of its values reached success_value %g. If it never can, "
+        "avg@G and pass@G stay 0: lower model.validation.success_value, or set model.validation.success to another "
+        "reward.",
         reward,
         success_value,
     )
@@ -291,23 +292,23 @@ def warn_never_solved(reward: str, success_value: float) -> None:
 def evaluation_tables(
     rewards: RewardSet, validation: Validation, sources: Sequence[str], device: torch.device
 ) -> dict[str, EvaluationTable]:
-    """An empty table of every kind of completions that validation samples: "sampled", and "greedy" if it is requested.
+    """Make an empty table per kind of completions: "sampled", and "greedy" if requested.
 
-    Where sampling is greedy itself, its completions are not sampled twice.
+    No "greedy" table if sampling is greedy itself.
     """
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
-    draws = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
+    sizes = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
     return {
         kind: EvaluationTable(rewards.names, size, validation, sources, rewards.success).to(device)
-        for kind, size in draws.items()
+        for kind, size in sizes.items()
     }
 
 
 def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
-    """The numbers of every table by their log names: `<stage>/...` of sampled, `<stage>/greedy/...` of greedy ones.
+    """Metric values of tables by log key: `<stage>/...` for sampled, `<stage>/greedy/...` for greedy completions.
 
     Args:
-        tables: Of each loader. With several, the names of the first one's begin with `<stage>/loader_0/...`.
+        tables: Tables of each loader. With several loaders, keys of the first one start with `<stage>/loader_0/...`.
         stage: "val" or "test".
     """
     numbers: dict[str, float] = {}
@@ -320,7 +321,7 @@ def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> d
 
 
 def means(evaluations: Sequence[Evaluation], validation: Validation | None = None) -> dict[str, float]:
-    """The numbers of several evaluations together, of this rank (see `EvaluationTable`)."""
+    """Metric values over several evaluations of this rank (see `EvaluationTable`)."""
     if not evaluations:
         return {}
     num_generations = evaluations[0].scores.total.shape[1]
@@ -331,7 +332,7 @@ def means(evaluations: Sequence[Evaluation], validation: Validation | None = Non
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """One record per completion; None where it is not scorable. Images are named, not held."""
+    """Iterate over one record per completion; rewards are None if not scorable. Images are given by name only."""
     scores = evaluation.scores
     for n, group in enumerate(evaluation.groups):
         prompt = group.prompt
@@ -352,12 +353,12 @@ def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
 
 
 def without_images(value: Any) -> Any:
-    """The value of a column, images as the texts that name them."""
+    """Replace images in a column's value by their names."""
     if isinstance(value, ImageRef):
         return str(value)
     return [without_images(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def number(value: Tensor) -> float | None:
-    """The value, None for nan."""
+    """Convert to float, nan to None."""
     return None if value.isnan() else value.item()

@@ -1,10 +1,9 @@
-"""A checkpoint of a run to a folder that transformers loads.
+"""Export a checkpoint to a folder that transformers loads.
 
-A checkpoint holds the weights that were trained; those that were frozen, the config and the tokenizer, or the processor
-of a policy that sees images, are the policy's, as it was before training. So the policy is loaded first and the
-checkpoint laid over it. Adapters are merged into that copy, or written next to it as peft loads them. The copy is never
-quantised: adapters trained on 4 or 8 bits are merged into the full-precision weights, which differ from those of the
-run by the quantisation.
+A checkpoint contains only the trained weights. Frozen weights, config and tokenizer, or the processor of a multimodal
+policy, come from the policy before training. So the policy is loaded first, then the checkpoint's weights replace its
+own. Adapters are merged into it, or written separately for peft. It is never quantised: adapters trained on 4 or 8 bits
+are merged into the full-precision weights, which differ from those of the run by the quantisation error.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ KEPT = (
     "quantization",
     "trust_remote_code",
 )
-"""Settings of the run's policy that hold for one given by hand as well."""
+"""Settings of the run's policy that also apply to a policy given explicitly."""
 
 
 @dataclass
@@ -50,22 +49,22 @@ class Export:
 
     folder: Path
     policy: str
-    """The policy that config, tokenizer and frozen weights came from."""
+    """The policy before training: source of config, tokenizer and frozen weights."""
 
     num_weights: int
     num_from_policy: int
-    """Those of them that the checkpoint does not hold."""
+    """Number of weights that are not in the checkpoint."""
 
     dtype: torch.dtype
     files: list[Path]
     is_adapter: bool = False
-    """Adapters alone: the folder of the policy is needed to load them."""
+    """True for adapters only: loading them requires the policy."""
 
     quantization: Quantization = "none"
     """The quantization of the weights that the adapters were trained on; the written weights have none."""
 
     sees_images: bool = False
-    """True of a vision-language model, with its processor."""
+    """True for a vision-language model, exported with its processor."""
 
 
 def export(
@@ -78,23 +77,23 @@ def export(
     fill_missing: bool = False,
     force: bool = False,
 ) -> Export:
-    """Write a checkpoint's policy as a folder for `from_pretrained`: weights, config, generation config, tokenizer.
+    """Export a checkpoint's policy for `from_pretrained`: weights, config, generation config, tokenizer.
 
-    Of a policy that sees images the processor, too, with the limits of images that the run had.
+    For a multimodal policy also the processor, with the image limits of the run.
 
     Args:
-        checkpoint: A file of a run, or a folder of one that was saved in shards.
-        folder: Where it goes; made if it is not there.
-        policy: Name or folder of the policy before training; None takes the one the checkpoint or its run names.
-        dtype: Of the weights written; None keeps the checkpoint's, and under adapters the policy's.
-        adapter: Write the adapters alone, as a folder for peft, instead of merging them into the policy.
-        fill_missing: Take weights the checkpoint lacks from the policy, though nothing says that they were frozen.
-        force: Write into a folder that has files.
+        checkpoint: Checkpoint file, or folder of a sharded checkpoint.
+        folder: Output folder; created if missing.
+        policy: Name or folder of the policy before training; None uses the one named by the checkpoint or its run.
+        dtype: Dtype of the exported weights; None keeps the checkpoint's, and with adapters the policy's.
+        adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
+        fill_missing: Take weights that the checkpoint lacks from the policy, even if they are not known to be frozen.
+        force: Write into a folder that is not empty.
 
     Raises:
-        FileNotFoundError: If the checkpoint or the policy is not there.
-        FileExistsError: If the folder has files and `force` is off.
-        ValueError: If the checkpoint is not one of a GRPO run, or does not fit the policy.
+        FileNotFoundError: If the checkpoint or the policy does not exist.
+        FileExistsError: If the folder is not empty and `force` is off.
+        ValueError: If the checkpoint is not from a GRPO run, or does not match the policy.
         ModuleNotFoundError: If the checkpoint is DeepSpeed's and deepspeed is not installed.
     """
     folder = Path(folder)
@@ -102,10 +101,10 @@ def export(
     with open_checkpoint(Path(checkpoint)) as content:
         weights = policy_weights(content, checkpoint)
         if why := RankFiles(Path(checkpoint)).why_missing(content.get("grpo")):
-            log.warning("No run can resume from %s: %s. Its weights are complete, and are exported.", checkpoint, why)
+            log.warning("No run can resume from %s: %s. Exporting its weights, which are complete.", checkpoint, why)
         loader = policy_loader(content, Path(checkpoint), policy)
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
-            raise ValueError(f"{folder} is the folder of the policy itself, which is read: give another one.")
+            raise ValueError(f"{folder} is the folder of the policy itself: export to another one.")
         check_adapters(loader, weights, checkpoint, asks_for_adapter=adapter)
         if loader.lora is not None:
             loader.lora.check()
@@ -116,12 +115,12 @@ def export(
             if policy is not None:
                 raise
             raise FileNotFoundError(
-                f"{error} So the run names its policy; if it is elsewhere, give it by --policy."
+                f"{error} This is the policy named by the run; if it is elsewhere, set --policy."
             ) from error
-        num_from_policy = lay_over(model, weights, num_trained(content), fill_missing=fill_missing)
+        num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     if loader.lora is not None and not adapter:
-        # A copy that nothing trains: the numbers of one that is trained would not come back exactly.
+        # Merged into a copy: unmerging would not restore trained weights exactly.
         model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
     elif dtype is not None:
         model.to(getattr(torch, dtype))
@@ -143,18 +142,18 @@ def export(
 
 
 def check_target(folder: Path, *, force: bool) -> None:
-    """Raise FileExistsError where something would be overwritten unasked, NotADirectoryError for a file."""
+    """Raise FileExistsError if files would be overwritten without `force`, NotADirectoryError for a file."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file: give a folder to export to.")
+        raise NotADirectoryError(f"{folder} is a file: export to a folder.")
     if folder.exists() and any(folder.iterdir()) and not force:
-        raise FileExistsError(f"{folder} is not empty. Give another folder, or --force to write over its files.")
+        raise FileExistsError(f"{folder} is not empty. Give another folder, or --force to overwrite its files.")
 
 
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
-    """Where the policy came from: as requested, else as the checkpoint says, else as its run's `config.yaml` does.
+    """Make the loader of the policy before training: as requested, or of the checkpoint, or its run's `config.yaml`.
 
-    Which part of it was trained, its precision and whether its code is trusted are as the run says it in any case; the
-    revision is if the name is the run's.
+    The settings in `KEPT` (adapters, frozen layers, dtype, trusted code, ...) always come from the run, and the
+    revision if the name is the run's.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -168,7 +167,7 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
         kept = (*KEPT, "revision") if policy == trained.get("name") else KEPT
         return PolicyLoader(policy, **{name: trained[name] for name in kept if name in trained})
     if not named:
-        raise ValueError(f"{checkpoint} does not say which policy it was trained from: give it by --policy NAME.")
+        raise ValueError(f"{checkpoint} does not name the policy it was trained from: set --policy NAME.")
     has_tokenizer = isinstance(named, dict) and "tokenizer" in named
     return PolicyLoader.of(named, None if has_tokenizer else settings.get("tokenizer"))
 
@@ -176,22 +175,22 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
 def check_adapters(
     loader: PolicyLoader, weights: Mapping[str, Tensor], checkpoint: str | Path, *, asks_for_adapter: bool
 ) -> None:
-    """Raise ValueError if the checkpoint has adapters and the run is not known to, or the other way round."""
-    found = next((name for name in weights if ".lora_" in name), None)
-    if found is not None and loader.lora is None:
+    """Raise ValueError if the checkpoint has adapters without known settings, or lacks the expected adapters."""
+    first = next((name for name in weights if ".lora_" in name), None)
+    if first is not None and loader.lora is None:
         raise ValueError(
-            f"{checkpoint} holds LoRA adapters ({found} first), and nothing says their rank and alpha: neither the "
-            "checkpoint nor a config.yaml of its run. Load it with GRPOLightningModule.load_from_checkpoint and a "
+            f"{checkpoint} contains LoRA adapters (for example {first}), but neither the checkpoint nor a config.yaml "
+            "of its run contains their rank and alpha. Load it with GRPOLightningModule.load_from_checkpoint and a "
             "policy that has them (policy.lora)."
         )
-    if found is None and (loader.lora is not None or asks_for_adapter):
-        raise ValueError(f"{checkpoint} holds no LoRA adapters, only whole weights: leave out --adapter.")
+    if first is None and (loader.lora is not None or asks_for_adapter):
+        raise ValueError(f"{checkpoint} contains no LoRA adapters, only full weights: remove --adapter.")
 
 
 def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """The policy before training, its weights as wide as the checkpoint's, frozen and with adapters as they were.
+    """Load the policy before training in the checkpoint's dtype, with frozen layers and adapters as in the run.
 
-    A base under adapters is rounded as it was in the run, and computed with in the adapters' width.
+    A base under adapters is rounded to the dtype of the run, then converted to the dtype of the adapters.
     """
     if loader.lora is None:
         base = load_base(loader, dtype)
@@ -201,7 +200,7 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """The model that the policy was loaded from; never quantised."""
+    """Load the policy's base model, never quantised."""
     config = loader.load_config()
     auto_class = auto_class_of(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": loader.trust_remote_code}
@@ -212,22 +211,24 @@ def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
         return auto_class.from_pretrained(loader.name, revision=loader.revision, **options).eval()
 
 
-def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool) -> int:
-    """Put the checkpoint's weights in the model's place. Those the model knows to be frozen may be missing.
+def load_trained_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool
+) -> int:
+    """Load the checkpoint's weights into the model; frozen weights may be missing.
 
-    Tied weights have several names for one tensor: one of them is enough, and more must agree.
+    Tied weights have several names for one tensor: one of them is enough, and several must agree.
 
     Args:
         model: The policy before training.
-        weights: By the model's names.
-        trained: Parameters the optimizer trained, if it is known: exactly they may be all there is.
-        fill_missing: Allow weights to be missing although nothing says that they were frozen.
+        weights: Weights by the model's names.
+        trained: Number of parameters the optimizer trained, if known: if that many are present, others may be missing.
+        fill_missing: Allow missing weights even if they are not known to be frozen.
 
     Returns:
-        Weights that stay the model's own.
+        Number of weights that are not in the checkpoint.
 
     Raises:
-        ValueError: If names or shapes are not the model's, tied weights differ, or trained weights are missing.
+        ValueError: If names or shapes do not match the model, tied weights differ, or trained weights are missing.
     """
     own = model.state_dict()
     check_names_and_shapes(own, weights)
@@ -244,7 +245,7 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | Non
             if any(not torch.equal(values[0], other) for other in values[1:]):
                 raise ValueError(
                     f"{' and '.join(names)} are one weight in the policy and two in the checkpoint: it was trained "
-                    "from a policy that does not tie them. Name that one by --policy."
+                    "from a policy that does not tie them. Set --policy to that one."
                 )
             given += 1
             parameter.copy_(values[0])
@@ -253,29 +254,29 @@ def lay_over(model: nn.Module, weights: Mapping[str, Tensor], trained: int | Non
                 buffer.copy_(weights[name])
     if missing and given != trained and not fill_missing:
         raise ValueError(
-            f"The checkpoint lacks {len(missing)} weights of the policy, {missing[0][0]} first. "
+            f"The checkpoint lacks {len(missing)} weights of the policy, for example {missing[0][0]}. "
             + (
-                "Nothing in it says that they were frozen"
+                "They are not known to be frozen"
                 if trained is None
-                else f"{trained} weights were trained, and {given} are there"
+                else f"{trained} weights were trained, and {given} are present"
             )
-            + ". It may belong to another policy (--policy), or take them from the policy by --fill_missing."
+            + ". It may belong to another policy (--policy); or use --fill_missing to take them from the policy."
         )
     return num_kept + sum(size for _, size in missing)
 
 
 def check_names_and_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the checkpoint has a weight that the policy has not, or not in this shape."""
+    """Raise ValueError if a weight of the checkpoint is not in the policy, or has another shape."""
     if unknown := [name for name in weights if name not in own]:
         raise ValueError(
-            f"The checkpoint has {len(unknown)} weights that the policy does not have, {unknown[0]} first. It belongs "
-            "to another policy: name it by --policy."
+            f"The checkpoint has {len(unknown)} weights that the policy does not have, for example {unknown[0]}. It "
+            "belongs to another policy: set --policy to that one."
         )
     for name, weight in weights.items():
         if weight.shape != own[name].shape:
             raise ValueError(
                 f"{name} is {list(weight.shape)} in the checkpoint and {list(own[name].shape)} in the policy: it "
-                "belongs to another one. Name it by --policy."
+                "belongs to another policy. Set --policy to that one."
             )
 
 

@@ -1,6 +1,6 @@
-"""Lightning's private state, each piece behind one function: an upgrade of Lightning starts here.
+"""Access to Lightning's private state, one function each. Start here when upgrading Lightning.
 
-The private methods of its strategies are overridden in `strategies.py`.
+Private methods of its strategies are overridden in `strategies.py`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from grpo_lightning.data.source import PromptSource
 
 
 def reading_loops(trainer: L.Trainer) -> list[Any]:
-    """The loops that read data: the one that trains, then those that evaluate."""
+    """The loops that read data: the training loop, then the evaluation loops."""
     validation = trainer.fit_loop.epoch_loop.val_loop
     return [trainer.fit_loop, validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
 def given_loader(loop: Any) -> Any:
-    """The loader, data module or module that a loop reads from, as the trainer was given it; None before that."""
+    """The loader, data module or module passed to the trainer for a loop; None before that."""
     return loop._data_source.instance
 
 
 def make_loader(loop: Any) -> Any:
-    """The loader of a loop, before the loop sets it up."""
+    """Make the loader of a loop, before the loop sets it up."""
     return loop._data_source.dataloader()
 
 
@@ -40,7 +40,7 @@ def has_validation_data(trainer: L.Trainer) -> bool:
 
 
 def validation_seconds(trainer: L.Trainer) -> float | None:
-    """`val_check_interval` where it is a time. Given one, Lightning does not set the public name."""
+    """`val_check_interval` in seconds, if it is a time: Lightning then does not set the public attribute."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
@@ -48,17 +48,17 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
 
 
 def cluster_environment(trainer: L.Trainer) -> Any:
-    """The launcher of the run's processes: SLURM, torchrun, Lightning itself."""
+    """The cluster environment that launched the ranks: SLURM, torchrun, Lightning itself."""
     return trainer._accelerator_connector.cluster_environment
 
 
 def is_lightning_handler(handler: Any) -> bool:
-    """True for a signal handler that Lightning has put in place."""
+    """True for a signal handler registered by Lightning."""
     return isinstance(handler, _HandlersCompose)
 
 
 def stop_as_on_sigterm(trainer: L.Trainer) -> None:
-    """End the run as Lightning does on SIGTERM: when the batch is done."""
+    """Stop the run as Lightning does on SIGTERM: after the current batch."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -71,7 +71,7 @@ def logged_items(trainer: L.Trainer) -> list[Any]:
 
 
 def last_value(item: Any) -> Any:
-    """The value that was last logged as one of the `logged_items`."""
+    """The last logged value of one of the `logged_items`."""
     return item._forward_cache
 
 
@@ -79,19 +79,19 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Tell a checkpoint callback that this step is saved: Lightning forgets it when it resumes."""
+    """Tell a checkpoint callback that this step is already saved: Lightning forgets it when it resumes."""
     callback._last_global_step_saved = step
 
 
 def set_position(loops: dict[str, Any]) -> None:
-    """Write the position of a checkpoint into Lightning's counters in one of two forms, which it resumes exactly.
+    """Normalise the position in Lightning's checkpointed counters to one of two forms, which it resumes exactly.
 
-    They are: after a micro-step inside an epoch, and before the first one of an epoch. What Lightning saves depends on
-    the hook that saves. At the end of an epoch, and where an epoch was left early (`max_steps`, `should_stop`), it
-    counts the epoch as done or not done by rules that change with `max_steps` and from release to release.
+    These are: after a micro-step inside an epoch, and before the first micro-step of an epoch. Lightning's own counters
+    depend on the hook that saves. At the end of an epoch, and if an epoch was left early (`max_steps`, `should_stop`),
+    it counts the epoch as done or not by rules that depend on `max_steps` and the release.
 
     Args:
-        loops: The state of the fit loop in a checkpoint, changed in place.
+        loops: State of the fit loop in a checkpoint, changed in place.
     """
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     num_steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
@@ -113,10 +113,11 @@ def set_position(loops: dict[str, Any]) -> None:
 
 
 def restore_position(trainer: L.Trainer) -> None:
-    """Put a resumed loader where the checkpoint left it, and begin an epoch where the checkpoint ended one.
+    """Restore the position of a resumed loader, and begin an epoch if the checkpoint ended one.
 
-    Lightning sets the loader up before it loads the checkpoint's loops if `configure_optimizers` asks for the number of
-    steps, and does not tell it its position where an epoch begins: it would start over, and nothing would say so.
+    If `configure_optimizers` requests the number of steps, Lightning sets up the loader before it loads the
+    checkpoint's loops; and at the beginning of an epoch it does not restore its position: the loader would silently
+    start over.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:
@@ -124,17 +125,17 @@ def restore_position(trainer: L.Trainer) -> None:
         loop._combined_loader_states_to_load = []
     loop._load_combined_loader_states()  # of other loaders
     if loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
-        # With `max_steps`, Lightning takes the first micro-step of an epoch for one that is done again.
+        # With `max_steps`, Lightning treats the first micro-step of an epoch as a repeated one.
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     else:
         recount_batches(trainer)
 
 
 def recount_batches(trainer: L.Trainer) -> None:
-    """Count the batches of a resumed epoch as this run cuts it.
+    """Recompute the batch count of a resumed epoch for this run's batch size and number of ranks.
 
-    Lightning continues its own count. With another batch size or number of ranks than in the checkpoint, it would
-    end the epoch too early, with prompts left over, or too late.
+    Lightning continues its old count. If batch size or number of ranks differ from the checkpoint, it would end the
+    epoch too early, with prompts left over, or too late.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or not loader.has_length or loader.resume_from is None:

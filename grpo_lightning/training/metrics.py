@@ -1,6 +1,6 @@
-"""Metrics of an optimizer step: sums and counts, so that micro-batches and ranks of different size average right.
+"""Metrics of an optimizer step: sums and counts, so that micro-batches and ranks of different sizes average correctly.
 
-Also counted: optimizer steps in which no completion has an advantage, with the reason in words.
+Also counts optimizer steps in which no completion has an advantage, with the reason.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from grpo_lightning.rollout.groups import OverlongFilter, Rollout
 log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
-"""How a metric is reduced over the ranks: a mean over all items, the sum or an extreme of their values, the seconds of
-the slowest one (a sum on each), or the total of all over such seconds."""
+"""How a metric is reduced over ranks: mean over all items, sum, minimum or maximum, seconds of the slowest rank (summed
+on each rank), or the total of all ranks divided by such seconds."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "mean": sum,
@@ -43,15 +43,15 @@ OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
 
 @dataclass
 class Tally:
-    """The sum that was added to one metric."""
+    """Running total of one metric."""
 
     kind: Kind
     total: float | Tensor
     count: float | Tensor = 0.0
-    """Items of a mean."""
+    """Number of items of a mean."""
 
     per: str = ""
-    """The metric that holds the seconds of a rate."""
+    """Name of the metric with the seconds of a rate."""
 
 
 class StepMetrics:
@@ -66,19 +66,19 @@ class StepMetrics:
         tally.total, tally.count = tally.total + total, tally.count + count
 
     def add_sum(self, name: str, value: float | Tensor) -> None:
-        """Add to a quantity that is reported as its sum over the step and the ranks."""
+        """Add to a metric that is summed over the step and the ranks."""
         self._add("sum", name, value)
 
     def add_seconds(self, name: str, value: float) -> None:
-        """Add to a time: the sum over the step, of the rank that took longest."""
+        """Add to a time in seconds: summed over the step, of the slowest rank."""
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
-        """Add to a speed: the total of all ranks over the seconds in the metric `per`."""
+        """Add to a rate: the total of all ranks divided by the seconds in the metric `per`."""
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
-        """Add to a least or largest value (`extreme` is `min` or `max`); nothing is added by no values."""
+        """Update a minimum or maximum (`extreme` is `min` or `max`); no values change nothing."""
         known = [float(self.tallies[name].total)] if name in self.tallies else []
         if candidates := [*known, *values]:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
@@ -93,9 +93,9 @@ class StepMetrics:
             self.add_seconds(f"time/{name}", time.perf_counter() - start)
 
     def pop(self) -> dict[str, float]:
-        """The metrics of all ranks since the last call, the same on each. A mean over nothing is left out.
+        """Reduce the metrics of all ranks since the last call, the same on each. Means without items are left out.
 
-        A collective: every rank calls it at the same place. Which metrics a rank has may differ.
+        Collective: all ranks call it. Ranks may have different metrics.
         """
         own = {
             name: Tally(tally.kind, float(tally.total), float(tally.count), tally.per)
@@ -111,7 +111,7 @@ class StepMetrics:
 
 
 def values_of(ranks: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
-    """The metrics of what each rank has collected, by name in order: ranks that log them must do so in one order."""
+    """Reduce the tallies of all ranks, sorted by name: all ranks must log metrics in the same order."""
     merged: dict[str, Tally] = {}
     for name in sorted({name for tallies in ranks for name in tallies}):
         parts = [tallies[name] for tallies in ranks if name in tallies]
@@ -128,14 +128,13 @@ def values_of(ranks: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
 
 
 def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
-    """Length (tokens), truncated share, entropy and speed of a rollout's completions, sampled in `time/rollout`.
+    """Add length (tokens), truncated fraction, entropy and tokens per second of a rollout's completions.
 
-    The entropy is that of the policy when it sampled them, over all their tokens: no later pass changes it.
+    The entropy is that of the policy while sampling, over all tokens. Tokens per second are those of all ranks divided
+    by the `time/rollout` of the slowest.
 
-    The speed is that of all ranks together, by the seconds of the slowest.
-
-    `rollout/length_stopped` is the mean over those that ended by themselves: `rollout/length` says the less of what the
-    policy wants, the more of them the limit cuts.
+    `rollout/length_stopped` is the mean over completions that were not truncated, because truncation biases
+    `rollout/length`.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -150,15 +149,15 @@ def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
 
 
 def entropy_of(completion: Completion) -> float:
-    """Nats, summed over a completion's tokens. Without the engine's: minus its log-probs, whose mean it is."""
+    """Entropy in nats, summed over a completion's tokens. Estimated by -log-probs if the engine returns none."""
     entropies = completion.entropies or []
-    if len(entropies) != len(completion.token_ids):  # the engine gives none, or the completion was edited since
+    if len(entropies) != len(completion.token_ids):  # the engine returns none, or the completion was edited
         return -sum(completion.logprobs)
     return sum(entropies)
 
 
 def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) -> None:
-    """Groups sampled in vain, and a warning when all rounds left a rollout with groups without a gradient."""
+    """Add dynamic-sampling counts, and warn if zero-variance groups remain after all rounds."""
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
     metrics.add_sum("rollout/kept_zero_variance_groups", done.num_kept)
@@ -177,7 +176,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) 
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Mean and spread within groups of every reward, groups that teach nothing, and what went wrong."""
+    """Add mean and within-group std of every reward, zero-variance groups, failures and the rewards' own metrics."""
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())
@@ -195,14 +194,14 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """The unbiased standard deviations of the groups [N, G] with two values or more: their sum and their number."""
+    """Sum and number of the unbiased standard deviations of the groups [N, G] with at least two values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
 
 
 def add_sources(metrics: StepMetrics, groups: Sequence[Group], scores: Scores) -> None:
-    """Mean of the total and of every reward over the completions of each named source, `source/<source>/<reward>`."""
+    """Add means of the total and every reward per named data source, `source/<source>/<reward>`."""
     for name, values in {"reward": scores.total, **scores.by_reward}.items():
         for group, row in zip(groups, values, strict=True):
             if group.prompt.source:
@@ -210,19 +209,20 @@ def add_sources(metrics: StepMetrics, groups: Sequence[Group], scores: Scores) -
 
 
 def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> None:
-    """The share of token slots in the micro-batches that hold padding."""
+    """Add the fraction of padding tokens in the micro-batches."""
     masks = [mask for batch in micro_batches for mask in (batch.prompt_mask, batch.attention_mask)]
     metrics.add("rollout/padding", sum((~mask).sum() for mask in masks), sum(mask.numel() for mask in masks))
 
 
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
-    """Loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
+    """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    No metric depends on whether completions of advantage 0 are run through the policy. The KL is of all completions,
-    which are all run where there is a reference. The others are about the policy loss, in which a completion of
-    advantage 0 has no part: they are of those with an advantage.
+    No metric depends on whether completions with advantage 0 are run through the policy. The KL covers all completions,
+    which are all run if there is a reference. The other metrics describe the policy loss, to which completions with
+    advantage 0 do not contribute: they cover completions with an advantage.
 
-    `rollout_kl` is that of the engine's distribution to the policy's at the start of the cycle, nats per token.
+    `rollout_kl` is the KL divergence between the engine's distribution and the policy's at the start of the cycle, in
+    nats per token.
     """
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
     of_loss = {
@@ -247,14 +247,14 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
 
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
-    """The number of a cycle's updates in which no completion of any rank has an advantage. A collective."""
-    is_taught = [((batch.advantages != 0)[:, None] & batch.completion_mask).any() for batch in micro_batches]
-    of_updates = torch.stack(is_taught).view(updates_per_rollout, -1).any(dim=1)
+    """Number of a cycle's updates in which no completion of any rank has an advantage. Collective."""
+    has_advantage = [((batch.advantages != 0)[:, None] & batch.completion_mask).any() for batch in micro_batches]
+    of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
 
 
 def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completion_length: int) -> str:
-    """The likeliest reason why completions of a rollout have no advantage. A collective."""
+    """The most likely reason why the completions of a rollout have no advantage. Collective."""
     completions = [completion for group in rollout.groups for completion in group.completions]
     num_masked = sum(completion.mask is not None and not any(completion.mask) for completion in completions)
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())
@@ -262,12 +262,13 @@ def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completi
     num_completions, num_masked, num_scorable = ranks.sum_over_ranks(total).tolist()
     if num_masked == num_completions:
         return (
-            f"all were truncated at {max_completion_length} tokens, and overlong_filter {overlong_filter!r} leaves "
-            "them out. Raise sampling.max_completion_length"
+            f"all were truncated at {max_completion_length} tokens, and overlong_filter {overlong_filter!r} masks "
+            "them. Raise sampling.max_completion_length"
         )
     if rollout.scores is not None and not num_scorable:
-        return "no completion could be scored, every reward gave None. See which rows and completions they apply to"
+        return "no completion is scorable: every reward returned None. Check which rows and completions they apply to"
     return (
-        "the completions of every group that are trained on have equal rewards. The task may be too hard or too easy; "
+        "all groups have zero reward variance among the completions that are trained on. The task may be "
+        "too hard or too easy; "
         "model.dynamic_sampling replaces such groups"
     )

@@ -1,8 +1,8 @@
-"""Cutting a rollout into the micro-batches of its optimizer steps.
+"""Split a rollout into the micro-batches of its optimizer steps.
 
-A rollout of N groups becomes `updates x accumulate` micro-batches. Which completions share an update is decided by
-their order in the data; which share a micro-batch inside an update changes memory and padding alone, never what is
-learned, because the loss is divided by the counts of the whole update.
+A rollout of N groups becomes `updates x accumulate` micro-batches. The order of the data decides which completions
+share an update. Which of them share a micro-batch affects only memory and padding, not the gradient, because the loss
+is divided by the counts of the entire update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class Row:
-    """A completion on its way into a micro-batch."""
+    """One completion of a micro-batch."""
 
     group: int
     """Index of its group in the rollout."""
@@ -37,11 +37,11 @@ class Row:
     advantage: float
 
     number: int = -1
-    """The completion's place in its group."""
+    """Index of the completion in its group."""
 
     @property
     def length(self) -> int:
-        """Completion tokens."""
+        """Number of completion tokens."""
         return len(self.completion.token_ids)
 
     @property
@@ -64,13 +64,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class CycleShape:
-    """How often a rollout is trained on."""
+    """Number of micro-steps, updates and epochs over each rollout."""
 
     accumulate_grad_batches: int
     """Micro-batches per update."""
 
     updates_per_rollout: int
-    """Optimizer steps a rollout is divided over."""
+    """Optimizer steps that a rollout is split into."""
 
     num_iterations: int
     """Epochs over a rollout."""
@@ -81,12 +81,12 @@ class CycleShape:
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
-        """Say what is wrong with a loader that gives every batch `given` times, and what to do."""
+        """Error message for a loader that yields every batch `given` times."""
         cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
         return (
             f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
             f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout} x num_iterations "
-            f"{self.num_iterations}), but the training loader gives every batch {given} time(s). "
+            f"{self.num_iterations}), but the training loader yields every batch {given} time(s). "
             + (
                 f"Give the PromptSource {cycle}."
                 if is_from_source
@@ -98,13 +98,13 @@ class CycleShape:
         """Check that a micro-step can be trained.
 
         Args:
-            pending: The cycle that is trained on, if there is one.
-            batch: What the loader gave.
-            position: Of the micro-step in its cycle, as the trainer counts.
+            pending: The current cycle, if there is one.
+            batch: Batch of the loader.
+            position: The trainer's index of the micro-step in its cycle.
 
         Raises:
-            RuntimeError: If the loader does not repeat the prompts of a cycle or is elsewhere in it, or the cycle's
-                rollout is lost.
+            RuntimeError: If the loader does not repeat the prompts of a cycle or is at another position, or the
+                cycle's rollout is missing.
         """
         cycle = self.num_micro_steps
         if batch.cycle != cycle:
@@ -112,26 +112,26 @@ class CycleShape:
         if batch.position != position:
             raise RuntimeError(
                 f"The loader is at micro-step {batch.position} of {cycle}, the trainer at {position}: the checkpoint "
-                "was saved inside an optimizer step, when the run was interrupted. Resume from an earlier one, or "
-                "start a new run from its weights."
+                "was saved inside an optimizer step, when the run was interrupted. Resume from an earlier checkpoint, "
+                "or start a new run from its weights."
             )
         if position and (pending is None or pending.position != position):
             raise RuntimeError(
-                f"Micro-step {position} of {cycle} needs the rollout its cycle began with, and there is none: the "
-                "checkpoint was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or "
-                "start a new run from its weights."
+                f"Micro-step {position} of {cycle} needs the rollout of its cycle, which is missing: the checkpoint "
+                "was saved inside a cycle, without it. Resume from one saved at the end of a cycle, or start a new run "
+                "from its weights."
             )
 
 
 class Cycle:
-    """The micro-batches of one rollout, and how far training on them has come.
+    """The micro-batches of one rollout, and the position of training in them.
 
-    A cycle is `num_iterations` passes over `updates x accumulate` micro-batches.
+    A cycle is `num_iterations` epochs over `updates x accumulate` micro-batches.
 
     Args:
-        micro_batches: updates x accumulate of them, in the order they are trained on.
+        micro_batches: updates x accumulate micro-batches, in training order.
         counts: One per update.
-        num_iterations: Passes.
+        num_iterations: Epochs over the rollout.
         position: Micro-steps done.
     """
 
@@ -154,7 +154,7 @@ class Cycle:
         return self.position == len(self.micro_batches) * self.num_iterations
 
     def next(self) -> Turn:
-        """The next micro-step."""
+        """Advance to the next micro-step."""
         index = self.position % len(self.micro_batches)
         self.position += 1
         return Turn(
@@ -164,14 +164,14 @@ class Cycle:
         )
 
     def to(self, device: torch.device | str) -> Cycle:
-        """Itself, its micro-batches on `device`."""
+        """Move its micro-batches to `device`, in place."""
         self.micro_batches = [batch.to(device) for batch in self.micro_batches]
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The state with which a resumed run continues inside the cycle: ids, masks, log-probs, advantages; no images.
+        """State to resume inside the cycle: ids, masks, log-probs and advantages, without images.
 
-        Those are read again (`give_images`).
+        Images are read again (`give_images`).
         """
         return {
             "micro_batches": [vars(replace(batch.to("cpu"), vision=None)) for batch in self.micro_batches],
@@ -182,7 +182,7 @@ class Cycle:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Cycle:
-        """The cycle `state_dict` was taken of, on the CPU."""
+        """Restore a cycle on the CPU from its `state_dict`."""
         return cls(
             [MicroBatch(**batch) for batch in state["micro_batches"]],
             [StepCounts(*counts) for counts in state["counts"]],
@@ -193,7 +193,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of a rollout of all ranks: its i-th group is number `i * world_size + rank` of `num_groups`."""
+    """This rank's share of a global rollout: its i-th group is number `i * world_size + rank` of `num_groups`."""
 
     num_groups: int
     rank: int = 0
@@ -210,19 +210,19 @@ def plan_micro_batches(
     skip_zero_advantages: bool,
     share: Share | None = None,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
-    """Cut a rollout into `updates x accumulate` micro-batches.
+    """Split a rollout into `updates x accumulate` micro-batches.
 
     Args:
         groups: N groups of G completions.
         advantages: [N, G].
-        updates: Optimizer steps the rollout is divided over.
+        updates: Optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
         pad_id: Any token id.
-        skip_zero_advantages: Leave completions of advantage 0 out of the micro-batches; they count all the same, and
-        share: What part of the rollout of all ranks these groups are; None if they are all of it.
+        skip_zero_advantages: Leave completions with advantage 0 out of the micro-batches; the counts include them.
+        share: This rank's share of the rollout of all ranks; None if the groups are the complete rollout.
 
     Returns:
-        The micro-batches in order, and the counts of every update (of this rank).
+        The micro-batches in order, and this rank's counts of every update.
     """
     rows = [
         [
@@ -253,17 +253,17 @@ def plan_over_ranks(
     num_chunks: Callable[[MicroBatch], int],
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
-    """Cut the rollout of all ranks into micro-batches; every rank takes part and gets its own.
+    """Split the rollout of all ranks into micro-batches. Collective: every rank gets its own.
 
     Args:
-        groups: N groups of G completions, of this rank; may be none.
+        groups: N groups of G completions, of this rank; may be empty.
         advantages: [N, G].
-        num_chunks: Forward calls that a micro-batch needs.
-        **settings: Of `plan_micro_batches`.
+        num_chunks: Returns the number of forward passes that a micro-batch needs.
+        **settings: Arguments of `plan_micro_batches`.
 
     Returns:
-        The micro-batches in order, with as many forward calls as the rank that needs the most (sharded weights are
-        gathered by all), and the counts of every update over all ranks.
+        The micro-batches in order, with the maximum number of forward passes over all ranks (gathering sharded weights
+        is collective), and the counts of every update over all ranks.
     """
     num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups))))
     share = Share(num_groups, ranks.rank(), ranks.world_size())
@@ -275,11 +275,11 @@ def plan_over_ranks(
 
 
 def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:
-    """Give micro-batches the images of their prompts.
+    """Add the images of their prompts to micro-batches.
 
     Args:
-        micro_batches: Of one rollout.
-        vision: Of all groups of the rollout, in their order; None if the policy sees no images.
+        micro_batches: Micro-batches of one rollout.
+        vision: Vision inputs of all groups of the rollout, in order; None for a text-only policy.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
@@ -288,10 +288,9 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
 
 
 def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[list[Row]]:
-    """Whole groups to each update, in order; completions where all ranks together have fewer groups than updates.
+    """Split groups into updates, in order; single completions if all ranks together have fewer groups than updates.
 
-    By their numbers among the groups of all ranks: which update trains on a group does not depend on how many ranks
-    there are.
+    Uses the indices among the groups of all ranks, so that a group's update does not depend on the number of ranks.
     """
     numbers = range(share.rank, share.rank + len(groups) * share.world_size, share.world_size)
     units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
@@ -307,11 +306,11 @@ def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[l
 
 
 def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
-    """One update's completions to `parts` micro-batches of balanced padded cost.
+    """Split one update's completions into `parts` micro-batches of balanced padded cost.
 
-    Either whole groups share a micro-batch, so that every prompt runs once, or completions of like length do, so that
-    there is less padding but a prompt may run in several: whichever costs fewer token slots. Fewer groups than
-    micro-batches are not kept whole: micro-batches are there to be small.
+    Either complete groups share a micro-batch, so that each prompt runs once, or completions of similar length do,
+    which saves padding but may run a prompt in several micro-batches: whichever needs fewer tokens including padding.
+    With fewer groups than micro-batches, groups are always split, to keep micro-batches small.
     """
     if parts == 1:
         return [rows]
@@ -332,7 +331,7 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
 
 
 def padded_cost(rows: list[Row]) -> int:
-    """Token slots a micro-batch of these completions takes: its prompts once, its completions padded to the longest."""
+    """Tokens of a micro-batch including padding: its prompts once, its completions padded to the longest."""
     if not rows:
         return 0
     prompts = {row.group: len(row.prompt_ids) for row in rows}
@@ -340,7 +339,7 @@ def padded_cost(rows: list[Row]) -> int:
 
 
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
-    """Cut a list into `parts` runs so that the costliest run is as cheap as can be (bisection on its cost)."""
+    """Split a list into `parts` runs, minimising the cost of the most expensive run (bisection on its cost)."""
 
     def cut(limit: int) -> list[list[Item]]:
         runs, start = [], 0
@@ -360,7 +359,7 @@ def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], i
 
 
 def collate(rows: list[Row], pad_id: int) -> MicroBatch:
-    """Completions to a padded micro-batch, their prompts stored once."""
+    """Collate completions into a padded micro-batch; each prompt is stored once."""
     prompts = {row.group: row.prompt_ids for row in rows}
     prompt_ids, prompt_mask = left_pad(list(prompts.values()), pad_id)
     position = {group: i for i, group in enumerate(prompts)}
@@ -387,10 +386,10 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
 
 
 def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
-    """A micro-batch that trains on nothing: the same module calls as any other, so that ranks stay in step.
+    """Make a fully masked micro-batch, which makes the same module calls as any other so that ranks stay in step.
 
     Args:
-        groups: Of this rank; one of their tokens is the placeholder, or a padding token if it has none.
+        groups: Groups of this rank; one of their tokens is the placeholder, or a padding token if there is none.
         pad_id: Any token id.
     """
     row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)

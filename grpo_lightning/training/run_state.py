@@ -1,4 +1,4 @@
-"""Where a run stands, beyond its weights and its optimizer: all that checkpoints see of the module."""
+"""State of a run in checkpoints, other than weights and optimizer: rollouts, pending cycle and updated reference."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The run as its last optimizer step left it. Every checkpoint holds this position, whenever it is saved.
+    """State of the run after its last optimizer step. Every checkpoint contains this position, whenever it is saved.
 
     Weights and optimizer do not change between two steps: a checkpoint saved inside an accumulation window, after
-    validation or at the end of an epoch holds the same weights as one saved right after the step, and resumes there.
+    validation or at the end of an epoch has the same weights as one saved right after the step, and resumes there.
     """
 
     num_micro_steps: int
-    """Micro-steps of the whole run when the step ended."""
+    """Micro-steps of the entire run at the end of the step."""
 
     num_steps: int
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the entire run."""
 
     loops: dict[str, Any]
-    """Lightning's counters, and the loaders' positions."""
+    """Lightning's counters and the positions of the loaders."""
 
     cycle: Cycle | None
     """The pending cycle; None between cycles."""
 
     position: int
-    """Micro-steps of the cycle that were done; the cycle itself keeps counting."""
+    """Completed micro-steps of the cycle; the cycle itself keeps counting."""
 
     rollout_index: int
 
     def cycle_state(self) -> dict[str, Any] | None:
-        """The pending cycle as checkpoints hold it."""
+        """State dict of the pending cycle in checkpoints."""
         return None if self.cycle is None else self.cycle.state_dict() | {"position": self.position}
 
 
 class RunState:
-    """The rollouts so far, the pending cycle, and a reference that moves."""
+    """Number of rollouts, the pending cycle, and the reference."""
 
     def __init__(self) -> None:
         self.rollout_index = 0
-        """Rollouts that were sampled."""
+        """Number of sampled rollouts."""
 
         self.cycle: Cycle | None = None
-        """The one that is trained on."""
+        """The current cycle."""
 
         self.reference: RunReference | None = None
-        """Known once the policy is loaded; None without a reference."""
+        """Set when the policy is loaded; None without a reference."""
 
         self.is_updating = False
-        """True while the optimizer changes the weights, which are those of neither step then."""
+        """True while the optimizer changes the weights, which are then in between two steps."""
 
         self.was_interrupted_in_step = False
-        """True if the checkpoint that was loaded was saved then."""
+        """True if the loaded checkpoint was saved while the optimizer changed the weights."""
 
         self.step_end: StepEnd | None = None
 
     @property
     def has_moved(self) -> bool:
-        """True if the reference is no longer what the policy was loaded as."""
+        """True if the reference differs from the initial policy."""
         return self.reference is not None and self.reference.has_moved
 
     def begin(self) -> None:
-        """A run begins."""
+        """Reset at the beginning of a run."""
         self.step_end, self.is_updating = None, False
 
     def last_step_end(self, trainer: L.Trainer) -> StepEnd:
-        """The end of the last optimizer step: now, if one has just ended, or the one that was recorded.
+        """The end of the last optimizer step: now, if one has just ended, else the recorded one.
 
-        A reference that follows the policy moves here. Every rank takes part.
+        Updates the reference if that is due. Collective: all ranks call it.
         """
         known, batches = self.step_end, trainer.fit_loop.epoch_loop.batch_progress
         if known is None:
@@ -93,7 +93,7 @@ class RunState:
         return known
 
     def record(self, trainer: L.Trainer) -> StepEnd:
-        """Keep the position of the run now, which is between two optimizer steps, for the checkpoints to come."""
+        """Record the current position, between two optimizer steps, for later checkpoints."""
         cycle = self.cycle if self.cycle is not None and not self.cycle.is_finished else None
         self.is_updating = False
         self.step_end = StepEnd(
@@ -111,7 +111,7 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """The name of a moment, if several ranks have something to keep next to a checkpoint of it; else None."""
+        """Name of a moment, if several ranks have to save files next to its checkpoint; else None."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         return f"step{end.num_steps}-{end.rollout_index}-{end.position}"
@@ -119,7 +119,7 @@ class RunState:
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         """The state at the end of the last optimizer step.
 
-        Of several ranks, each keeps its own cycle next to the checkpoint, and the first the reference
+        With several ranks, each saves its own cycle next to the checkpoint, and rank 0 the reference
         (`write_rank_files`).
         """
         is_alone, end = ranks.world_size() == 1, self.last_step_end(trainer)
@@ -137,15 +137,15 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path, *, is_training: bool) -> None:
-        """Put back what `state_dict` gave, as far as this run has use for it.
+        """Restore the result of `state_dict`.
 
         Args:
             state: Its entry in the checkpoint.
-            checkpoint: Where that is, next to the ranks' files.
-            is_training: False for a run that needs the weights alone.
+            checkpoint: Path of the checkpoint, next to the rank files.
+            is_training: False for a run that only needs the weights.
 
         Raises:
-            ValueError: If the cycle was pending on another number of ranks, or the reference is another one.
+            ValueError: If the cycle was pending on a different number of ranks, or the reference differs.
         """
         self.was_interrupted_in_step = state.get("is_broken_off", False)
         self.rollout_index = state["rollout_index"]
@@ -153,19 +153,19 @@ class RunState:
         if not is_training:
             return
         self._restore_reference(state, checkpoint)
-        # A cycle that is lost is missed when the next micro-step asks for it.
+        # A missing cycle raises when the next micro-step needs it.
         if state.get("is_pending") and (state["rollout"] or state["moment"]):
             if state["world_size"] != ranks.world_size():
                 raise ValueError(
                     f"The checkpoint was saved inside a cycle by {state['world_size']} processes; this run has "
-                    f"{ranks.world_size()}: their rollouts cannot be shared out anew. Resume with as many, or from a "
-                    "checkpoint saved at the end of a cycle."
+                    f"{ranks.world_size()}, and pending rollouts cannot be redistributed. Resume with "
+                    f"{state['world_size']} processes, or from a checkpoint saved at the end of a cycle."
                 )
             own = state["rollout"] or RankFiles(checkpoint).read(state["moment"], ranks.rank())
             self.cycle = Cycle.from_state_dict(own)
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Restore a reference that had moved; else check that this run has made the same one."""
+        """Restore a reference that was updated; otherwise check that this run has made the same one."""
         if not state.get("has_moved"):
             if self.reference is not None:
                 self.reference.check_fingerprint(state.get("reference_fingerprint", {}))  # none without a reference
@@ -178,7 +178,7 @@ class RunState:
         self.reference.restore(saved if is_reader else None)
 
     def write_rank_files(self, checkpoint: Path, end: StepEnd, *, is_global_zero: bool) -> None:
-        """Write what several ranks keep next to a checkpoint. Every rank takes part."""
+        """Write the rank files next to a checkpoint, if there are several ranks. Collective: all ranks call it."""
         moment = self.moment(end)
         if moment is None:
             return
@@ -191,6 +191,6 @@ class RunState:
 
 
 def is_between_steps(trainer: L.Trainer) -> bool:
-    """True if no micro-batch of an optimizer step was begun whose last one is not done."""
+    """True between two optimizer steps: no accumulation window is open."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.ready == batches.processed and batches.ready % trainer.accumulate_grad_batches == 0)

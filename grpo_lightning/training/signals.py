@@ -32,9 +32,9 @@ PATTERN = "stopped-*.ckpt"
 
 
 class RequeueAtStepEnd(L.Callback):
-    """SLURM auto-requeue at the end of a step: delays Lightning's answer (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`).
+    """SLURM auto-requeue at the end of a step: delays Lightning's handler (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`).
 
-    Lightning answers inside the signal handler. After the answer the run ends, as on SIGTERM.
+    Lightning saves and requeues inside the signal handler. Afterwards the run ends, as on SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class RequeueAtStepEnd(L.Callback):
         self.received: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the place of Lightning's handler, if there is one: a job of SLURM with auto-requeue."""
+        """Replace Lightning's handler, if there is one: in a SLURM job with auto-requeue."""
         self.received = None
         environment = cluster_environment(trainer)
         if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
@@ -57,7 +57,7 @@ class RequeueAtStepEnd(L.Callback):
         self.received = signum
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """At the end of a step: if a rank got the signal, all answer it, and the run ends."""
+        """At the end of a step, if any rank got the signal, requeue on all ranks and end the run."""
         if self.answer is None or not is_between_steps(trainer) or not is_any(self.received is not None):
             return
         is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
@@ -89,9 +89,9 @@ class GracefulStop(L.Callback):
         self.trainer: L.Trainer | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the signals: here, because Lightning sets a handler of its own for SIGTERM before."""
+        """Register the handlers; only here, because Lightning registers its own SIGTERM handler earlier."""
         if threading.current_thread() is not threading.main_thread():
-            return  # Python allows handlers in the main thread alone
+            return  # Python allows handlers only in the main thread
         self.trainer = trainer
         for signum in SIGNALS:
             self.old_handlers[signum] = signal.signal(signum, self.receive)
@@ -101,10 +101,10 @@ class GracefulStop(L.Callback):
         self.restore()
         self.received = signum
         launcher = self.trainer.strategy.launcher if self.trainer is not None else None
-        # Ctrl-C reaches every process of a terminal; SIGTERM often the first one alone.
+        # Ctrl-C reaches every process of a terminal; SIGTERM often only the first.
         if signum == signal.SIGTERM and isinstance(launcher, _SubprocessScriptLauncher):
             launcher.kill(signal.SIGTERM)
-        # Not by the logger: a handler may run in the middle of another write to the same stream, which refuses.
+        # Not with the logger: a handler may interrupt another write to the same stream, which then raises.
         if self.trainer is None or self.trainer.is_global_zero:
             again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
             os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
@@ -119,7 +119,7 @@ class GracefulStop(L.Callback):
         """At the end of a step: agree, save, and end the run."""
         if not is_between_steps(trainer):
             return
-        # One rank's signal stops all of them: each alone would wait for the others for ever.
+        # A signal on one rank stops all ranks: otherwise they would wait for each other forever.
         is_received = trainer.strategy.reduce_boolean_decision(self.received is not None, all=False)
         if not is_received or trainer.global_step == trainer.max_steps:
             return
@@ -143,11 +143,11 @@ class GracefulStop(L.Callback):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that a signal ended; another rank's signal counts as SIGTERM."""
+        """Exit code 128 + signal, as shells expect; a signal on another rank counts as SIGTERM."""
         return 128 + (self.received or signal.SIGTERM)
 
     def last_words(self) -> str:
-        """Where the run stopped, and how it resumes."""
+        """Message with the step at which the run stopped, and how to resume."""
         resuming = "; resume with the same command and --ckpt_path auto" if self.checkpoint else ""
         return f"Stopped at step {self.stopped_at}{resuming}."
 
@@ -158,13 +158,13 @@ def end_launched(trainer: L.Trainer, seconds: float) -> None:
     A rank that fails alone leaves the others waiting for it in a collective, where no other signal reaches them.
 
     Args:
-        trainer: The run's; nothing is done where something else (torchrun, SLURM) launched the processes.
-        seconds: Given to all of them together.
+        trainer: Trainer of the run; does nothing if something else (torchrun, SLURM) launched the ranks.
+        seconds: Time limit for all ranks together.
     """
     launcher = trainer.strategy.launcher
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return
-    # Lightning watches this very list, and kills this process, too, as soon as one of them ends with an error.
+    # Cleared because Lightning watches this list, and also kills this process as soon as one of them fails.
     processes = list(launcher.procs)
     launcher.procs.clear()
     deadline = time.monotonic() + seconds
@@ -175,7 +175,7 @@ def end_launched(trainer: L.Trainer, seconds: float) -> None:
             process.kill()
             process.wait()
             continue
-        if code < 0:  # it could not say so itself
+        if code < 0:  # killed by a signal, so it could not log it itself
             name = signal.Signals(-code).name
             hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
             log.error("Rank %d was ended by %s%s.", local_rank, name, hint)

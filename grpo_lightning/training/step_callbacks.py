@@ -1,4 +1,4 @@
-"""The callbacks that every training run has: what is logged of a step, checkpoints at its end, SLURM auto-requeue."""
+"""Callbacks of every training run: logging per optimizer step, checkpoints at its end, SLURM auto-requeue."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from grpo_lightning.training.signals import RequeueAtStepEnd
 
 
 def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    """Nothing logged twice, the step's log, the ends of steps for checkpoints and the reference, requeuing.
+    """Create the callbacks of a run: logging, step ends for checkpoints and reference, requeueing, peak memory.
 
-    Those of an earlier run of the same Trainer are removed: Lightning would replace them too, but report that it
+    Removes those of an earlier run of the same Trainer: Lightning would replace them too, but with a warning that it
     overrides the user's callbacks.
     """
     own: list[L.Callback] = [StepLog(), UpdateLog(), StepEnds(), RequeueAtStepEnd()]
@@ -31,29 +31,29 @@ def own_callbacks(trainer: L.Trainer) -> list[L.Callback]:
 
 
 class StepLog(L.Callback):
-    """Logs every rollout once, and leaves what earlier optimizer steps logged out of what the loggers get for this one.
+    """Logs the metrics of every rollout exactly once.
 
-    Lightning keeps the last value of everything a training step logged, and hands it to the loggers again with every
-    later step. A rollout trained for several updates would show its rewards in each of them, and a rollout without a
-    scorable reward those of the one before. `trainer.callback_metrics` still holds the last values: what callbacks
-    monitor never vanishes.
+    Lightning keeps the last value of everything a training step logged, and passes it to the loggers again at every
+    later step. A rollout trained for several updates would log its rewards in each of them, and a rollout without a
+    scorable reward would log those of the previous one. `trainer.callback_metrics` still contains the last values, so
+    metrics that callbacks monitor never disappear.
 
     The metrics of a rollout belong to the first optimizer step of its cycle. `log_every_n_steps` counts steps and may
-    never choose that one: with two updates per rollout and an even number it never does. So
-    `trainer.log_every_n_steps` is 1 during the first step of a cycle and chooses among the others; 0 stays 0, which
-    logs nothing.
+    never select that one: with two updates per rollout and an even number it never does. So
+    `trainer.log_every_n_steps` is 1 during the first step of a cycle and applies to the others; 0 stays 0, which logs
+    nothing.
     """
 
     def __init__(self) -> None:
         self.log_every_n_steps: int | None = None
-        """As the user has set it, while the run may have another one."""
+        """The user's setting, which the run temporarily overrides."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the user's setting."""
+        """Store the user's setting."""
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Forget, before the first micro-batch of an optimizer step; means over the epoch go on."""
+        """Reset step metrics before the first micro-batch of an optimizer step; epoch means continue."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return
@@ -62,7 +62,7 @@ class StepLog(L.Callback):
             1 if begins_cycle and self.log_every_n_steps else self.log_every_n_steps
         )
         for item in logged_items(trainer):
-            # What other callbacks logged in this hook just now belongs to the step that begins.
+            # Metrics that other callbacks logged in this hook belong to the step that begins.
             is_new = item.meta.fx == "on_train_batch_start"
             if item.meta.on_step and not item.meta.on_epoch and not is_new:
                 item.reset()
@@ -78,7 +78,7 @@ class StepLog(L.Callback):
 
 
 def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
-    """The metrics that this optimizer step has logged so far, by name."""
+    """Metrics that this optimizer step has logged so far, by name."""
     return {
         item.meta.name: last_value(item)
         for item in logged_items(trainer)
@@ -89,9 +89,9 @@ def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
 class UpdateLog(L.Callback):
     """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
-    The learning rate is the one that the step uses, of the first parameter group. The seconds are those of forward,
-    backward and optimizer, summed over the micro-batches, on the slowest rank. The gradient is that of the whole step
-    over all ranks, before it is clipped.
+    The learning rate is that of the first parameter group in this step. The seconds are those of forward, backward and
+    optimizer, summed over the micro-batches, on the slowest rank. The gradient norm is that of the entire step over all
+    ranks, before clipping.
     """
 
     def __init__(self) -> None:
@@ -100,22 +100,22 @@ class UpdateLog(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The learning rate, before the schedule moves it on at the end of the step."""
+        """Log the learning rate, before the schedule changes it at the end of the step."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             pl_module.log("policy/lr", float(trainer.optimizers[0].param_groups[0]["lr"]), batch_size=1)
 
     def on_phase(self, trainer: L.Trainer, name: str) -> None:
-        """The update of a micro-batch begins."""
+        """Start the timer when the update of a micro-batch begins."""
         if name == "update":
             self.started = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """The norm, where gradients can be seen before the step."""
+        """Log the gradient norm, if gradients are accessible before the step."""
         gradients = [p.grad for p in pl_module.policy.parameters() if p.grad is not None]
         self.log_norm(pl_module, pl_module.sharding.norm(gradients))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The seconds; and the norm, where the strategy tells it after the step."""
+        """Log the seconds, and the gradient norm if the strategy provides it only after the step."""
         self.seconds += time.perf_counter() - self.started
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             slowest = ranks.max_over_ranks(torch.tensor(self.seconds))
@@ -124,7 +124,7 @@ class UpdateLog(L.Callback):
             self.seconds = 0.0
 
     def log_norm(self, module: Any, norm: torch.Tensor | float | None) -> None:
-        """Log it if it is known here."""
+        """Log the gradient norm if it is known."""
         if norm is not None:
             module.log("policy/grad_norm", norm, batch_size=1)
 
@@ -141,7 +141,7 @@ class PeakMemory(L.Callback):
         self.peaks: dict[str, float] = {}
 
     def on_phase(self, trainer: L.Trainer, name: str) -> None:
-        """Another phase begins."""
+        """Begin another phase."""
         self.close_phase(trainer.strategy.root_device)
         self.phase = name
 
@@ -157,7 +157,7 @@ class PeakMemory(L.Callback):
             self.peaks = {}
 
     def close_phase(self, device: torch.device) -> None:
-        """Keep the peak of the phase that ends, and reset it for the next one."""
+        """Record the peak of the phase that ends, and reset it for the next one."""
         if device.type != "cuda":
             return
         if self.phase:

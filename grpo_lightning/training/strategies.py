@@ -1,4 +1,4 @@
-"""Strategies for several devices, and what Lightning's own would do wrong.
+"""Multi-device strategies, with fixes for Lightning's own.
 
 trainer: {strategy: zero3}                                        # zero1, zero2, zero3, zero3_offload, fsdp2, ddp
 trainer: {strategy: {class_path: grpo_lightning.GRPODeepSpeedStrategy, init_args: {stage: 3}}}
@@ -41,19 +41,20 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO with the loss divided once; runs on CPUs as well, over gloo.
 
     Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed divides it again: with Lightning's own
-    strategy gradients are that much too small, and clipping that much too loose. AdamW hides it in every plot.
+    strategy gradients are too small by that factor, and clipping too loose. AdamW hides it in every plot.
 
     Args:
-        stage: 1 shards optimizer states, 2 gradients as well, 3 weights as well.
+        stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
         config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the arguments. In a file for
-            transformers' Trainer, "auto" is the setting of this run: of the trainer, or of the argument of that name.
-        stage3_prefetch_bucket_size: Stage 3: numbers gathered ahead of their use. 0, because the order of modules
-            differs between sampling, scoring and training: weights prefetched for another pass are gathered in vain.
-        stage3_param_persistence_threshold: Stage 3: weights of fewer numbers than this stay whole on every device.
-        sub_group_size: Stage 3: numbers that the optimizer steps at a time; more need more memory at once.
+            transformers' Trainer, "auto" is replaced by the setting of this run: of the trainer, or the argument of
+            that name.
+        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. 0, because the order of
+            modules differs between sampling, scoring and training, which makes prefetching useless.
+        stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
+        sub_group_size: Stage 3: elements that the optimizer updates at a time; more need more memory.
         exclude_frozen_parameters: Keep frozen weights out of checkpoints; they come from the policy's folder.
-        logging_batch_size_per_gpu: For DeepSpeed's throughput logging alone.
-        **kwargs: Of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
+        logging_batch_size_per_gpu: Only used by DeepSpeed's throughput logging.
+        **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
             logging_batch_size_per_gpu=logging_batch_size_per_gpu,
             **kwargs,
         )
-        self.config: dict[str, Any] = copy.deepcopy(self.config)  # the caller's mapping stays as it is
+        self.config: dict[str, Any] = copy.deepcopy(self.config)  # leaves the caller's mapping unchanged
         defaults = {name: p.default for name, p in inspect.signature(DeepSpeedStrategy.__init__).parameters.items()}
         own = {
             "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
@@ -87,13 +88,13 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
             "sub_group_size": sub_group_size,
         }
         fill_auto(self.config, defaults | own | kwargs)
-        # Lightning looks for it without asking when it validates under stage 3.
+        # Lightning requires this key when it validates with stage 3.
         self.config.setdefault("zero_allow_untested_optimizer", True)
-        # With states on the CPU, DeepSpeed asks for an optimizer of its own, which it has to compile: any one serves.
+        # With states on the CPU, DeepSpeed requires its own optimizer, which has to be compiled, but any one works.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
         if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would get another optimizer
-            # Or micro-batches are added up in 16 bits, where the small ones are lost.
+            # Otherwise gradients are accumulated in 16 bits, where small ones are lost to rounding.
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
             settings = self.config["zero_optimization"]
@@ -106,7 +107,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return self.root_device.type == "cpu"
 
     def _format_config(self) -> None:
-        """Lightning's; `bf16` and `fp16` whose `enabled` is "auto" follow from the trainer's precision."""
+        """As Lightning, but `enabled: auto` of `bf16` and `fp16` follows from the trainer's precision."""
         for name, prefix in (("bf16", "bf16-"), ("fp16", "16-")):
             block = self.config.get(name, {})
             if block.get("enabled") == AUTO:
@@ -114,26 +115,26 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         super()._format_config()
 
     def setup_environment(self) -> None:
-        """Lightning's, without its refusal of CPUs."""
+        """As Lightning, but also on CPUs."""
         if self.is_on_cpu:
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
 
     def setup_distributed(self) -> None:
-        """Lightning's, without asking CPUs for their index."""
+        """As Lightning, but without a device index on CPUs."""
         if not self.is_on_cpu:
             super().setup_distributed()
             return
-        # Its own collectives for CPUs are compiled in the first run, and a compiler that was killed leaves a lock that
-        # every later run waits for, without a word: gloo's serve.
+        # DeepSpeed compiles its own CPU collectives in the first run; if the compiler is killed, it leaves a lock that
+        # all later runs silently wait for. gloo's collectives are used instead.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """Lightning's, with a device index that CPUs have as well."""
+        """As Lightning, but with a device index that also exists on CPUs."""
         if not self.is_on_cpu:
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         return self._engine_on_cpu(
@@ -145,7 +146,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         )
 
     def _initialize_deepspeed_inference(self, model: Any) -> None:
-        """Lightning's, with a device index that CPUs have as well."""
+        """As Lightning, but with a device index that also exists on CPUs."""
         if not self.is_on_cpu:
             super()._initialize_deepspeed_inference(model)
             return
@@ -158,14 +159,14 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Lightning's; evaluation without inference mode, whose tensors no later pass may train on."""
+        """As Lightning, but evaluate without inference mode, whose tensors cannot be used in training."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's; weights alone (`save_weights_only`) become one file of whole weights.
+        """As Lightning, but `save_weights_only` writes one file of unsharded weights.
 
-        DeepSpeed keeps its weights with the optimizer's states, and would save them all.
+        DeepSpeed stores its weights with the optimizer states, and would save all of them.
         """
         if "optimizer_states" in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -174,9 +175,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         weights = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                whole = module.sharding.whole(parameter)  # every rank takes part
+                full = module.sharding.whole(parameter)  # collective
                 if self.is_global_zero:
-                    weights[name] = whole.to("cpu", copy=True)
+                    weights[name] = full.to("cpu", copy=True)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint | {"state_dict": weights}, filepath)
         self.barrier("weights")
@@ -186,9 +187,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """Lightning's; where nothing is trained, stage 3's weights come from the optimizer's float32 ones, or a file.
+        """As Lightning, but without training, stage 3 loads weights from the optimizer's float32 masters or a file.
 
-        DeepSpeed keeps them nowhere else, and cannot load them without the optimizer.
+        DeepSpeed stores them nowhere else, and cannot load them without the optimizer.
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -199,12 +200,12 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         content: dict[str, Any] = {}
         weights: dict[str, torch.Tensor] = {}
         error: OSError | ValueError | None = None
-        if self.is_global_zero or not self.zero_stage_3:  # sharded weights are given out by the first rank
+        if self.is_global_zero or not self.zero_stage_3:  # rank 0 distributes sharded weights
             try:
                 with open_checkpoint(path) as joined:
                     weights = joined.get("state_dict", {})  # missing ones are reported below, on every rank
                     content = {name: value for name, value in joined.items() if name != "state_dict"}
-            except (OSError, ValueError) as failure:  # the other ranks wait to hear of it
+            except (OSError, ValueError) as failure:  # raised on all ranks below
                 error = failure
         for failed in ranks.gather_objects(error):
             if failed is not None:
@@ -217,13 +218,13 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
                     module.sharding.assign(parameter, weights.get(name))
                 elif parameter.requires_grad:
                     raise RuntimeError(
-                        f"The checkpoint {path} lacks {name}, which is trained. It belongs to another policy: give the "
-                        "one it was taken of."
+                        f"The checkpoint {path} lacks {name}, which is trained. It belongs to another policy: use the "
+                        "policy of the checkpoint."
                     )
         return content
 
     def _engine_on_cpu(self, model: Any, **settings: Any) -> tuple[Any, Any]:
-        """An engine and its optimizer."""
+        """Create a DeepSpeed engine and its optimizer."""
         import deepspeed
 
         place = argparse.Namespace(device_rank=self.local_rank)
@@ -231,34 +232,34 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return engine, optimizer
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The backward pass of a loss that Lightning has divided by the accumulation already."""
+        """Run backward without dividing the loss again: Lightning has divided it by the accumulation."""
         kwargs.setdefault("scale_wrt_gas", False)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
 AUTO = "auto"
-"""The value that transformers' Trainer fills in, in a DeepSpeed file."""
+"""Placeholder in DeepSpeed files that transformers' Trainer fills in."""
 
-OF_THE_TRAINER = (
+TRAINER_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""Keys that Lightning and DeepSpeed fill in where they are missing."""
+"""Keys that Lightning and DeepSpeed fill in if missing."""
 
 
 def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     """Fill in the "auto" values of a DeepSpeed file for transformers' Trainer; precision is left to `_format_config`.
 
     Args:
-        config: Of DeepSpeed; changed in place.
-        arguments: Of the strategy, defaults included: "auto" in `zero_optimization` is the argument of that name.
+        config: DeepSpeed's configuration, changed in place.
+        arguments: Arguments of the strategy, including defaults, which replace "auto" in `zero_optimization`.
 
     Raises:
-        ValueError: If an optimizer or schedule has settings of its own, or nothing here decides an "auto".
+        ValueError: If an optimizer or schedule has its own settings, or no setting of this run replaces an "auto".
     """
-    for name in OF_THE_TRAINER:
+    for name in TRAINER_KEYS:
         if config.get(name) == AUTO:
             del config[name]
     zero = config.get("zero_optimization", {})
@@ -269,22 +270,22 @@ def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         block = config.pop(name)
         if own := {key: value for key, value in block.get("params", {}).items() if value != AUTO}:
             raise ValueError(
-                f"strategy.config.{name} ({block.get('type')}) has settings of its own, {own}: they would "
-                f"replace those of model.{name}. Set them there, and remove the block."
+                f"strategy.config.{name} ({block.get('type')}) has its own settings, {own}: they would replace those "
+                f"of model.{name}. Set them there, and remove the block."
             )
-        log.info("strategy.config.%s (%s) is left out: model.%s is used.", name, block.get("type"), name)
+        log.info("strategy.config.%s (%s) is ignored: using model.%s.", name, block.get("type"), name)
     _refuse_auto(config, "strategy.config")
 
 
 def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
-    """Raise ValueError for an "auto" that nothing here decides, naming the first."""
+    """Raise ValueError for an "auto" that no setting of this run replaces, naming the first."""
     for name, value in config.items():
         if value == AUTO and (key, name) not in (
             ("strategy.config.bf16", "enabled"),
             ("strategy.config.fp16", "enabled"),
         ):
             raise ValueError(
-                f"{key}.{name} is 'auto', and no setting of this run decides it: leave it out, or give the number."
+                f"{key}.{name} is 'auto', but no setting of this run determines it: remove it, or set a value."
             )
         if isinstance(value, Mapping):
             _refuse_auto(value, f"{key}.{name}")
@@ -296,7 +297,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         data_parallel_size: Devices over which weights are sharded; "auto" is all of them.
         save_distributed_checkpoint: Every rank writes its shard; false gathers one file on rank 0.
-        process_group_backend: Null takes what fits the devices.
+        process_group_backend: Null chooses the backend for the devices.
     """
 
     def __init__(
@@ -308,13 +309,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().__init__(data_parallel_size, 1, save_distributed_checkpoint, process_group_backend)
 
     def setup_environment(self) -> None:
-        """Shard over all devices: Lightning's "auto" means the nodes."""
+        """Shard over all devices: Lightning's "auto" is the number of nodes."""
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Lightning's; evaluation without inference mode, whose tensors no later pass may train on."""
+        """As Lightning, but evaluate without inference mode, whose tensors cannot be used in training."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -332,14 +333,14 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def leave_inference_mode(trainer: L.Trainer) -> None:
-    """Let the evaluation loops run without gradients only: sharded weights are gathered into buffers that stay."""
+    """Evaluate with no_grad instead of inference mode: sharded weights are gathered into buffers that are reused."""
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
         loop.inference_mode = False
 
 
 def sharding_of(strategy: Strategy) -> Sharding:
-    """How a strategy lays the policy's weights over the processes."""
+    """The `Sharding` of the policy's weights under a strategy."""
     if isinstance(strategy, DeepSpeedStrategy):
         return Partitioned(strategy) if strategy.zero_stage_3 else PartitionedGradients(strategy)
     if isinstance(strategy, ModelParallelStrategy):
@@ -348,36 +349,36 @@ def sharding_of(strategy: Strategy) -> Sharding:
 
 
 def has_masters(trainer: L.Trainer) -> bool:
-    """True if steps are taken on float32 copies of 16-bit weights, as DeepSpeed does in its 16-bit modes."""
+    """True if the optimizer updates float32 masters of 16-bit weights, as DeepSpeed does in its 16-bit modes."""
     return isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.precision != "32-true"
 
 
-def reads(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
-    """True if a strategy reads the folders that DeepSpeed or FSDP2 writes."""
+def can_read(strategy: Strategy, kind: Literal["DeepSpeed", "FSDP2"]) -> bool:
+    """True if a strategy can read checkpoint folders of DeepSpeed or FSDP2."""
     return isinstance(strategy, DeepSpeedStrategy if kind == "DeepSpeed" else ModelParallelStrategy)
 
 
 INSTEAD = {
     "DeepSpeedStrategy": "it divides the loss by accumulate_grad_batches twice. Set trainer.strategy to zero1, zero2, "
     "zero3 or zero3_offload, or to grpo_lightning.GRPODeepSpeedStrategy, which takes the same arguments",
-    "FSDPStrategy": "it flattens the weights that sampling and scoring need. Set trainer.strategy to fsdp2 "
-    "(grpo_lightning.FSDP2Strategy)",
+    "FSDPStrategy": "it flattens the weights, which sampling and scoring need unflattened. Set trainer.strategy to "
+    "fsdp2 (grpo_lightning.FSDP2Strategy)",
 }
-"""Why strategies are refused, and what to take instead, by name."""
+"""Why strategies are not supported, and what to use instead, by name."""
 
 
 def is_supported(kind: type[Strategy]) -> bool:
-    """True for a strategy that trains what one device would, whatever its arguments are."""
+    """True for strategies that train as a single device would, whatever their arguments."""
     if issubclass(kind, (GRPODeepSpeedStrategy, FSDP2Strategy, SingleDeviceStrategy)):
         return True
-    return issubclass(kind, DDPStrategy) and not issubclass(kind, DeepSpeedStrategy)  # which is one of them
+    return issubclass(kind, DDPStrategy) and not issubclass(kind, DeepSpeedStrategy)  # a subclass of DDPStrategy
 
 
 def check_strategy(trainer: L.Trainer) -> None:
-    """Check that the strategy trains what one device would.
+    """Check that the strategy trains as a single device would.
 
     Raises:
-        ValueError: If it does not, naming the one that does.
+        ValueError: If it does not, naming one that does.
     """
     strategy = trainer.strategy
     kind = type(strategy)
@@ -387,8 +388,8 @@ def check_strategy(trainer: L.Trainer) -> None:
         if strategy._tensor_parallel_size != 1:
             raise ValueError(
                 f"trainer.strategy ModelParallelStrategy has tensor_parallel_size {strategy._tensor_parallel_size!r}, "
-                "which for Lightning is the devices of a node unless it is a number: the policy is sharded over data "
-                "only. Set trainer.strategy to fsdp2, or tensor_parallel_size to 1 and data_parallel_size to the "
+                "which Lightning sets to the devices of a node unless it is a number, but tensor parallelism is not "
+                "supported. Set trainer.strategy to fsdp2, or tensor_parallel_size to 1 and data_parallel_size to the "
                 "number of devices."
             )
         return
@@ -400,7 +401,7 @@ def check_strategy(trainer: L.Trainer) -> None:
 
 
 def _register() -> None:
-    """Make the short names known to the Trainer."""
+    """Register the short names of the strategies."""
     names: dict[str, dict[str, Any]] = {
         "zero1": {"stage": 1},
         "zero2": {"stage": 2},

@@ -136,7 +136,7 @@ def test_with_averaged_weights_the_last_checkpoint_resumes_bit_by_bit(tmp_path, 
     assert path.name == "step=2.ckpt"
     assert all(are_equal(one, other) for one, other in zip(whole, resumed, strict=True))
     assert not are_equal(whole[1], whole[2])
-    assert "is saved after training has ended" not in caplog.text
+    assert "is saved after the end of training" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")

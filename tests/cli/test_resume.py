@@ -43,7 +43,7 @@ def test_the_newest_complete_checkpoint_of_all_versions(tmp_path):
     half = cut(saved(new / "checkpoints" / "b.ckpt", 40))
     empty = new / "checkpoints" / "c.ckpt"
     empty.touch()
-    why = "it was not written to its end"
+    why = "it is incomplete"
     assert resuming.newest(folders) == (best, {empty: why, half: why})
     assert resuming.newest([tmp_path / "none"]) == (None, {})
     assert resuming.folders_of_run(new) == [new / "checkpoints"]

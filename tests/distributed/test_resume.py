@@ -24,7 +24,7 @@ def half_write(newest: Path) -> None:
     path, skipped = resuming.newest([newest.parent], to_train=True)
     assert path == newest.with_name(BEFORE)
     assert list(skipped) == [newest]
-    assert file in skipped[newest] if newest.is_dir() else "not written to its end" in skipped[newest]
+    assert file in skipped[newest] if newest.is_dir() else "it is incomplete" in skipped[newest]
     with pytest.raises(
         ConfigurationError, match=re.escape(f"{newest} is not a complete checkpoint: {skipped[newest]}")
     ):

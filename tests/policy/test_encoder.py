@@ -88,13 +88,13 @@ def test_how_the_policy_sees_an_image():
 def test_every_image_needs_a_place(content):
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     prompt = Prompt(content, images=prompt_of(tiny_vlms.picture(0)).images, index=4)
-    with pytest.raises(ValueError, match=r"prompt 4 has 1 image\(s\) and [02] place\(s\) for them: give it messages"):
+    with pytest.raises(ValueError, match=r"prompt 4 has 1 image\(s\) and [02] image placeholder\(s\): its messages"):
         encoder(prompt)
 
 
 def test_an_image_the_processor_cannot_take_names_the_prompt():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor does not take .* \(2000x2 pixels\)"):
+    with pytest.raises(ValueError, match=r"rows, prompt 7: Qwen2_5_VLProcessor cannot process .* \(2000x2 pixels\)"):
         encoder(prompt_of(tiny_vlms.picture(0, 2, 2000), "narrow", source="rows", index=7))
 
 
@@ -111,7 +111,7 @@ def test_ids_behind_the_tokenizers_last_token_are_never_drawn():
 def test_an_image_token_that_the_tokenizer_does_not_have_is_named():
     vlm = tiny_vlms.build("qwen2_5_vl")
     vlm.model.config.image_token_id = 9999
-    with pytest.raises(ValueError, match=r"image_token_id is 9999, .* tokenizer has \d+ tokens.* own processor"):
+    with pytest.raises(ValueError, match=r"image_token_id is 9999, .* \d+ tokens of its tokenizer.* own processor"):
         encoder_of(vlm)(prompt_of("only words"))
     vlm = tiny_vlms.build("qwen2_5_vl")
     vlm.model.config.video_token_id = 9999  # videos are not taken anyway
@@ -129,7 +129,7 @@ def test_a_token_beyond_the_policys_vocabulary_is_named():
 def test_a_text_policy_takes_no_images():
     encoder = PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer()).load_encoder()
     assert encoder.media_token_ids == ()
-    with pytest.raises(ValueError, match=r"prompt 3 has 1 image.*takes text only.* Take a vision-language policy"):
+    with pytest.raises(ValueError, match=r"prompt 3 has 1 image.*is text-only.* Use a vision-language policy"):
         encoder(prompt_of(tiny_vlms.picture(0), "x", index=3))
 
 
@@ -140,7 +140,7 @@ def test_a_text_policy_takes_no_images():
 def test_a_place_without_an_image_is_refused(content):
     """Trained without it, nothing would say so where the tower is frozen."""
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"prompt 2 has no image, and its messages become '<\|vision_start\|>'"):
+    with pytest.raises(ValueError, match=r"prompt 2 has no image, but its messages render as '<\|vision_start\|>'"):
         encoder(Prompt([{"role": "user", "content": content}], index=2))
 
 
@@ -149,7 +149,7 @@ def test_a_place_without_an_image_is_refused(content):
 def test_parts_of_other_types_are_refused_whatever_the_template_makes_of_them(kind, images):
     prompt = prompt_of(*images, "what happens?", index=5)
     prompt.content[0]["content"].append({"type": kind, "video": "a.mp4", "text": ""})
-    said = rf"prompt 5 has a message part of type {kind!r}, and policies are given parts of type 'text' and 'image' "
+    said = rf"prompt 5 has a message part of type {kind!r}; only 'text' and 'image' are "
     for encoder in (encoder_of(tiny_vlms.build("qwen2_5_vl")), Encoder(tiny_tokenizer())):
         for use in (encoder, encoder.num_tokens, encoder.check):
             with pytest.raises(ValueError, match=said):
@@ -160,7 +160,7 @@ def test_a_text_policy_refuses_images_and_places_for_them():
     encoder = Encoder(tiny_tokenizer())
     place = [{"type": "image"}, {"type": "text", "text": "q"}]
     for prompt in (prompt_of(tiny_vlms.picture(0), "q"), Prompt([{"role": "user", "content": place}])):
-        with pytest.raises(ValueError, match=r"prompt -1 has 1 image\(s\), and the policy takes text only"):
+        with pytest.raises(ValueError, match=r"prompt -1 has 1 image\(s\), and the policy is text-only"):
             encoder(prompt)
 
 
@@ -181,12 +181,12 @@ def test_a_message_without_content_stays_as_it_is():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
     prompt = Prompt([{"role": "user", "content": "<|image_pad|>"}, call])
-    assert encoder.unspelled(prompt).content[1] == call
+    assert encoder.escape_media_tokens(prompt).content[1] == call
 
 
 def test_lengths_name_the_prompt_whose_image_cannot_be_taken():
     encoder = encoder_of(tiny_vlms.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"^f:3: .* does not take"):
+    with pytest.raises(ValueError, match=r"^f:3: .* cannot process"):
         encoder.num_tokens(prompt_of(tiny_vlms.picture(0, 2, 2000), "narrow"), "f:3")
 
 
@@ -226,7 +226,7 @@ def test_the_users_processor_stays_as_it_is():
 
 def test_the_processors_chat_template_goes_first():
     vlm = tiny_vlms.build("qwen2_5_vl")
-    vlm.processor.tokenizer.chat_template = "text only"
+    vlm.processor.tokenizer.chat_template = "text-only"
     assert encoder_of(vlm)(prompt_of(tiny_vlms.picture(0), "x")).vision.num_image_tokens > 1
 
 
@@ -240,8 +240,8 @@ def test_tiles_limit_the_tokens_of_an_image():
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, and has no meaning for a policy of type internvl"),
-        ("qwen2_vl", {"max_anyres_num": 6}, "policy.max_anyres_num is 6, .* it is for internvl"),
+        ("internvl", {"max_pixels": 9}, "policy.max_pixels is 9, but models of type internvl do not support it"),
+        ("qwen2_vl", {"max_anyres_num": 6}, r"policy.max_anyres_num is 6, .* \(only internvl do\)"),
     ],
 )
 def test_settings_of_other_families_are_refused(family, settings, message):
@@ -263,13 +263,13 @@ def test_limits_that_are_none(settings, message):
 
 def test_settings_for_images_need_a_policy_that_sees():
     for settings in ({"max_pixels": 9}, {"freeze_vision_modules": True}):
-        with pytest.raises(ValueError, match="takes no images: leave it out"):
+        with pytest.raises(ValueError, match="is text-only"):
             PolicyLoader(model=tiny_model("qwen2"), tokenizer=tiny_tokenizer(), **settings).load()
 
 
 def test_a_tokenizer_is_no_processor():
     vlm = tiny_vlms.build("qwen2_vl")
-    with pytest.raises(ValueError, match="has no image processor: give its processor as the tokenizer"):
+    with pytest.raises(ValueError, match="has no image processor: pass its processor as the tokenizer"):
         PolicyLoader(model=vlm.model, tokenizer=vlm.processor.tokenizer).load()
 
 
@@ -305,6 +305,6 @@ def test_a_folder_is_loaded_with_its_processor(tmp_path, family):
 def test_a_remote_code_folder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "internvl_chat", "auto_map": {"AutoConfig": "x.Y"}}')
     with pytest.raises(
-        ValueError, match=r"code of its own \(model type internvl_chat\).* native checkpoint of type internvl"
+        ValueError, match=r"remote code \(model type internvl_chat\).* native checkpoint of type internvl"
     ):
         PolicyLoader(str(tmp_path)).load()

@@ -57,7 +57,7 @@ def test_a_start_that_the_template_does_not_render_is_named():
 def test_what_ends_a_prompt_is_no_setting_of_the_template(name):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TURNS
-    message = rf"chat_template_kwargs has {name!r}, .*an assistant message at the end of a prompt is continued"
+    message = rf"chat_template_kwargs sets {name!r}, .*a final assistant message is continued"
     with pytest.raises(ValueError, match=message):
         tokenize(Prompt([ASKED], chat_template_kwargs={name: True}), tokenizer)
     with pytest.raises(ValueError, match=message):

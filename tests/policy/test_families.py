@@ -98,7 +98,7 @@ def test_every_weight_that_stays_trained_gets_a_gradient(family, caplog):
     assert gradients.keys() == trained
     frozen = {name for name, _ in vlm.model.named_parameters()} - trained
     assert all(name.startswith("model.vision_tower.head.") for name in frozen)
-    assert bool(frozen) == (family == "gemma3") == ("The vision tower's head is frozen" in caplog.text)
+    assert bool(frozen) == (family == "gemma3") == ("Froze the vision tower's head" in caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO):
         freeze_unused(vlm.model)
@@ -132,14 +132,14 @@ def test_text_models_have_no_family():
     assert not sees_images(config)
     assert family_of(config) is None
     assert unknown_reason(config) is None
-    with pytest.raises(ValueError, match=r"policy\.freeze_vision_modules is set, and the policy .* takes no images"):
+    with pytest.raises(ValueError, match=r"policy\.freeze_vision_modules is set, but the policy .* is text-only"):
         freeze_vision(tiny_models.tiny_model("qwen2"))
 
 
 def test_a_family_without_a_record_says_which_there_are(monkeypatch):
     model = tiny_vlms.build("qwen2_vl").model
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {"internvl": FAMILIES["internvl"]})
-    assert "type qwen2_vl (it knows internvl)" in unknown_reason(model.config)
+    assert "type qwen2_vl are not known (known types: internvl)" in unknown_reason(model.config)
     with pytest.raises(ValueError, match="no facts about models of type qwen2_vl; it knows internvl"):
         freeze_vision(model)
 

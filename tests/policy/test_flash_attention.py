@@ -124,9 +124,9 @@ def other_config(family="qwen2", **changes):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lambda: tiny_vlms.build("gemma3").model.config, "the tokens of an image attend to each other both ways"),
+        (lambda: tiny_vlms.build("gemma3").model.config, "image tokens attend to each other bidirectionally"),
         (lambda: other_config(attention_chunk_size=64), "its layers attend in chunks"),
-        (lambda: other_config("qwen3", head_dim=512), "heads of at most 256"),
+        (lambda: other_config("qwen3", head_dim=512), "head dimensions up to 256"),
         (lambda: other_config("gpt_oss"), "vllm-flash-attn3"),
     ],
 )

@@ -110,14 +110,14 @@ def test_targets_by_the_ends_of_their_names():
     assert {name.rpartition(".")[2] for name in targets(model, ["q_proj", "v_proj"])} == {"q_proj", "v_proj"}
     assert list(targets(model, ["layers.2.self_attn.q_proj"])) == ["model.layers.2.self_attn.q_proj"]
     # whole parts of names: "proj" is the end of none
-    with pytest.raises(ValueError, match=r"no linear layer .* ends in 'proj'. There are: down_proj, gate_proj, k_proj"):
+    with pytest.raises(ValueError, match=r"no linear layer .* ends in 'proj'. Available: down_proj, gate_proj, k_proj"):
         targets(model, ["q_proj", "proj"])
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_the_head_as_a_target_is_told_why_not(family):
     end = "q_proj" if family == "qwen2" else "c_attn"
-    with pytest.raises(ValueError, match=rf"'lm_head' is the output head, .* Leave it out.*There are: .*{end}"):
+    with pytest.raises(ValueError, match=rf"'lm_head' is the output head, .* Remove it.*Available: .*{end}"):
         targets(tiny_model(family), [end, "lm_head"])
 
 
@@ -212,10 +212,10 @@ def test_switching_adapters_leaves_what_is_trained_alone(folder):
         ({"rank": 0}, "policy.lora.rank must be at least 1, got 0"),
         ({"alpha": 0}, "policy.lora.alpha must be above 0, got 0"),
         ({"dropout": 1.0}, "policy.lora.dropout must be at least 0 and below 1, got 1.0"),
-        ({"target_modules": []}, "policy.lora.target_modules must be a list of ends of names"),
-        ({"target_modules": "q_proj"}, "policy.lora.target_modules must be a list of ends of names"),
-        ({"target_modules": [""]}, "policy.lora.target_modules must be a list of ends of names"),
-        ({"adapter": "x", "rank": 8}, r"policy.lora.rank \(8\) is set, and policy.lora.adapter \(x\) has its own"),
+        ({"target_modules": []}, "policy.lora.target_modules must be a list of suffixes of layer names"),
+        ({"target_modules": "q_proj"}, "policy.lora.target_modules must be a list of suffixes of layer names"),
+        ({"target_modules": [""]}, "policy.lora.target_modules must be a list of suffixes of layer names"),
+        ({"adapter": "x", "rank": 8}, r"policy.lora.rank \(8\) is set, but policy.lora.adapter \(x\) has its own"),
         ({"rnak": 8}, "policy.lora has no field 'rnak': did you mean rank"),
     ],
 )
@@ -247,13 +247,13 @@ def changed(folder, tmp_path, **settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"modules_to_save": ["lm_head"]}, r"trains whole layers \(.'lm_head'.\)"),
+        ({"modules_to_save": ["lm_head"]}, r"trains full layers \(.'lm_head'.\)"),
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
         ({"init_lora_weights": "pissa_niter_4"}, r"initialised with pissa_niter_4, .* path_initial_model_for_weight"),
-        ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be computed again"),
+        ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be recomputed"),
         (
             {"init_lora_weights": "lora_ga", "lora_ga_config": {}},
-            "initialised with lora_ga, .* cannot be computed again",
+            "initialised with lora_ga, .* cannot be recomputed",
         ),
     ],
 )
@@ -268,14 +268,14 @@ def test_other_kinds_of_adapters_are_refused(tmp_path):
     from peft import IA3Config
 
     IA3Config(task_type="CAUSAL_LM").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is of the kind .*IA3; it must be LoRA"):
+    with pytest.raises(ValueError, match=r"has type .*IA3; it must be LoRA"):
         loader_of(lora=LoRA(adapter=str(tmp_path))).load()
 
 
 def test_an_adapter_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'\./nowhere' cannot be loaded: no folder .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"'\./nowhere' cannot be loaded: there is no folder .*nowhere"):
         loader_of(lora=LoRA(adapter="./nowhere")).load()
-    with pytest.raises(FileNotFoundError, match=r"it has no adapter_config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json"):
         loader_of(lora=LoRA(adapter=str(tmp_path))).load()
 
 
@@ -283,10 +283,10 @@ def test_adapters_on_adapters_are_refused():
     model = tiny_model("qwen2")
     one, other = (loader_of(model=model) for _ in range(2))
     adapted = one.load().model
-    with pytest.raises(ValueError, match=r"has adapters already: give its base.*earlier run .*, load it again"):
+    with pytest.raises(ValueError, match=r"already has adapters: give its base.*earlier run .*, load it again"):
         other.load()
     for given in (model, adapted):
-        with pytest.raises(ValueError, match=r"given has adapters\. Give its base.*earlier run .*, load it again"):
+        with pytest.raises(ValueError, match=r"already has adapters\. Give its base.*earlier run .*, load it again"):
             loader_of(model=given)
 
 
@@ -295,7 +295,7 @@ def test_dropout_is_warned_of(caplog):
         loader_of(lora=LoRA(rank=2)).load()
         assert "dropout" not in caplog.text
         loader_of(lora=LoRA(rank=2, dropout=0.1)).load()
-    assert "policy.lora.dropout is 0.1: log-probs of the update differ" in caplog.text
+    assert "policy.lora.dropout is 0.1: dropout alone changes the log-probs" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_oss"])

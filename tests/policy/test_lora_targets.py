@@ -14,9 +14,9 @@ from grpo_lightning.policy.lora_targets import (
     expert_tensors,
     language_layers,
     language_modules,
-    taken_names,
+    missing_adapter_reason,
+    names_mistaken_for_experts,
     targets,
-    why_without,
 )
 from tests import tiny_vlms
 from tests.families import families
@@ -56,26 +56,29 @@ def test_what_is_planned_is_what_peft_adapts(kind):
 
 def test_names_that_peft_takes():
     model = with_shared_expert()
-    taken = taken_names(model, language_layers(model))
+    taken = names_mistaken_for_experts(model, language_layers(model))
     ends = {".".join(name.split(".")[-2:]) for name in taken}
     mlp = ("gate_proj", "up_proj", "down_proj")
     assert ends == {f"{part}.{end}" for part in ("mlp", "shared_experts") for end in mlp}
     for family in ("qwen2", "qwen3_moe", "gpt_oss"):
-        assert taken_names(tiny_model(family), language_layers(tiny_model(family))) == set()
-    assert taken_names(tiny_model("qwen2"), ["layers.0.mlp.down_proj"]) == set()
+        assert names_mistaken_for_experts(tiny_model(family), language_layers(tiny_model(family))) == set()
+    assert names_mistaken_for_experts(tiny_model("qwen2"), ["layers.0.mlp.down_proj"]) == set()
 
 
 @pytest.mark.parametrize("end", ["gate_proj", "shared_experts.down_proj"])
 def test_asked_for_by_name_they_are_refused(end):
-    with pytest.raises(ValueError, match=rf"target_modules: '{end}' matches .*{end}, whose name peft takes .*q_proj"):
+    with pytest.raises(ValueError, match=rf"target_modules: '{end}' matches .*{end}, whose name .*q_proj"):
         targets(with_shared_expert(), ["q_proj", end])
 
 
 def test_what_has_none_is_said(caplog):
     with caplog.at_level(logging.INFO):
         add_adapters(with_shared_expert(), LoRA(rank=2))
-    assert "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj); nor have " in caplog.text
-    assert "shared_experts.up_proj, whose names peft takes for the experts'." in caplog.text
+    assert (
+        "experts get no adapter, because all experts of a layer are one tensor (down_proj, gate_up_proj); "
+        in caplog.text
+    )
+    assert "shared_experts.up_proj get none either, because peft mistakes their names for experts." in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
         add_adapters(tiny_model("qwen2"), LoRA(rank=2))
@@ -85,8 +88,8 @@ def test_what_has_none_is_said(caplog):
 def test_convolutions_are_no_experts():
     assert expert_tensors(tiny_model("qwen3.5")) == []
     assert expert_tensors(tiny_model("gpt_oss")) == ["down_proj", "gate_up_proj"]
-    assert why_without(tiny_model("qwen3_moe"), []) == (
-        "the experts have none, as all of a layer are one tensor (down_proj, gate_up_proj)"
+    assert missing_adapter_reason(tiny_model("qwen3_moe"), []) == (
+        "experts get no adapter, because all experts of a layer are one tensor (down_proj, gate_up_proj)"
     )
 
 
@@ -94,7 +97,7 @@ def test_convolutions_are_no_experts():
 def test_dense_families_have_no_experts(family):
     """Vision towers have tensors of three dimensions too, for the places of an image."""
     model = tiny_vlms.build(family).model
-    assert why_without(model, language_layers(model)) is None
+    assert missing_adapter_reason(model, language_layers(model)) is None
 
 
 def test_a_model_without_experts_may_have_such_a_tensor():

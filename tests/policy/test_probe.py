@@ -46,7 +46,7 @@ def test_the_probe_has_the_last_word(monkeypatch):
     assert "1.0e-02 nats" in reason
     scorer, reason = choose_head(Scorer(), model)
     assert scorer.head_chunk_size is None
-    assert "whole logits: a probe of slices differs by 1.0e-02 nats" in reason
+    assert "full logits: a probe of slices differs by 1.0e-02 nats" in reason
 
 
 def test_every_rank_takes_the_worst_difference_of_all(monkeypatch):
@@ -204,7 +204,7 @@ def other_model(kind, **settings):
 
 
 def rwkv():
-    """It takes no attention mask: padding in front of a prompt enters its state."""
+    """It takes no attention mask: left padding of a prompt enters its state."""
     return other_model("rwkv", attention_hidden_size=64, context_length=256)
 
 
@@ -231,7 +231,7 @@ def loaded(model, **settings):
 
 
 def test_a_model_that_padding_changes_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"model type rwkv cannot be trained: padding in front .* differs by .* nats"):
+    with pytest.raises(ValueError, match=r"model type rwkv cannot be trained: left padding .* differs by .* nats"):
         loaded(rwkv())
 
 
@@ -299,20 +299,20 @@ def whole_because(model, scorer=None):
 
 def test_whole_logits_on_request():
     scorer = Scorer(chunk_size=3, checkpoint_chunks=True, head_chunk_size=None)
-    assert whole_because(tiny_model(), scorer) == "whole logits: requested"
+    assert whole_because(tiny_model(), scorer) == "full logits: requested"
 
 
 def test_whole_logits_without_a_named_head(monkeypatch):
     model = tiny_model()
     monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
-    assert "Qwen2ForCausalLM names no head" in whole_because(model)
+    assert "Qwen2ForCausalLM does not declare its head" in whole_because(model)
 
 
 def test_whole_logits_of_a_head_of_several_modules():
     """A part of a head may be gathered by its own hooks, as often as a rank has slices."""
     model = tiny_model()
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Linear(8, 120))
-    assert "Sequential, is made of several modules" in whole_because(model)
+    assert "Sequential, consists of several modules" in whole_because(model)
 
 
 def test_a_scale_behind_the_head_is_measured_and_anything_else_takes_whole_logits():
@@ -336,7 +336,7 @@ def test_a_scale_behind_the_head_is_measured_and_anything_else_takes_whole_logit
     ):
         scorer, reason = behind(change)
         assert scorer.head_chunk_size is None
-        assert reason == "whole logits: the model does more than scale what its head gives"
+        assert reason == "full logits: the model does more than scale the output of its head"
 
 
 def test_whole_logits_where_the_head_is_not_called():

@@ -80,7 +80,7 @@ def test_a_moved_reference_is_in_the_checkpoint_and_one_that_stands_is_not(tmp_p
 
 def test_a_moved_reference_needs_a_place(tmp_path):
     fit(moving(), max_steps=2, max_epochs=-1).save_checkpoint(tmp_path / "moved.ckpt")
-    with pytest.raises(ValueError, match=r"has a reference that was moved .* and this run has none"):
+    with pytest.raises(ValueError, match=r"has a reference that was updated .* this run has no reference"):
         fit(make_module(), max_steps=3, max_epochs=-1, ckpt_path=str(tmp_path / "moved.ckpt"))
 
 

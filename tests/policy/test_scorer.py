@@ -145,7 +145,7 @@ def test_a_lost_cache_raises(monkeypatch):
     model, batch = tiny_model("qwen2").train(), ragged_batch()
     model.gradient_checkpointing_enable()
     monkeypatch.setattr("grpo_lightning.policy.scorer.refuse_transformers_checkpointing", lambda model: None)
-    with pytest.raises(LostCacheError, match="stored nothing of the prompt"):
+    with pytest.raises(LostCacheError, match="did not store the prompt"):
         Scorer()(model, batch, temperature=1.0)
 
 

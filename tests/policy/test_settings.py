@@ -17,14 +17,14 @@ IN_MEMORY = {"model": tiny_model("qwen2"), "tokenizer": "a"}
         ({"name": "a", "freeze_layers": -1}, r"policy\.freeze_layers must be at least 0, got -1"),
         (
             {"name": "a", "freeze_layers": 2, "lora": {}},
-            r"policy\.freeze_layers \(2\) and policy\.lora: .* Leave it out",
+            r"policy\.freeze_layers \(2\) and policy\.lora are both set: .* Remove",
         ),
         ({"name": "a", "quantization": "4bit"}, r"'4bit', and quantised weights cannot be trained: add policy\.lora"),
-        (IN_MEMORY | {"quantization": "8bit", "lora": {}}, r"policy\.quantization \(8bit\) says how a checkpoint"),
+        (IN_MEMORY | {"quantization": "8bit", "lora": {}}, r"policy\.quantization \(8bit\) applies when a checkpoint"),
         ({"name": "a", "from_scratch": True, "quantization": "4bit", "lora": {}}, "has random weights: give a name"),
         (
             {"name": "a", "dtype": "float16", "quantization": "4bit", "lora": {}},
-            "float16, .* computed with in bfloat16",
+            "float16, .* compute in bfloat16",
         ),
     ],
 )
@@ -52,7 +52,7 @@ def test_too_many_layers_are_refused_before_weights():
 def test_quantised_weights_are_not_sharded():
     loader = unloaded(PolicyLoader("a", quantization="4bit", lora=LoRA()))
     with pytest.raises(
-        ValueError, match=r"the strategy shards the weights, which bitsandbytes cannot: take ddp or zero2"
+        ValueError, match=r"the strategy shards the weights, which bitsandbytes does not support: use ddp or zero2"
     ):
         loader.load(FullyShard(None))
 

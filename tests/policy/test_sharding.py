@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import core_model_loading
 
-from grpo_lightning.policy.sharding import knowing_whole_shapes
+from grpo_lightning.policy.sharding import using_full_shapes
 
 Transpose = getattr(core_model_loading, "Transpose", None)
 
@@ -23,7 +23,7 @@ def test_tensors_are_turned_by_their_whole_shape():
         turn = Transpose(1, 2, check_dims=True)
         return turn.convert({name: tensor}, [name], [name], model=model, full_layer_name=name)[name]
 
-    with knowing_whole_shapes():
+    with using_full_shapes():
         for name in ("whole", "elsewhere"):
             for tensor in (own, own.transpose(1, 2)):
                 assert torch.equal(loaded(name, tensor), own)

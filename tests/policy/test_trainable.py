@@ -218,7 +218,7 @@ def test_narrow_weights_need_masters(dtype, precision):
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_a_narrow_precision_needs_masters(precision):
     loader = PolicyLoader("a")
-    with pytest.raises(ValueError, match=rf"trainer\.precision '{precision}' gives the trained weights 16 bits"):
+    with pytest.raises(ValueError, match=rf"trainer\.precision '{precision}' converts the trained weights to 16 bits"):
         check_masters(loader, precision, has_masters=False)
     check_masters(loader, precision, has_masters=True)
 
@@ -227,7 +227,7 @@ def test_adapters_are_wide_under_a_narrow_base():
     loader = PolicyLoader("a", dtype="bfloat16", lora={})
     for precision in ("32-true", "bf16-mixed"):
         check_masters(loader, precision, has_masters=False)
-    with pytest.raises(ValueError, match=r"makes float32 adapters narrow as well\. Set it to 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"converts float32 adapters as well\. Set it to 'bf16-mixed'"):
         check_masters(loader, "bf16-true", has_masters=False)
 
 

@@ -14,7 +14,7 @@ from grpo_lightning.policy.lora import LoRA, add_adapters
 from grpo_lightning.policy.probe import choose_path
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.vision import keep, merged, needs_blank, place, seeing
+from grpo_lightning.policy.vision import concatenate_images, needs_blank, place, seeing, store_features
 from tests import tiny_vlms
 from tests.families import families
 from tests.policy.scored import loss_and_gradients, row_weights, whole_difference, worst_difference
@@ -31,7 +31,7 @@ def single_logprobs(vlm, encoder, prompts, batch, temperature=0.7):
     found = []
     for row, number in enumerate(batch.prompt_index.tolist()):
         prompt = prompt_of(*prompts[number])
-        text = encoder.rendered(prompt, "")
+        text = encoder.render(prompt, "")
         images = [image.read() for image in prompt.images]
         inputs = vlm.processor(text=[text], images=[images] if images else None, return_tensors="pt")
         ids = batch.completion_ids[row][batch.attention_mask[row]]
@@ -200,7 +200,7 @@ def test_what_is_forgotten_turns_the_equality_red(monkeypatch, broken, least):
 def test_features_of_several_prompts_are_cut_where_they_belong():
     prompts = [PromptVision({"pixel_values": torch.zeros(1)}, num_image_tokens=count) for count in (3, 1)]
     levels = [torch.arange(8.0).view(4, 2), torch.arange(4.0).view(4, 1)]
-    keep(prompts, ImageFeatures(levels, [0, 0]))
+    store_features(prompts, ImageFeatures(levels, [0, 0]))
     assert [[level.tolist() for level in prompt.features.levels] for prompt in prompts] == [
         [[[0, 1], [2, 3], [4, 5]], [[0], [1], [2]]],
         [[[6, 7]], [[3]]],
@@ -229,7 +229,7 @@ def test_a_family_without_a_record_is_scored_densely(monkeypatch):
 
 def test_images_that_differ_in_tiles_are_filled_up():
     prompts = [PromptVision({"pixel_values": torch.ones(1, tiles, 2)}) for tiles in (1, 3)]
-    assert merged(prompts)["pixel_values"].tolist() == [[[1, 1], [0, 0], [0, 0]], [[1, 1]] * 3]
+    assert concatenate_images(prompts)["pixel_values"].tolist() == [[[1, 1], [0, 0], [0, 0]], [[1, 1]] * 3]
 
 
 def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
@@ -238,7 +238,9 @@ def test_ranks_of_an_unknown_family_keep_step_or_are_refused(monkeypatch):
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     check_in_step(vlm.model, Sharding())
     monkeypatch.setattr("grpo_lightning.core.ranks.world_size", lambda: 2)
-    with pytest.raises(ValueError, match="a rank without images could not keep step: the package has no facts"):
+    with pytest.raises(
+        ValueError, match="a rank without images could not keep in step: vision-language models of type"
+    ):
         check_in_step(vlm.model, Sharding())
     check_in_step(add_adapters(vlm.model, LoRA(rank=2)), Sharding())
 

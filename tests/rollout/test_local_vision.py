@@ -27,7 +27,7 @@ def source_of(vlm, **options):
 
 def generated(vlm, encoder, prompt, length):
     """The new tokens of transformers' greedy `generate` for one prompt, as its processor gives it."""
-    text = encoder.rendered(prompt, "")
+    text = encoder.render(prompt, "")
     images = [image.read() for image in prompt.images]
     inputs = vlm.processor(text=[text], images=[images] if images else None, return_tensors="pt")
     inputs.pop("num_patches", None)

@@ -28,7 +28,7 @@ def places(monkeypatch):
         return real(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    monkeypatch.setattr(actor, "ROOM", room)
+    monkeypatch.setattr(actor, "CPU", room)
     return lambda tensor: where.get(tensor.data_ptr(), "home")
 
 
@@ -59,7 +59,7 @@ def test_the_optimizers_states_are_away_inside_and_back(places):
     optimizer.step()
     state = optimizer.state[weight]
     before = {name: value.clone() for name, value in state.items()}
-    with actor.moved(actor.states(optimizer)):
+    with actor.offloaded_tensors(actor.states(optimizer)):
         assert {places(value) for value in state.values()} == {"room"}
         assert places(weight) == "home"
     assert {places(value) for value in state.values()} == {"home"}
@@ -87,7 +87,7 @@ def test_a_run_samples_with_room_and_trains_the_same(places):
     ("names", "beta", "message"),
     [
         (["gradients"], 0.04, "must name 'reference' or 'optimizer', got 'gradients'"),
-        (["reference"], 0.0, "names the reference, and there is no second model"),
+        (["reference"], 0.0, "names the reference, but there is no second model"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(names, beta, message):

@@ -47,7 +47,7 @@ def test_a_file_cut_short_is_incomplete(tmp_path):
         archive.writestr("data", b"x" * 1000)
     assert why_incomplete(path) is None
     path.write_bytes(path.read_bytes()[:-10])
-    assert "not written to its end" in why_incomplete(path)
+    assert "it is incomplete" in why_incomplete(path)
 
 
 def test_each_rank_reads_its_own(tmp_path):
@@ -63,7 +63,7 @@ def test_files_of_another_save_are_not_taken_and_are_removed(tmp_path):
     RankFiles(path).write("rollout3-1", 0, {"rollout": 2})
     RankFiles(path).tidy("rollout3-1")
     assert RankFiles(path).read("rollout3-1", 0) == {"rollout": 2}
-    with pytest.raises(FileNotFoundError, match=r"it is not there: no .*rollout2-1-0\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"that is missing: .*rollout2-1-0\.pt"):
         RankFiles(path).read("rollout2-1", 0)
     RankFiles(path).tidy(None)
     assert not RankFiles(path).folder.exists()

@@ -139,7 +139,7 @@ def test_a_validation_that_no_epoch_comes_to_is_refused_before_weights_load(tmp_
         make_trainer(max_steps=2, **options).fit(GRPOLightningModule("not/there", [Format()]), datamodule=data)
 
     for options in ({"val_check_interval": 5}, {"val_check_interval": 3, "limit_train_batches": 0.5}):
-        with pytest.raises(ValueError, match=r"interval is \d micro-steps, and an epoch has [24]: set trainer"):
+        with pytest.raises(ValueError, match=r"interval is \d micro-steps, but an epoch has only [24]: set trainer"):
             run(**options)
     for options in (
         {"val_check_interval": 5, "check_val_every_n_epoch": None},
@@ -162,10 +162,10 @@ def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
         data = PromptDataModule(entries, validation, batch_size=2)
         with pytest.raises(OSError, match="not/there"):
             trainer.fit(module, datamodule=data)
-        return "there are no validation data" in caplog.text
+        return "there is no validation data" in caplog.text
 
     assert said(None, val_check_interval=2)
-    assert "trainer.val_check_interval is 2, and there are no validation data" in caplog.text
+    assert "trainer.val_check_interval is 2, but there is no validation data" in caplog.text
     assert "data.val_datasets or data.val_split" in caplog.text
     assert said(None, val_check_interval=5, check_val_every_n_epoch=None)
     assert not said(entries, val_check_interval=2)
@@ -173,7 +173,7 @@ def test_an_interval_without_validation_data_is_said(tmp_path, caplog):
     assert not said(None, val_check_interval=2, limit_val_batches=0), "turned off on purpose"
     caplog.clear()
     fit(make_module(), max_steps=1, val_check_interval=1)  # after every micro-step
-    assert "there are no validation data" in caplog.text, "a loader without one for validation"
+    assert "there is no validation data" in caplog.text, "a loader without one for validation"
 
 
 @pytest.mark.parametrize("interval", ["00:00:00:00", {"seconds": 0}, timedelta()])
@@ -189,7 +189,7 @@ def test_an_interval_of_time_validates_inside_an_epoch(interval, caplog):
 
 def test_an_interval_of_time_without_validation_data_is_said(caplog):
     fit(make_module(length=2), max_steps=1, val_check_interval="00:00:15:00")
-    assert "trainer.val_check_interval is a time of 900 seconds, and there are no validation data" in caplog.text
+    assert "trainer.val_check_interval is a time of 900 seconds, but there is no validation data" in caplog.text
     caplog.clear()
     fit(make_module(length=2), fast_dev_run=True, val_check_interval="00:00:15:00")
     assert "no validation data" not in caplog.text, "a fast_dev_run has no interval"

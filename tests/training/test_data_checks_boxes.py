@@ -37,16 +37,14 @@ def run(*rewards: Any, metrics: Any = (), callbacks: Any = (), method: str = "",
 @pytest.mark.parametrize(
     ("rewards", "metrics", "callbacks", "names"),
     [
-        ([IoU(**NORM)], [RECAccuracy()], [], r"norm1000 to IoU and original to RECAccuracy"),
-        ([IoU()], [RECAccuracy(**NORM)], [], r"original to IoU and norm1000 to RECAccuracy"),
-        ([IoU(**NORM)], [], [DrawBoxes()], r"norm1000 to IoU and original to DrawBoxes"),
-        ([ByMethod({"iou": IoU(**NORM)})], [], [DrawBoxes()], r"norm1000 to IoU and original to DrawBoxes"),
+        ([IoU(**NORM)], [RECAccuracy()], [], r"norm1000 for IoU and original for RECAccuracy"),
+        ([IoU()], [RECAccuracy(**NORM)], [], r"original for IoU and norm1000 for RECAccuracy"),
+        ([IoU(**NORM)], [], [DrawBoxes()], r"norm1000 for IoU and original for DrawBoxes"),
+        ([ByMethod({"iou": IoU(**NORM)})], [], [DrawBoxes()], r"norm1000 for IoU and original for DrawBoxes"),
     ],
 )
 def test_who_reads_the_same_boxes_reads_them_alike(rewards: Any, metrics: Any, callbacks: Any, names: str):
-    with pytest.raises(
-        ValueError, match=rf"The ground-truth boxes in 'solution' are {names}: set gold_coordinates of both"
-    ):
+    with pytest.raises(ValueError, match=rf"The ground-truth boxes in 'solution' are {names}: set both to the same"):
         run(*rewards, metrics=metrics, callbacks=callbacks, method="iou")
 
 
@@ -71,7 +69,7 @@ def test_an_unknown_family_needs_to_be_told_what_answers_are_in(
     reward: Any, metrics: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
-    message = rf"no facts about the policy's family.*model_type qwen2_5_vl\): set `coordinates` of {name} to original"
+    message = rf"model_type qwen2_5_vl are not known: set `coordinates` of {name} to original"
     with pytest.raises(ValueError, match=message):
         run(reward, metrics=metrics, method="iou")
 

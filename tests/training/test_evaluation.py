@@ -94,7 +94,7 @@ def test_a_reward_that_never_says_solved_is_reported_once(settings, values, is_w
     validation = Validation(num_generations=4, **settings)
     with caplog.at_level("WARNING"):
         assert means([result], validation)["avg@4"] == means([result], validation)["avg@4"]
-    expected = "Reward 'brief' decides what counts as solved, and none of its values reached success_value 1"
+    expected = "Reward 'brief' decides what counts as solved, but none of its values reached success_value 1"
     assert [expected in record.getMessage() for record in caplog.records] == [True] * is_warned
 
 
@@ -162,7 +162,7 @@ def test_records_have_what_a_reader_needs():
         ({"num_generations": 2.5}, "validation.num_generations must be a whole number, at least 1, got 2.5"),
         ({"pass_at": [1.5]}, "validation.pass_at must be whole numbers from 1 to num_generations, got"),
         ({"success_value": NAN}, "validation.success_value must be a finite number, got nan"),
-        ({"sampling": SamplingParams()}, "validation.sampling must be a mapping of what differs from training"),
+        ({"sampling": SamplingParams()}, "validation.sampling must be a mapping of settings that differ from training"),
         ({"sampling": {"temprature": 1}}, "validation.sampling must be a mapping .*top_p.*got {'temprature': 1}"),
         ({"confidence": 1.0}, "validation.confidence must be between 0 and 1, got 1.0"),
     ],

@@ -123,7 +123,7 @@ def test_shards_in_a_folder_that_cannot_be_written_are_joined_elsewhere(untied, 
     with open_checkpoint(tmp_path / "sharded.ckpt") as joined:
         assert joined["state_dict"].keys() == content["state_dict"].keys()
     assert [folder.exists() for folder in made] == [False]
-    assert f"{tmp_path} cannot be written" in caplog.text
+    assert f"{tmp_path} is not writable" in caplog.text
 
 
 def test_frozen_weights_are_the_policys(untied, tmp_path):
@@ -156,7 +156,7 @@ def test_what_is_not_frozen_must_be_there(tmp_path):
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     del content["state_dict"]["policy.lm_head.weight"]
     torch.save(content, tmp_path / "lacking.ckpt")
-    with pytest.raises(ValueError, match=r"lacks 1 weights of the policy, lm_head\.weight first"):
+    with pytest.raises(ValueError, match=r"lacks 1 weights of the policy, for example lm_head\.weight"):
         export(tmp_path / "lacking.ckpt", tmp_path / "other")
 
 
@@ -183,7 +183,7 @@ def test_the_policy_is_found_in_the_runs_config(untied, tmp_path):
 def test_a_policy_that_is_not_named_must_be_given(untied, tmp_path):
     folder, _ = untied
     checkpoint = changed(untied, forget)
-    with pytest.raises(ValueError, match="does not say which policy it was trained from: give it by --policy NAME"):
+    with pytest.raises(ValueError, match="does not name the policy it was trained from: set --policy NAME"):
         export(checkpoint, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     export(checkpoint, tmp_path / "model", policy=str(folder / "policy"))
@@ -197,7 +197,7 @@ def test_a_policy_by_a_path_of_another_folder_must_be_given(untied, tmp_path, mo
 
     checkpoint = changed(untied, name_relatively)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"\./policy.* give it by --policy\.$"):
+    with pytest.raises(FileNotFoundError, match=r"\./policy.* set --policy\.$"):
         export(checkpoint, tmp_path / "model")
     with pytest.raises(FileNotFoundError, match=r"\./other.*folder is [^ ]+$"):
         export(checkpoint, tmp_path / "model", policy="./other")
@@ -236,12 +236,15 @@ def rename(copy):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lack, r"lacks 1 weights of the policy, lm_head\.weight first\. 27 weights were trained, and 26 are there"),
-        (lack_and_forget, r"lm_head\.weight first\. Nothing in it says that they were frozen.*--fill_missing"),
-        (add, r"1 weights that the policy does not have, value_head\.weight first"),
+        (
+            lack,
+            r"lacks 1 weights of the policy, for example lm_head\.weight\. 27 weights were trained, and 26 are present",
+        ),
+        (lack_and_forget, r"for example lm_head\.weight\. They are not known to be frozen.*--fill_missing"),
+        (add, r"1 weights that the policy does not have, for example value_head\.weight"),
         (reshape, r"lm_head\.weight is \[3, 4\] in the checkpoint and \[120, 32\] in the policy"),
-        (adapt, r"LoRA adapters \(base_model\.layers\.0\.lora_A\S+ first\), and nothing says their rank and alpha"),
-        (rename, r"holds no weights of a policy: none of its 27 keys begins with 'policy\.'"),
+        (adapt, r"LoRA adapters \(for example base_model\.layers\.0\.lora_A\S+\), but .* their rank and alpha"),
+        (rename, r"contains no policy weights: none of its 27 keys starts with 'policy\.'"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(untied, tmp_path, change, said):
@@ -286,7 +289,7 @@ def test_what_is_no_checkpoint(tmp_path, untied):
     with pytest.raises(ValueError, match=r"half\.ckpt cannot be read as a checkpoint; it may be incomplete"):
         export(tmp_path / "half.ckpt", tmp_path / "model")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"is a folder, but no checkpoint"):
+    with pytest.raises(ValueError, match=r"is a folder, but not a checkpoint"):
         export(tmp_path / "empty", tmp_path / "model")
 
 
@@ -300,5 +303,5 @@ def test_a_deepspeed_folder_names_the_tool_that_is_missing(tmp_path, monkeypatch
 
 def test_whole_weights_are_no_adapter(untied, tmp_path):
     folder, _ = untied
-    with pytest.raises(ValueError, match=r"holds no LoRA adapters, only whole weights: leave out --adapter"):
+    with pytest.raises(ValueError, match=r"contains no LoRA adapters, only full weights: remove --adapter"):
         export(folder / "last.ckpt", tmp_path / "model", adapter=True)

@@ -120,7 +120,7 @@ def test_an_optimizer_whose_settings_are_the_runs_is_left_to_the_model(caplog):
     linear = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
     config = GRPODeepSpeedStrategy(config={**ZERO3, "optimizer": ADAMW, "scheduler": linear}).config
     assert not {"optimizer", "scheduler"} & set(config)
-    assert "strategy.config.optimizer (AdamW) is left out: model.optimizer is used" in caplog.text
+    assert "strategy.config.optimizer (AdamW) is ignored: using model.optimizer" in caplog.text
     assert "strategy.config.scheduler (WarmupDecayLR) is left out: model.scheduler is used" in caplog.text
 
 

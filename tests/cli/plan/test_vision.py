@@ -139,5 +139,5 @@ def test_images_are_no_matter_for_a_policy_of_text(recipe, said):
     args = recipe()
     tiny_model("qwen2").config.save_pretrained("policy")
     tiny_tokenizer().save_pretrained("policy")
-    with pytest.raises(ValueError, match="the policy takes text only"):
+    with pytest.raises(ValueError, match="the policy is text-only"):
         said(args)
