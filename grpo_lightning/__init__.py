@@ -3,6 +3,7 @@
 The public names load on first use, so that `import grpo_lightning` stays instant and needs neither torch nor a GPU.
 """
 
+import time
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 
     __version__: str
+
+IMPORTED_AT = time.time()
+"""Unix time, in seconds; the command line imports this package first, so it is the start of its process."""
 
 __all__ = [
     "DatasetEntry",

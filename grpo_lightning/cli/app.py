@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import config, explain, runs
+from grpo_lightning.cli import config, config_errors, runs
 from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, show_messages
@@ -246,14 +246,14 @@ class GRPOCLI(LightningCLI):
         args = config.in_flags(args, expands_policy=expands)
         given = [replace(source, tree=config.in_tree(source.tree, expands_policy=expands)) for source in given]
         self.given = given
-        if problem := explain.below_one_value(keys, given):
+        if problem := config_errors.below_one_value(keys, given):
             raise ConfigurationError(problem)
         try:
             self.config = parser.parse_args(args)
         except jsonargparse.ArgumentError as error:
-            raise ConfigurationError(explain.explain(error.message, keys, given)) from error
+            raise ConfigurationError(config_errors.explain(error.message, keys, given)) from error
         settings = self.config[self.config.subcommand]
-        if problem := explain.unknown_name(settings.trainer):
+        if problem := config_errors.unknown_name(settings.trainer):
             raise ConfigurationError(config.with_origin(problem, given))
         settings.run_name = runs.run_name(settings.run_name, config.config_files(args))
         if self.config.subcommand == "fit" and all(
@@ -422,10 +422,11 @@ class GRPOCLI(LightningCLI):
             kwargs["enable_model_summary"] = False  # Lightning's own
         try:
             trainer = super().instantiate_trainer(**kwargs)
-        except (ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer checks
-            raise ConfigurationError(f"trainer: {error}") from error
+        except (TypeError, ValueError, ModuleNotFoundError) as error:  # settings that only the Trainer checks
+            got = f" (trainer.devices is {settings.trainer.devices!r})" if isinstance(error, TypeError) else ""
+            raise ConfigurationError(f"trainer: {error}{got}") from error
         except MisconfigurationException as error:
-            if problem := explain.missing_accelerator(settings.trainer.accelerator):
+            if problem := config_errors.missing_accelerator(settings.trainer.accelerator):
                 raise ConfigurationError(f"trainer.accelerator: {error} {problem}") from error
             raise
         for logger in trainer.loggers:

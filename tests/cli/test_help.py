@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from grpo_lightning.cli import main, parse
+from grpo_lightning.cli.config_errors import OTHER_NAMES
 from grpo_lightning.cli.errors import ConfigurationError
-from grpo_lightning.cli.explain import OTHER_NAMES
 from grpo_lightning.rewards import Reward
 from grpo_lightning.schedules import Schedule
 from tests.doc_keys import class_named

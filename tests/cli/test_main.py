@@ -681,3 +681,10 @@ def test_wandb_without_a_login_says_what_to_do(recipe, capsys, monkeypatch, tmp_
     assert "`wandb login`" in to_do
     assert "WANDB_MODE=offline" in to_do
     assert not list(Path("runs/recipe").glob("version_*"))
+
+
+def test_devices_that_are_no_numbers_are_refused_in_a_line(recipe, capsys):
+    said = failure(capsys, "fit", "--config", recipe(), "--trainer.devices=[x]")
+    assert said.startswith("error: trainer: ")
+    assert "trainer.devices is '[x]'" in said
+    assert len(said.splitlines()) == 1

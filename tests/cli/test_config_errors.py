@@ -11,7 +11,7 @@ from jsonargparse import ActionConfigFile, ArgumentError
 
 from grpo_lightning.cli.app import Parser
 from grpo_lightning.cli.config import Source
-from grpo_lightning.cli.explain import explain
+from grpo_lightning.cli.config_errors import explain
 
 
 @dataclass
