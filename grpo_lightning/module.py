@@ -56,7 +56,10 @@ from grpo_lightning.training.actor import Actor, Offloadable, offloaded, seeded_
 from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
 from grpo_lightning.training.lightning_internals import set_position
 from grpo_lightning.training.metrics import (
+    PeakMemory,
+    StepLog,
     StepMetrics,
+    UpdateLog,
     add_padding,
     add_resampling,
     add_rollout,
@@ -68,7 +71,7 @@ from grpo_lightning.training.metrics import (
 )
 from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
 from grpo_lightning.training.run_state import RunState
-from grpo_lightning.training.step_callbacks import own_callbacks
+from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
 
 log = logging.getLogger(__name__)
@@ -549,7 +552,14 @@ class GRPOLightningModule(L.LightningModule):
             )
         checks.check_trainer(self.trainer)
         checkpoints.refuse_incomplete(self.trainer)
-        return own_callbacks(self.trainer)
+        own: list[L.Callback] = [StepLog(), UpdateLog(), checkpoints.StepEnds(), RequeueAtStepEnd()]
+        if self.trainer.strategy.root_device.type == "cuda":
+            own.append(PeakMemory())
+        # Those of an earlier run of this Trainer go: Lightning would replace them with a warning that names the user's.
+        kinds = {PeakMemory, *map(type, own)}
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
+        return own
 
     def on_fit_start(self) -> None:
         """Choose the scorer of sharded weights, which can only run from here on."""

@@ -215,9 +215,7 @@ def test_what_rewards_log_and_what_went_wrong_with_them():
 
 def test_update_time_runs_from_forward_to_optimizer_step_over_all_micro_batches(monkeypatch):
     ticks = itertools.count(step=10.0)
-    monkeypatch.setattr(
-        "grpo_lightning.training.step_callbacks.time", SimpleNamespace(perf_counter=lambda: next(ticks))
-    )
+    monkeypatch.setattr("grpo_lightning.training.metrics.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     module = make_module(engine=ScriptedEngine(COMPLETIONS))
     trainer = fit(module, PROMPTS, batch_size=2, max_steps=2, max_epochs=-1, accumulate_grad_batches=2)
     assert trainer.logged_metrics["time/update"] == 20.0

@@ -11,7 +11,7 @@ import lightning as L
 
 from grpo_lightning.core.files import atomic_write, run_folder
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.training.step_callbacks import logged_this_step
+from grpo_lightning.training.metrics import logged_this_step
 
 HEADINGS = {
     "reward/mean": ("Reward", ""),

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from grpo_lightning.core.messages import LINE_SECONDS, Lines, redraws
-from grpo_lightning.training.step_callbacks import logged_this_step
+from grpo_lightning.training.metrics import logged_this_step
 
 SHOWN = {
     "reward": "reward/mean",

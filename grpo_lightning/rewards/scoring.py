@@ -37,7 +37,6 @@ from grpo_lightning.rewards.base import (
     completion_in_form,
     completion_text,
 )
-from grpo_lightning.rewards.validation import applies
 from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward
 
 logger = logging.getLogger(__name__)
@@ -539,3 +538,8 @@ def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Co
     is_text = isinstance(group.prompt.content, str)
     as_prompt = completion_in_form(completion.text, "text" if is_text else "messages")
     return completion_in_form(as_prompt, reward.completions_as)
+
+
+def applies(prompt: Prompt, reward: str) -> bool:
+    """Whether a reward applies to a prompt."""
+    return prompt.rewards is None or reward in prompt.rewards

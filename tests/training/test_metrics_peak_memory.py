@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_lightning.training.step_callbacks import PeakMemory
+from grpo_lightning.training.metrics import PeakMemory
 from tests.module_runs import fit, make_module
 
 

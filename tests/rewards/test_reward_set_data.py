@@ -25,7 +25,7 @@ from grpo_lightning.rewards import (
     RewardSet,
     WeightedReward,
 )
-from grpo_lightning.rewards.validation import Source, check_sources, sources_of
+from grpo_lightning.rewards.reward_set import Source, check_sources, sources_of
 
 CUP = {"bbox_2d": [10, 10, 60, 50], "label": "cup"}
 FAR = {"bbox_2d": [900, 900, 950, 950], "label": "cup"}

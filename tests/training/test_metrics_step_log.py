@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.training.step_callbacks import logged_this_step
+from grpo_lightning.training.metrics import logged_this_step
 from tests.module_runs import fit, make_module
 
 ROLLOUT = ("policy/entropy", "reward/mean", "reward/place", "rollout/length", "rollout/length_max", "time/rollout")
