@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from grpo_lightning import IMPORTED_AT
+import grpo_lightning
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.seeding import run_seed
@@ -84,7 +84,7 @@ class BeforeAfter(L.Callback):
             "num_prompts": self.num_prompts,
             "images": self.num_images,
             "steps": trainer.global_step,
-            "seconds": round(time.time() - IMPORTED_AT, 1),
+            "seconds": round(time.time() - grpo_lightning.IMPORTED_AT, 1),
             **when,
         }
         self.write(folder / "summary.json", summary)
