@@ -221,7 +221,7 @@ def test_a_family_without_a_record_is_scored_densely(monkeypatch):
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     path, reason = choose_path(vlm.model)
     assert path == "dense"
-    assert "no facts about vision-language models of type qwen2_5_vl" in reason
+    assert "vision-language models of type qwen2_5_vl are not known" in reason
     loss, got = loss_and_gradients(vlm.model, batch, DENSE, row_weights(batch))
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert worst_difference(got, want) < 1e-5

@@ -103,6 +103,6 @@ def test_a_family_without_a_record_is_sampled_by_generate(monkeypatch, caplog):
     want = source_of(vlm).sample(prompts, 2, greedy, [0] * 3)
     monkeypatch.setattr("grpo_lightning.policy.families.FAMILIES", {})
     source = source_of(vlm)
-    assert "no facts about vision-language models of type qwen2_5_vl" in caplog.text
+    assert "vision-language models of type qwen2_5_vl are not known" in caplog.text
     found = source.sample(prompts, 2, greedy, [0] * 3)
     assert [g.completions[0].token_ids for g in found] == [g.completions[0].token_ids for g in want]
