@@ -229,7 +229,7 @@ def test_a_video_is_refused_before_weights_are_loaded(image_files):
     module.loader.load = None
     prompts = vision_prompts(image_files)
     prompts[-1].content[0]["content"].append({"type": "video", "video": "a.mp4"})
-    with pytest.raises(ValueError, match="has a message part of type 'video', and policies are given parts of type"):
+    with pytest.raises(ValueError, match="has a message part of type 'video'; only 'text' and 'image' are supported"):
         make_trainer(max_steps=1).fit(module, make_source(module, prompts))
 
 
