@@ -40,7 +40,7 @@ def matches_answer(completions, answer):
         ({"num_iterations": 0}, "model.num_iterations must be at least 1, got 0"),
         ({"updates_per_rollout": 0}, "model.updates_per_rollout must be at least 1, got 0"),
         ({"sampling": SamplingParams(temperature=0)}, r"model.sampling.temperature is 0 \(greedy\).* Set it above 0"),
-        ({"old_logprobs": "engine"}, "model.old_logprobs must be 'recompute' or 'rollout', got 'engine'"),
+        ({"old_logprobs": "engine"}, "model.old_logprobs must be one of recompute, rollout, got 'engine'"),
         ({"objective": 0.1}, r"model.objective must be of Objective, got 0.1: write Objective"),
         ({"objective": {"beta_": 0.0}}, r"model.objective has no field 'beta_': did you mean beta\?"),
         (

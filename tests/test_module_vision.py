@@ -159,7 +159,7 @@ def test_the_first_ratio_is_one(family, image_files):
         class Ratios(GRPOLightningModule):
             def update(self, turn, ratios=ratios):
                 with torch.no_grad():
-                    logprobs = self.actor.score(turn.batch).logprobs
+                    logprobs = self.actor.token_logprobs(turn.batch).logprobs
                 loss = super().update(turn)
                 difference = (logprobs - turn.batch.old_logprobs)[turn.batch.completion_mask]
                 ratios.append(difference.abs().max().item())

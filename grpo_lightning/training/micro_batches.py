@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 @dataclass
-class Row:
+class CompletionRow:
     """One completion of a micro-batch."""
 
     group: int
@@ -226,7 +226,7 @@ def plan_micro_batches(
     """
     rows = [
         [
-            Row(index, group.prompt_ids, completion, advantage, number)
+            CompletionRow(index, group.prompt_ids, completion, advantage, number)
             for number, (completion, advantage) in enumerate(zip(group.completions, group_advantages, strict=True))
         ]
         for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
@@ -287,7 +287,7 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
         batch.vision = VisionInputs(prompts, vision.blank)
 
 
-def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[list[Row]]:
+def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split groups into updates, in order; single completions if all ranks together have fewer groups than updates.
 
     Uses the indices among the groups of all ranks, so that a group's update does not depend on the number of ranks.
@@ -305,7 +305,7 @@ def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[l
     ]
 
 
-def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
+def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of balanced padded cost.
 
     Either complete groups share a micro-batch, so that each prompt runs once, or completions of similar length do,
@@ -314,10 +314,10 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     """
     if parts == 1:
         return [rows]
-    groups: dict[int, list[Row]] = {}
+    groups: dict[int, list[CompletionRow]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    units: list[list[list[Row]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
+    units: list[list[list[CompletionRow]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
     if len(groups) >= parts:
         units.insert(0, sorted(groups.values(), key=lambda group: max(row.length for row in group)))
     plans = [
@@ -330,7 +330,7 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     return min(splits, key=lambda plan: sum(map(padded_cost, plan)))
 
 
-def padded_cost(rows: list[Row]) -> int:
+def padded_cost(rows: list[CompletionRow]) -> int:
     """Tokens of a micro-batch including padding: its prompts once, its completions padded to the longest."""
     if not rows:
         return 0
@@ -358,14 +358,14 @@ def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], i
     return runs + [[] for _ in range(parts - len(runs))]
 
 
-def collate(rows: list[Row], pad_id: int) -> MicroBatch:
+def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
     """Collate completions into a padded micro-batch; each prompt is stored once."""
     prompts = {row.group: row.prompt_ids for row in rows}
     prompt_ids, prompt_mask = left_pad(list(prompts.values()), pad_id)
     position = {group: i for i, group in enumerate(prompts)}
     width = max(1, *(row.length for row in rows)) if rows else 1
 
-    def padded(values: Callable[[Row], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+    def padded(values: Callable[[CompletionRow], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*values(row), *[fill] * (width - row.length)] for row in rows], dtype=dtype)
 
     return MicroBatch(
@@ -385,13 +385,13 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
     )
 
 
-def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
+def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
     """Make a fully masked micro-batch, which makes the same module calls as any other so that ranks stay in step.
 
     Args:
         groups: Groups of this rank; one of their tokens is the placeholder, or a padding token if there is none.
         pad_id: Any token id.
     """
-    row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
+    row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])
-    return collate([Row(row.group, row.prompt_ids, token, 0.0)], pad_id)
+    return collate([CompletionRow(row.group, row.prompt_ids, token, 0.0)], pad_id)
