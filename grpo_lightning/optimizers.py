@@ -2,7 +2,7 @@
 
     optimizer: {class_path: grpo_lightning.optimizers.AdamW, init_args: {lr: 1.0e-6}}
 
-Any other optimizer class works as well.
+Any other `torch.optim.Optimizer` class works as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with 8-bit states, each block with its own scale (arXiv:2110.02861): 2 bytes per parameter instead of 8.
+    """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861): 2 bytes per parameter instead of 8.
 
     It runs on CUDA and CPUs. The weights keep their dtype.
     """
@@ -66,7 +66,7 @@ class PagedAdamW8bit(Optimizer):
 
 
 def bitsandbytes_optimizer(name: str) -> Any:
-    """The optimizer class of this name, imported on use: recipes are read without bitsandbytes."""
+    """Import the bitsandbytes optimizer of this name; only now, because recipes are also read without bitsandbytes."""
     try:
         import bitsandbytes
     except ImportError as error:

@@ -1,6 +1,7 @@
 """Collectives that are no-ops in single-process runs.
 
-Every rank must call them in the same order: a collective that depends on a rank's own data hangs the run.
+Every rank must call these functions in the same order. If a call depends on data that differ between ranks, only some
+ranks make it, and the run hangs.
 """
 
 from __future__ import annotations
