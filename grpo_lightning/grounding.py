@@ -77,7 +77,7 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class: the mean of a score over the completions of all prompts with a ground-truth box, over all ranks.
+    """Base class: the mean score of all completions, of all ranks, whose prompt has a ground-truth box.
 
     A prompt counts only if it has exactly one image and one box in `answer_column`. Other prompts are skipped with a
     warning. A completion without a box is not skipped: it counts as wrong.
@@ -133,7 +133,7 @@ class BoxMetric(Metric, ABC):
             self.num_prompts += 1
 
     def compute(self) -> dict[str, float]:
-        """The mean under its name; empty if no prompt has a ground-truth box."""
+        """The mean score as {name: mean}; an empty dict if no prompt has a ground-truth box."""
         if self.num_others:
             counted = int(self.num_prompts)
             warn_once(
@@ -166,7 +166,7 @@ class RECAccuracy(BoxMetric):
     exceed the threshold, and a completion without a box is wrong.
 
     Args:
-        threshold: A box is correct if its IoU is above this; at least 0 and below 1.
+        threshold: IoU above which a box is correct; at least 0 and below 1.
         answer_column: As in `BoxMetric`.
         coordinates: As in `BoxMetric`.
         gold_coordinates: As in `BoxMetric`.

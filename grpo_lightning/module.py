@@ -177,7 +177,7 @@ class GRPOLightningModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch; the first training step of a cycle also samples the rollout."""
         if self.is_rollout_due(batch, batch_idx):
-            # Lightning zeroes the gradients only after this method: until then they would occupy memory.
+            # Frees the gradients' memory for sampling: Lightning zeroes them only after this method.
             self.policy.zero_grad()
             rollout = self.sample_and_score(as_prompt_batch(batch).prompts)
             rollout = self.resample(rollout)
@@ -194,8 +194,8 @@ class GRPOLightningModule(L.LightningModule):
 
         Args:
             prompts: N prompts of this rank.
-            numbers: N indices: the position of each prompt among the prompts that all ranks sample in this cycle. By
-                default, the first indices of the cycle are distributed round-robin over ranks. The seed of a prompt
+            numbers: N indices: the position of each prompt among the prompts that all ranks sample for this rollout. By
+                default, the first indices of the rollout are distributed round-robin over ranks. The seed of a prompt
                 follows from its index, so that completions do not depend on the number of ranks.
         """
         self.engine.sync_weights(self.policy)
@@ -225,7 +225,7 @@ class GRPOLightningModule(L.LightningModule):
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
-        """Compute the advantages [N, G]; a scale over the batch is computed from the rewards of all ranks."""
+        """Compute the advantages [N, G]. Scales over the rollout, such as `batch_std`, use the rewards of all ranks."""
         everyone = ranks.gather_objects(rollout.rewards)
         advantages = self.objective.compute_advantages(torch.cat(everyone)).split([len(part) for part in everyone])
         return replace(rollout, advantages=advantages[ranks.rank()])
@@ -298,7 +298,7 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout(groups, scores, without_truncated(rewards, groups, self.overlong_filter))
 
     def start_cycle(self, rollout: Rollout) -> None:
-        """Start training on a rollout: notify callbacks, add reference and old log-probs, and split it.
+        """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
 
         Raises:
             ValueError: If `compute_advantages` did not return one advantage per completion.
@@ -353,7 +353,7 @@ class GRPOLightningModule(L.LightningModule):
         return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
-        """True at the start of a cycle. Checks that data loader and pending cycle agree, and restores its images."""
+        """True at the start of a cycle. Checks the positions of data loader and cycle, and restores missing images."""
         shape = self.cycle_shape
         position = batch_idx % shape.num_micro_steps
         shape.check_position(self.run.cycle, as_prompt_batch(batch), position)
@@ -411,8 +411,8 @@ class GRPOLightningModule(L.LightningModule):
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
-        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, not
-        from its batch or rank.
+        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset. It
+        does not depend on batch and rank.
         """
         num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
@@ -461,7 +461,7 @@ class GRPOLightningModule(L.LightningModule):
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
-        """Check the settings, and warn about doubtful ones. Raises: ValueError if one is invalid; it names the key."""
+        """Check settings, and warn about doubtful ones. Raises: ValueError if one is invalid; the message names it."""
         names, has_lora = self.reward_set.names, self.loader.lora is not None
         checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
         checks.check_counts(
@@ -480,7 +480,7 @@ class GRPOLightningModule(L.LightningModule):
         warn_of_length_weights(self.objective)
 
     def check_data(self) -> None:
-        """Check that data, rewards and policy fit together. Raises: ValueError if not; it names the row or setting."""
+        """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_turned_once(rewards, metrics, trainer)
@@ -528,7 +528,7 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer  # set last, so that a failed load is retried
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights into the module, which loads the policy first if it has none yet.
+        """Load weights; load the policy first if the module has none yet.
 
         With `ddp_notebook` and `ddp_fork`, the run happens in child processes, and the launching process has no policy
         when it loads the trained weights. Without a policy, the keys of these weights would be ignored as unknown.
@@ -549,7 +549,7 @@ class GRPOLightningModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Add the callbacks that every run needs. Also checks the trainer: this is the first hook Lightning calls."""
+        """Add the callbacks that every run needs. Also checks the trainer, because Lightning calls this hook first."""
         if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
             to_uncompiled(self)
             log.warning(
@@ -581,7 +581,7 @@ class GRPOLightningModule(L.LightningModule):
             self.engine.check(scorer)
 
     def on_train_start(self) -> None:
-        """Set the length of the schedule and the data position of a resumed run, which need the epoch's length."""
+        """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device

@@ -1,4 +1,4 @@
-"""The training objective: the method of each paper is a row of settings; `functional/` computes the loss.
+"""The training objective. Each paper's method is a choice of settings; pure functions of `functional/` compute it.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -13,9 +13,9 @@
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-"low", "high" and "cap" are the bounds of the ratio: 1 - `epsilon` and 1 + `epsilon_high`. RLOO also sets `baseline:
-leave_one_out`, and REINFORCE++ `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. GDPO,
-which normalizes each reward separately, is another file there.
+In the column surrogate, low and high (or low / high) stand for `epsilon` and `epsilon_high`, and the cap is the largest
+ratio. RLOO also sets `baseline: leave_one_out`, and REINFORCE++ `kl: k2`. Each row except the default is a YAML file in
+`recipes/objectives/`. That folder also has GDPO, which normalizes each reward separately.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Objective:
     """KL estimator in the loss and in `policy/kl`; the KL in the rewards is always k1 (`kl_in`)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss` adds the KL to the loss of each token. `reward` subtracts the sum of the KL over a completion's tokens
-    from the completion's reward, as in PPO for RLHF (arXiv:2203.02155), always with the estimator k1."""
+    """`loss` adds the KL to the loss of each token. `reward` subtracts the KL, summed over a completion's
+    tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
     """Multiply each token's KL by the token's importance ratio, which keeps the KL estimate unbiased after updates of
@@ -175,7 +175,7 @@ class Objective:
     since it was sampled (DeepSeek-V3.2); null masks none."""
 
     def __post_init__(self) -> None:
-        """Check choices, ranges and combinations. Raises: ValueError; it names the setting, its value and a remedy."""
+        """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
         check_objective(self)
 
     @property
@@ -204,7 +204,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """Combine several rewards into the one that advantages are computed from.
+        """Combine several rewards into one, which advantages are computed from.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
@@ -237,7 +237,7 @@ class Objective:
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
             batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
-            counts: Trained tokens and completions of the entire optimizer step over all ranks; the divisors.
+            counts: Trained tokens and completions of the entire optimizer step over all ranks, used as divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 
@@ -338,7 +338,7 @@ class Objective:
 
 
 def check_objective(objective: Objective) -> None:
-    """Check choices, ranges and combinations. Raises: ValueError; it names the setting, its value and a remedy."""
+    """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
     for name, kind in get_type_hints(type(objective)).items():
         choices, value = get_args(kind), getattr(objective, name)
         if get_origin(kind) is Literal and value not in choices:
@@ -372,7 +372,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings without an effect. Raises: ValueError; it names the setting and the reason."""
+    """Refuse settings without an effect. Raises: ValueError if one is set; the message gives the reason."""
     if objective.surrogate != "clip" and objective.dual_clip is not None:
         raise ValueError(
             f"objective.dual_clip has no effect on the {objective.surrogate} surrogate, which is bounded: remove it."

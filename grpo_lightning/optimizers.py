@@ -46,7 +46,7 @@ class AdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' own. Raises: ModuleNotFoundError if bitsandbytes is not installed."""
+        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
@@ -61,7 +61,7 @@ class PagedAdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' own. Raises: ModuleNotFoundError if bitsandbytes is not installed."""
+        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 

@@ -1,7 +1,7 @@
 """Collectives that are no-ops in single-process runs.
 
-Every rank must call these functions in the same order. If a call depends on data that differ between ranks, only some
-ranks make it, and the run hangs.
+Every rank must call these functions in the same order. The run hangs if only some ranks make a call, for example
+because the call depends on the data of the rank.
 """
 
 from __future__ import annotations

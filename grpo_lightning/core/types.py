@@ -77,13 +77,13 @@ class Prompt:
     """Position in the dataset: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
-    """Name of the row's mixture entry."""
+    """Name of the dataset in a mixture that the row belongs to."""
 
     rewards: Sequence[str] | None = None
     """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the chat template (`enable_thinking=False`)."""
+    """Arguments of the chat template, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
     """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
@@ -258,7 +258,7 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError; it names the field, the value got and the allowed range."""
+        """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
         limits = [
             ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
@@ -302,7 +302,7 @@ class MicroBatch:
     """[B, T] bool, True at real tokens."""
 
     completion_mask: Tensor
-    """[B, T] bool, True where a token is trained on; may have holes."""
+    """[B, T] bool, True where a token is trained on; may have gaps."""
 
     advantages: Tensor
     """[B] float32."""
@@ -366,7 +366,7 @@ def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] 
 
 
 def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
-    """Check fields of settings. Raises: ValueError; it names the first invalid field, its value and the allowed range.
+    """Check fields of settings. Raises: ValueError for the first invalid field; the message names value and range.
 
     Args:
         prefix: Prefix of the keys in the message: "sampling" for `sampling.top_p`.

@@ -23,7 +23,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
                 continue
-            # `key+` appends to the value of earlier files; together with `key` in the same block it is ambiguous.
+            # `key+` appends to the value in earlier files. A block with both `key` and `key+` is ambiguous.
             first = seen.setdefault(key.value.removesuffix("+"), key)
             if first is not key:
                 names = "the key {} twice" if first.value == key.value else "the keys {} and {}"

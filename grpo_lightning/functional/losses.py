@@ -176,7 +176,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        bool, shaped as the loss; padding is never True at token level.
+        bool, of the shape of the loss. With one ratio per token, padding is always False.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -192,7 +192,7 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        bool, shaped as the loss; padding is never True at token level.
+        bool, of the shape of the loss. With one ratio per token, padding is always False.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 

@@ -168,7 +168,7 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt, computed from the sizes of its images without decoding these. Raises: as encoding."""
+        """Length L of a prompt, computed from the sizes of images without decoding them. Raises: as `__call__`."""
         if not prompt.images or not self.sees_images:
             return len(self(prompt, where).token_ids)
         self.check(prompt, where)

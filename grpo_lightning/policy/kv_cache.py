@@ -4,10 +4,10 @@
     model(**prompts, past_key_values=prefix, use_cache=True)
     model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # phase 2 only reads
 
-Phase 1 runs the prompts, and phase 2 runs the completions on top. The phases have separate cache objects, because
-activation checkpointing recomputes phase 1 in the backward pass, after phase 2 has run: the recompute must find phase
-1's cache unchanged. Because no state is written twice, both phases can be checkpointed. Linear-attention layers, whose
-states are overwritten in place in the cache of transformers, also become differentiable.
+Phase 1 runs the prompts, and phase 2 runs the completions with the cache. The phases have separate cache objects,
+because activation checkpointing recomputes phase 1 in the backward pass, after phase 2 has run: the recompute must find
+phase 1's cache unchanged. Because no state is written twice, both phases can be checkpointed. Linear-attention layers,
+whose states are overwritten in place in the cache of transformers, also become differentiable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rows = int | Tensor
 
 
 class UnsupportedCacheError(NotImplementedError):
-    """The model has a cache layer that has no write-once version."""
+    """The model has a cache layer without a write-once version."""
 
 
 class LostCacheError(RuntimeError):

@@ -300,7 +300,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def disable_router_loss(model: nn.Module) -> None:
-    """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`), which is not trained on.
+    """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`): GRPO does not train on it.
 
     Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
     tokens of one forward call. With a KV cache, these are different numbers of tokens.
@@ -316,7 +316,7 @@ def disable_router_loss(model: nn.Module) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Activation checkpointing: recompute every decoder layer in the backward pass, keeping the prefix cache.
+    """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the prefix cache.
 
     The `forward` of each layer is wrapped, not the layer, so that hooks of sharding strategies stay outside the
     recompute. transformers' own gradient checkpointing cannot be used, because it drops the cache in train mode.

@@ -23,7 +23,7 @@ TRAINED = "default"
 """peft's name of the adapter that is trained."""
 
 STARTING = "reference"
-"""Name of the frozen copy of the initial adapter, which is the reference."""
+"""peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
 """Initialisations (`init_lora_weights`) that change the base's weights in ways that a saved adapter does not record:
@@ -84,7 +84,7 @@ class LoRA:
         Raises:
             ModuleNotFoundError: If peft is not installed.
             FileNotFoundError: If the adapter does not exist.
-            ValueError: If the adapter trains more than low-rank matrices.
+            ValueError: If the adapter is not supported (see `adapter_config`).
         """
         try:
             import peft  # noqa: F401 - checks that it is installed
@@ -151,7 +151,8 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
             "The policy already has adapters: give its base, and the folder of the adapter as lora.adapter. If it got "
             "them from an earlier run in this process, load it again."
         )
-    # Seeded, so that A is the same on every rank, of which sharded strategies keep one shard each, and in resumed runs.
+    # Seeded, because every rank must make the same A (of which sharded strategies keep a different shard on each rank),
+    # and a resumed run must start with this A again.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
@@ -190,7 +191,7 @@ def add_starting_adapter(policy: Any, adapter: str) -> None:
 class UpdateDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient: not in sampling, old log-probs and the reference.
 
-    It is switched by grad mode, which is the same when a forward pass is recomputed in the backward pass: the recompute
+    Grad mode is the switch, because it is on again when the backward pass recomputes a forward pass, and the recompute
     must drop the same activations.
     """
 

@@ -60,8 +60,8 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
     Before all experts were fused into one tensor, each expert had its own `gate_proj`, `up_proj` and `down_proj`. To
-    load adapters of that time, peft adds adapters with these target names to the fused tensor instead. A dense layer or
-    shared expert with one of these names would then get no adapter.
+    load adapters from before the fusion, peft redirects these names to the fused tensor. A dense layer or a shared
+    expert with one of these names would then get no adapter.
 
     Args:
         model: The base model.

@@ -162,7 +162,7 @@ class SyncReference:
     """Weight of the policy in the new reference; 1 copies the policy."""
 
     def __post_init__(self) -> None:
-        """Check ranges. Raises: ValueError; it names the field, the value got and the allowed range."""
+        """Check ranges. Raises: ValueError if a value is not allowed; the message names field, value and range."""
         limits = [
             ("every_n_steps", self.every_n_steps >= 1, "at least 1"),
             ("mixup_alpha", 0 < self.mixup_alpha <= 1, "above 0 and at most 1"),

@@ -1,8 +1,10 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
-extended: each prompt runs once (phase 1), and its keys and values stay in the autograd graph. Its completions run on
-top of them (phase 2). dense: every row is [prompt | completion]. This path is for models that do not support the
-extended path, and for verifying the extended path in tests.
+extended: Phase 1 runs each prompt once, and keeps its KV cache in the autograd graph. Phase 2 runs the completions with
+this cache.
+
+dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, and for
+verifying the extended path in tests.
 
 Both paths give the same values and gradients, up to rounding. A run uses one path throughout: otherwise the two
 log-probs of an importance ratio could differ by rounding alone.
@@ -10,8 +12,9 @@ log-probs of an importance ratio could differ by rounding alone.
 The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
 in one of two ways:
 
-full: the model's own logits, [rows, T, V], of all tokens at once.
-sliced: the logits of one slice of tokens at a time. The logits of a slice are freed before the next slice is computed,
+full: The model's own logits, [rows, T, V], of all tokens at once.
+
+sliced: The logits of one slice of tokens at a time. The logits of a slice are freed before the next slice is computed,
 and recomputed in the backward pass. Padding is skipped.
 
 The policy is only called through the forward of its root module, because hooks of its modules may gather sharded

@@ -44,8 +44,8 @@ class PolicySettings:
             completions of a micro-batch at once.
         head_chunk_size: Tokens per slice of the vocabulary head in scoring: limits the memory of the logits. None
             computes the logits of all tokens at once.
-        activation_checkpointing: What to recompute in the backward pass instead of storing its activations: "chunks" of
-            completions, or decoder "layers".
+        activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
+            "layers" those of each decoder layer. "none" stores all activations.
         lora: Train low-rank adapters and freeze all other weights; a mapping gives the fields of `LoRA`.
         freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. The reference shares
             the frozen weights. A head that is tied to the embeddings is frozen as well.

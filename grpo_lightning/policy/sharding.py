@@ -251,9 +251,9 @@ def unpartitioned() -> Iterator[None]:
 def using_full_shapes() -> Iterator[None]:
     """Context in which transformers transposes expert tensors according to their full shapes.
 
-    Checkpoints store expert tensors in either of two layouts, and transformers transposes a tensor whose shape differs
-    from that of the model's weight. Under ZeRO-3 the model's weight is empty, so that tensors in the right layout would
-    be transposed as well, and then refused for their shape.
+    Checkpoints store expert tensors in one of two layouts. transformers transposes a tensor if its shape is not that of
+    the model's weight. Under ZeRO-3 the model's weight is empty, so that tensors in the right layout would be
+    transposed as well, and then refused for their shape.
     """
     from transformers import core_model_loading
 

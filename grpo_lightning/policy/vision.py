@@ -205,7 +205,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
 
 def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, int]:
-    """[3, L] positions of a prompt's tokens, and the position of the first token after it."""
+    """[3, L] positions of a prompt's tokens, and the position of the first token after the prompt."""
     if prompt.positions is None:
         if prompt.images:
             names = inspect.signature(inner.get_rope_index).parameters

@@ -136,7 +136,7 @@ class Rollout:
     """This rank's part of a rollout. Each step of the module fills in the next field."""
 
     groups: list[Group]
-    """N groups: a prompt with its G completions."""
+    """N groups, each of a prompt and its G completions."""
 
     scores: Scores | None = None
     """Values of each reward, metrics and extras that rewards logged, and failures."""
@@ -163,7 +163,7 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 
 
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
-    """Check that `verb` returned values [N, G], one per completion, and return them. Raises: ValueError if not."""
+    """Check that the method `verb` returned values [N, G], and return the values. Raises: ValueError if not."""
     sizes = {len(group.completions) for group in groups}
     shape = None if values is None else tuple(values.shape)
     if values is None or values.ndim != 2 or len(values) != len(groups) or not sizes <= {values.shape[1]}:

@@ -113,7 +113,7 @@ class LocalEngine(RolloutEngine):
 
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
-        """|engine - scorer| log-probs of 2 completions each of 2 prompts of unequal length: [sampled tokens], nats."""
+        """|difference| of engine's and scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
         batch = probe_batch(self.policy)
         prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
         length = batch.completion_ids.shape[1]
@@ -134,7 +134,7 @@ class LocalEngine(RolloutEngine):
         return (torch.tensor([row.logprobs for row in rows], device=device) - scores).abs().flatten()
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Nothing to do: the policy samples itself."""
+        """Do nothing: the engine always samples with the policy's current weights."""
 
     @torch.no_grad()
     def generate(
@@ -269,7 +269,7 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """Decode one wave with transformers' `generate`, for models whose KV cache completions cannot share."""
+        """Decode one wave with transformers' `generate`, for models whose KV cache cannot be shared by completions."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
         config = GenerationConfig(
             # A rank without prompts is done after one token, and then only takes part in the collectives.
@@ -359,7 +359,7 @@ class OpenRows:
     """State of the unfinished rows for the next decoding step."""
 
     number: Tensor
-    """[rows] their indices among the rows of the wave."""
+    """[rows] index of each row among all rows of the wave."""
 
     logits: Tensor
     """[rows, V] of the next token."""

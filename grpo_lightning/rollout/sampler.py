@@ -2,7 +2,7 @@
 
 Every prompt has its own stream of uniform random numbers, one number per token of each completion. The sampled token is
 the first token of the vocabulary whose cumulative probability exceeds the number. A completion therefore depends only
-on its prompt, its seed and its index in the group, not on batches, waves or ranks.
+on its prompt, its seed and its index in the group, not on the rank or on which prompts are decoded together.
 """
 
 from __future__ import annotations
