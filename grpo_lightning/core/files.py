@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe.json"
-"""File in a generated folder: a fingerprint of what the folder was made from. A folder with it may be replaced."""
+"""File in a generated folder: a fingerprint of what it was made from. Folders that have this file may be replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:

@@ -62,7 +62,7 @@ class Lines:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        """Print a refresh; tqdm starts it with a carriage return, and ends the last one with an empty line."""
+        """Print a refresh without tqdm's carriage return at the start; skip the empty line after the last refresh."""
         if line := text.strip("\r\n "):
             getattr(sys, self.stream).write(f"{line}\n")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
-    """Unbiased estimate of pass@k, the probability that one of k completions solves the prompt, from n >= k of them.
+    """Unbiased estimate of pass@k (at least one of k completions solves the prompt) from n >= k completions.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
@@ -19,7 +19,7 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 
     Args:
         solved: [N] c, number of completions that solve their prompt.
-        sampled: [N] n, number of completions sampled for it.
+        sampled: [N] n, number of completions sampled for each prompt.
         k: Number of attempts.
 
     Returns:

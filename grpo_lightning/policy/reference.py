@@ -138,8 +138,8 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    The policy is copied, not loaded again by name, because the reference of a model that was built in memory, or
-    changed after loading, is that very model.
+    The policy is copied, not loaded again by name, because a policy that was built in memory, or changed after loading,
+    cannot be loaded by name.
 
     Args:
         policy: The model to copy.
@@ -190,7 +190,7 @@ class RunReference:
     def move_if_due(self, step: int) -> None:
         """Update the reference if the number of the optimizer step that just ended is a multiple of `every_n_steps`.
 
-        The KL of the next rollout uses the new reference. Collective: all ranks call it.
+        The KL of the next rollout uses the new reference. Collective: all ranks must call this.
         """
         if self.sync is not None and step % self.sync.every_n_steps == 0:
             assert isinstance(self.reference, FrozenCopy)

@@ -26,7 +26,7 @@ from transformers import (
 from grpo_lightning.core.types import SamplingParams
 
 BLOCK_STEPS = 256
-"""Decoding steps per block of random numbers. Changing it changes the completions of a seed."""
+"""Decoding steps per block of random numbers. Another number would change the completions of a seed."""
 
 BLOCK_TOKENS = 128
 """Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
@@ -38,8 +38,8 @@ class Uniforms:
     The streams do not depend on the maximum completion length or the device.
 
     Args:
-        seeds: N, one per prompt.
-        num_generations: G.
+        seeds: N seeds, one per prompt.
+        num_generations: G, completions per prompt.
         device: Device of the returned numbers.
     """
 
