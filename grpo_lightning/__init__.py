@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     __version__: str
 
 IMPORTED_AT = time.time()
-"""Unix time of this import, in seconds. The command line imports this package first, so it is when a run started."""
+"""Unix time of this import, in seconds: the start of the process on the command line, which imports this package
+first."""
 
 __all__ = [
     "DatasetEntry",

@@ -98,7 +98,7 @@ def native_checkpoints(name: str) -> str:
     """Names of the native transformers checkpoints on the hub that replace a remote-code InternVL.
 
     OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. There are no native
-    checkpoints of InternVL2.5 and older, or of models fine-tuned from those. For these, two examples are named.
+    checkpoints of InternVL2.5 and older, or of models fine-tuned from those: for such models, two examples are named.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:

@@ -100,7 +100,7 @@ def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Forward pre-hook: append the position of the longest row's last token.
 
     Raises:
-        ValueError: If a row is longer than this and would change the frequencies.
+        ValueError: If a row is longer than the run allows for, and would change the frequencies.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:

@@ -42,9 +42,9 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions decoded at the same time, which bounds the KV cache. If a rollout has
-            more completions, they are decoded in several waves. A wave has at least the G completions of one prompt.
-            None decodes all completions in one wave.
+        max_rows: Maximum number of completions decoded at the same time; limits the memory of the KV cache. If a
+            rollout has more completions, they are decoded in several waves, one after the other. A wave always has at
+            least the G completions of one prompt. None decodes all completions in one wave.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
