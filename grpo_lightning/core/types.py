@@ -47,7 +47,7 @@ class ImageView:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Pixels of the original image per unit of the policy's x and y. Raises: ValueError if unknown."""
+        """Pixels of the original image per unit of the policy's coordinates (x, y). Raises: ValueError if unknown."""
         if self.coordinates is None:
             raise ValueError(
                 "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
@@ -77,19 +77,19 @@ class Prompt:
     """Position in the dataset: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
-    """Name of the row's mixture entry."""
+    """Name of the dataset in a mixture that the row belongs to."""
 
     rewards: Sequence[str] | None = None
     """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the chat template (`enable_thinking=False`)."""
+    """Arguments of the chat template, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
-    """[L] tokens of a truncated prompt; None: the prompt is tokenized when it is sampled."""
+    """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
 
     images: Sequence[ImageRef] = ()
-    """The images, in the order of the message parts `{"type": "image"}`; read lazily."""
+    """References to the images, in the order of the message parts `{"type": "image"}`; read lazily."""
 
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
@@ -107,17 +107,17 @@ class ImageFeatures(NamedTuple):
     """Vision tower outputs for a prompt's images."""
 
     levels: list[Tensor]
-    """[image tokens, H] each: first the embeddings of the image tokens, then those added in deeper layers
-    (deepstack)."""
+    """One tensor [image tokens, H] per level: first the embeddings of the image tokens, then the features that models
+    with deepstack add in deeper layers."""
 
     dimensions: list[int]
-    """The model's input form of each level: 3 for one tensor [images, tokens, H], 2 for one tensor [tokens, H] of all
-    image tokens, 0 for a list with one tensor per image."""
+    """The form of each level in the output of the model's `get_image_features`: 3 for one tensor [images, tokens, H], 2
+    for one tensor [tokens, H] of all image tokens, 0 for a sequence with one tensor per image."""
 
 
 @dataclass
 class PromptVision:
-    """A prompt's vision inputs next to its token ids, for a vision policy."""
+    """A prompt's vision inputs, which a multimodal policy gets in addition to the token ids."""
 
     images: dict[str, Tensor] = field(default_factory=dict)
     """The processor's image tensors, concatenated over images; empty without images."""
@@ -126,14 +126,14 @@ class PromptVision:
     """[L] each: token types, under the processor's names."""
 
     num_image_tokens: int = 0
-    """Placeholder tokens of the images in the prompt."""
+    """Number of placeholder tokens of all images in the prompt."""
 
     features: ImageFeatures | None = None
     """Image features, once a frozen vision tower has computed them."""
 
     positions: tuple[Tensor, int] | None = None
-    """[3, L] positions of the tokens and the position that follows them, computed at first use; None for models with
-    one-dimensional positions."""
+    """Positions [3, L] of the tokens, and the position of the first token after the prompt. None before their first
+    use, and for models with one-dimensional positions."""
 
 
 @dataclass
@@ -144,12 +144,12 @@ class VisionInputs:
     """[N] one per prompt."""
 
     blank: Mapping[str, Tensor] | None = None
-    """Tensors of a small dummy image for passes over prompts without images: the vision tower runs on it and its
-    features are discarded. All ranks that share the tower's weights or gradients must run it. None: the tower may be
-    skipped."""
+    """Processor tensors of a small dummy image, for forward passes over prompts without images: the vision tower runs
+    on the dummy image, and its features are discarded. Needed if all ranks must run the tower, because its weights are
+    sharded or its gradients are averaged. None if the tower may be skipped."""
 
     def select(self, prompts: Sequence[int]) -> VisionInputs:
-        """Select prompts by number; numbers may repeat."""
+        """Select prompts by index; indices may repeat."""
         return VisionInputs([self.prompts[number] for number in prompts], self.blank)
 
 
@@ -158,7 +158,7 @@ class EncodedPrompt:
     """A tokenized prompt, ready for the policy."""
 
     token_ids: list[int]
-    """[L] unpadded; an image has as many tokens as features."""
+    """[L], unpadded. An image has as many placeholder tokens as it has feature vectors."""
 
     vision: PromptVision | None = None
     """None for a text-only policy."""
@@ -183,7 +183,7 @@ class Completion:
     """The decoded tokens, without special tokens."""
 
     mask: list[bool] | None = None
-    """[T] True where a token is trained on; None trains on all.
+    """[T] True where a token is trained on; None trains on all tokens.
 
     Tokens that the policy did not sample (tool output) are False.
     """
@@ -212,7 +212,7 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Weight synchronisations (one per rollout) before this group was sampled."""
+    """Number of rollouts before this group was sampled: identifies the weights that sampled the group."""
 
     image_views: Sequence[ImageView] = ()
     """One per image of the prompt."""
@@ -225,8 +225,9 @@ class Group:
 class SamplingParams:
     """Sampling settings of completions.
 
-    Log-probabilities are those of the actual sampling distribution. With `top_p`, `top_k`, `min_p` or
-    `repetition_penalty` set, it differs from the distribution that is trained (full softmax at `temperature`).
+    The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
+    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the one that is trained, the full
+    softmax at `temperature`.
     """
 
     max_completion_length: int = 512
@@ -257,7 +258,7 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError naming the field, the value got and the allowed range."""
+        """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
         limits = [
             ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
@@ -301,7 +302,7 @@ class MicroBatch:
     """[B, T] bool, True at real tokens."""
 
     completion_mask: Tensor
-    """[B, T] bool, True where a token is trained on; may have holes."""
+    """[B, T] bool, True where a token is trained on; may have gaps."""
 
     advantages: Tensor
     """[B] float32."""
@@ -316,7 +317,8 @@ class MicroBatch:
     """[B, T] float32, reference; None when beta is 0."""
 
     num_chunks: int | None = None
-    """Forward calls of phase 2: the maximum over ranks. None: as many as `chunk_size` requires."""
+    """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
+    ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
 
     groups: Sequence[int] = ()
     """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
@@ -339,10 +341,12 @@ Settings = TypeVar("Settings")
 
 
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
-    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
+    """Convert a value to settings of the type `kind`.
+
+    None gives the defaults. A mapping, as in checkpoints and YAML, gives the values of fields.
 
     Raises:
-        ValueError: If it is something else, or names a field that does not exist.
+        ValueError: If the value has another type, or the mapping has a key that is not a field.
     """
     if isinstance(value, kind):
         return value
@@ -357,17 +361,17 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
 
 
 def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
+    """Convert a value like `settings_of`, but keep None. Raises: ValueError as in `settings_of`."""
     return None if value is None else settings_of(kind, value, key)
 
 
 def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
-    """Check the fields of some settings. Raises: ValueError naming the first that is wrong, its value and the range.
+    """Check fields of settings. Raises: ValueError for the first invalid field; the message names value and range.
 
     Args:
-        prefix: Of the keys: "sampling" for `sampling.top_p`.
-        settings: Has the fields.
-        limits: Name of a field, whether its value is allowed, and what is, in words.
+        prefix: Prefix of the keys in the message: "sampling" for `sampling.top_p`.
+        settings: The object that has the fields.
+        limits: For each field: its name, True if its value is allowed, and a description of the allowed values.
     """
     for name, is_valid, allowed in limits:
         if not is_valid:

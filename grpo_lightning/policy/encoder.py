@@ -1,7 +1,7 @@
 """Encoding prompts: token ids, and image tensors made by the policy's own processor.
 
-The processor encodes each prompt once and alone, however many completions it gets: encoded prompts are never sliced out
-of a batch.
+The processor encodes each prompt once and alone, however many completions the prompt gets, so that encoded prompts
+never have to be sliced out of a batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible character, inserted into texts that spell an image placeholder token."""
+"""Invisible character, inserted into texts that spell an image placeholder, so that they are tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side of the blank image in pixels: it becomes a few tokens."""
+"""Side of the blank image in pixels, small enough for a few tokens."""
 
 
 class Encoder:
@@ -74,7 +74,7 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: image placeholders, and ids beyond the tokenizer's last token.
 
-        Embeddings are padded to a round number of rows; the additional ids cannot be decoded to text or fed back.
+        Many embeddings are padded to a round number of rows. The ids of the padding cannot be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -94,8 +94,8 @@ class Encoder:
             where: Name of the prompt in errors; its `label` by default.
 
         Raises:
-            ValueError: If it cannot be tokenized, has unreadable images, or contains something that the policy does not
-                support.
+            ValueError: If the prompt cannot be tokenized, has unreadable images, or contains something that the policy
+                does not support.
         """
         self.check(prompt, where)
         if not self.sees_images:
@@ -116,7 +116,7 @@ class Encoder:
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or an image that a text-only policy cannot take.
 
-        Chat templates silently drop parts that they do not know, or render them as a placeholder without content.
+        Chat templates silently drop message parts of unknown types, or render them as a placeholder without content.
         """
         messages = () if isinstance(prompt.content, str) else prompt.content
         contents = (message.get("content") for message in messages)
@@ -168,7 +168,7 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt, computed from the image sizes without decoding them. Raises: as encoding does."""
+        """Length L of a prompt, computed from the sizes of images without decoding them. Raises: as `__call__`."""
         if not prompt.images or not self.sees_images:
             return len(self(prompt, where).token_ids)
         self.check(prompt, where)
@@ -199,7 +199,7 @@ class Encoder:
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Render messages as text. Opens the assistant's turn, or continues it if it is the last message."""
+        """Render messages as text. Continues a final assistant message, or else opens an assistant turn."""
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
             [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
@@ -243,7 +243,7 @@ class Encoder:
             ) from error
 
     def with_images(self, outputs: Mapping[str, Tensor], images: Sequence[Image]) -> EncodedPrompt:
-        """Make an encoded prompt with images from the processor's outputs."""
+        """Convert the processor's outputs for a prompt with images to an encoded prompt."""
         ids = outputs["input_ids"][0]
         others = {
             name: value
@@ -295,7 +295,7 @@ def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def merge_text_parts(parts: Any) -> Any:
-    """Merge adjacent text parts of a message, as templates do: no token can be spelled across two of them."""
+    """Merge adjacent text parts of a message, as templates do: a token could be spelled across two parts."""
     if isinstance(parts, str):
         return parts
     merged: list[Mapping[str, Any]] = []
@@ -320,7 +320,7 @@ def blank_image(width: int, height: int) -> Image:
 
 
 OWN_SETTINGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
-"""Arguments of `apply_chat_template` that follow from each prompt."""
+"""Arguments of `apply_chat_template` that the encoder sets for each prompt."""
 
 
 def check_template_settings(settings: Mapping[str, Any]) -> None:
@@ -335,14 +335,14 @@ def check_template_settings(settings: Mapping[str, Any]) -> None:
 
 
 def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `apply_chat_template`: continue a final assistant message (prefill), or else open an assistant turn.
+    """Arguments of `apply_chat_template` to continue a final assistant message (prefill), or to open an assistant turn.
 
     Args:
         messages: The chat.
         settings: `chat_template_kwargs`.
 
     Raises:
-        ValueError: If `settings` sets one of these arguments.
+        ValueError: If `settings` sets one of `OWN_SETTINGS`.
     """
     check_template_settings(settings)
     is_prefilled = messages[-1].get("role") == "assistant"
@@ -399,11 +399,11 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
     Args:
         prompt: Named in the error.
         num_tokens: Length L of the prompt.
-        limit: Positions of the model, see `num_positions`; None is no limit.
-        max_completion_length: Maximum number of tokens of its completions.
+        limit: Number of positions of the model (`num_positions`); None means no limit.
+        max_completion_length: Maximum number of tokens of a completion.
 
     Raises:
-        ValueError: If they do not fit, naming the prompt and the lengths.
+        ValueError: If prompt and completion do not fit; the message names the prompt and the lengths.
     """
     if limit is not None and num_tokens + max_completion_length > limit:
         raise ValueError(

@@ -4,9 +4,10 @@
     model(**prompts, past_key_values=prefix, use_cache=True)
     model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # phase 2 only reads
 
-The phases have separate cache objects because activation checkpointing recomputes phase 1 during backward, after phase
-2 has started: it must find phase 1's cache unchanged. Because nothing is written twice, both phases can be
-checkpointed, and linear-attention layers, whose stock cache overwrites its states in place, become differentiable.
+Phase 1 runs the prompts, and phase 2 runs the completions with the cache. The phases have separate cache objects,
+because activation checkpointing recomputes phase 1 in the backward pass, after phase 2 has run: the recompute must find
+phase 1's cache unchanged. Because no state is written twice, both phases can be checkpointed. Linear-attention layers,
+whose states are overwritten in place in the cache of transformers, also become differentiable.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 Rows = int | Tensor
-"""How prompts fan out to completions: G (every prompt has G, in order), or [B] the prompt index of every completion."""
+"""Which prompt each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
 
 
 class UnsupportedCacheError(NotImplementedError):
-    """The model has a cache layer that has no write-once version."""
+    """The model has a cache layer without a write-once version."""
 
 
 class LostCacheError(RuntimeError):
@@ -32,7 +33,7 @@ class LostCacheError(RuntimeError):
 
 
 def fan_out(states: Tensor, rows: Rows) -> Tensor:
-    """Repeat prompt states [N, ...] for their completions, [B, ...]. With int rows, backward is a deterministic sum."""
+    """Repeat prompt states [N, ...] for their completions, [B, ...]; deterministic in backward if `rows` is an int."""
     return states.repeat_interleave(rows, 0) if isinstance(rows, int) else states.index_select(0, rows)
 
 
@@ -70,7 +71,7 @@ class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
 
 
 class ReadAttention(DynamicLayer):
-    """Phase 2 of a full-attention layer: attends to [fanned-out prompt | new tokens] and stores nothing."""
+    """Phase 2 of a full-attention layer: attends to [repeated prompt | new tokens] and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class ReadAttention(DynamicLayer):
         self.keys, self.values = stored.keys, stored.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Prepend the prompt's states to the new ones."""
+        """Prepend the prompt's keys and values to the new keys and values."""
         return (
             torch.cat([fan_out(self.stored.keys, self.rows), key_states], -2),
             torch.cat([fan_out(self.stored.values, self.rows), value_states], -2),
@@ -105,8 +106,8 @@ STORES: dict[type, StoreMaker] = {
 }
 READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttention: ReadSlidingAttention}
 
-# Older releases of transformers do not read linear-attention states through the cache object: there, these models use
-# the dense path.
+# In older releases of transformers, models do not read linear-attention states through the cache object. With such
+# releases, models with linear attention use the dense path.
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
@@ -148,12 +149,12 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
 
         def state(self, kind: str, state_idx: int) -> Tensor | None:
-            """The prompt's state of this kind, fanned out."""
+            """The prompts' states of this kind, repeated for the completions."""
             value = getattr(self.stored, kind)[state_idx]
             return None if value is None else fan_out(value, self.rows)
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Prepend the prompt's last columns to the new ones."""
+            """Prepend the prompt's last columns to the new columns."""
             previous = self.state("conv_states", state_idx)
             return conv_states if previous is None else torch.cat([previous, conv_states], -1)
 
@@ -180,7 +181,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
     READS |= {StoredLinear: ReadLinear, StoredHybrid: ReadHybrid}
 
 if hasattr(cache_utils, "DummyLayer"):
-    # A layer that shares the states of another layer.
+    # The cache of a layer that shares the states of another layer.
     STORES[cache_utils.DummyLayer] = lambda layer: layer
 
 
@@ -200,7 +201,7 @@ class PrefixCache(Cache):
         super().__init__(layers=[STORES[type(layer)](layer) for layer in layers])
 
     def extend(self, rows: Rows) -> ExtendedCache:
-        """Phase 2's cache: the prompts fanned out to `rows`.
+        """Phase 2's cache: the prompts' states, repeated for `rows`.
 
         Raises:
             LostCacheError: If phase 1 left a layer empty.
@@ -221,9 +222,9 @@ class ExtendedCache(Cache):
     """Phase 2's cache: reads the prompt and stores nothing."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The prompt's convolution state, fanned out."""
+        """The prompts' convolution states, repeated for the completions."""
         return self.layers[layer_idx].state("conv_states", state_idx)  # type: ignore[no-any-return]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The prompt's recurrent state, fanned out."""
+        """The prompts' recurrent states, repeated for the completions."""
         return self.layers[layer_idx].state("recurrent_states", state_idx)  # type: ignore[no-any-return]
