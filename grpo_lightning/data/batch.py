@@ -1,4 +1,4 @@
-"""PromptBatch, and converting what a dataloader yields to one."""
+"""PromptBatch: the prompts of a training batch, and the conversion of other dataloaders' batches to a `PromptBatch`."""
 
 from __future__ import annotations
 

@@ -51,16 +51,16 @@ class PromptDataModule(L.LightningDataModule):
             `tags` and `gsm8k_xml`.
         question_template: Template for every question: a text with `{question}`, a file, or one of the names `tags`,
             `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` and `tags_number`.
-        prompt_as: Form of prompts that are text. "text" keeps the text as it is, "chat" makes it a user turn. "auto"
-            also makes it a user turn, unless it comes from the column `prompt` of a row without images and there is no
-            system prompt.
+        prompt_as: Form of prompts that are text. With "text", the text is tokenized as it is. With "chat", the text
+            becomes a user turn. With "auto", the text becomes a user turn, unless it comes from the column `prompt` of
+            a row without images and there is no system prompt.
         chat_template_kwargs: Keyword arguments for the chat template, for example `enable_thinking: false`.
         max_prompt_length: Maximum number of tokens of a prompt, including the chat template; null for no limit.
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
             keeps their last tokens.
-        num_proc: Worker processes that parse rows and count tokens. The prompts are the same for any number.
+        num_proc: Worker processes that parse rows and count tokens. The prompts do not depend on this number.
         num_workers: Threads that check images before the run, decode the images of the next batch while the policy
-            trains, and read the rows of a stream before they are used. The prompts are the same for any number.
+            trains, and read the rows of a stream before they are used. The prompts do not depend on this number.
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run

@@ -59,7 +59,8 @@ def to_prompt(
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If the row has none of `PROMPT_COLUMNS`, the prompt is invalid, or its images do not match its text.
+        ValueError: If the row has none of `PROMPT_COLUMNS`, if the prompt is invalid, or if the number of images does
+            not match the placeholders in the prompt.
     """
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     if not found:
@@ -124,7 +125,7 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 
 
 def _check_no_image_is_lost(row: Mapping[str, Any], found: Sequence[str], where: str) -> None:
-    """Raises: ValueError if the prompt has no images, but another prompt column of the row has some."""
+    """Raises: ValueError if the prompt has no images, but another prompt column of the row has images."""
     for name in found[1:]:
         if isinstance(row[name], Sequence) and any(map(_has_image, row[name])):
             raise ValueError(

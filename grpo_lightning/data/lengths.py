@@ -1,4 +1,4 @@
-"""Prompt length limit: prompts that are too long are an error, dropped, or truncated to their last tokens."""
+"""Prompt length limit: prompts that are too long cause an error, are dropped, or are truncated to their last tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured:
     """None if the prompt is dropped."""
 
     num_tokens: int = 0
-    """L, before truncation; 0 if not measured."""
+    """Length L in tokens, before truncation; 0 if not measured."""
 
     where: str = ""
     """File and line."""

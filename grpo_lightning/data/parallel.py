@@ -52,11 +52,11 @@ def _call(item: Any) -> Any:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """Yield `function(item)` for every item, computed in advance by `num_workers` threads; 0 computes it when used.
+    """Yield `function(item)` for every item, computed in advance by `num_workers` threads.
 
-    One more thread reads the items. At most `READ_AHEAD` results per thread are computed in advance. If `items` or
-    `function` raises an error, the iterator raises it in place of the result. The threads end when the iterator ends
-    or is closed.
+    With 0 threads, each result is computed when it is used. Otherwise, one more thread reads the items, and at most
+    `READ_AHEAD` results per thread are computed in advance. If `items` or `function` raises an error, the iterator
+    raises this error in place of the result. The threads end when the iterator ends or is closed.
     """
     if num_workers == 0:
         return (function(item) for item in items)

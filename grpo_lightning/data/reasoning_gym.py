@@ -50,8 +50,8 @@ EVALUATES_ANSWERS = frozenset(
         *("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"),
     ]
 )
-"""Tasks whose verifiers pass the answer to Python's `eval`, directly or through `sympy.parse_expr`. They execute any
-code in a completion."""
+"""Tasks whose verifiers pass the answer to Python's `eval`, directly or through `sympy.parse_expr`. These verifiers
+execute any code in a completion."""
 
 
 def package() -> Any:

@@ -143,8 +143,8 @@ class PromptSource:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass.
 
-        At the first call after a resume, the checkpoint's epoch is set instead of `epoch`. Later calls keep the
-        difference between the two.
+        The first call after a resume sets the checkpoint's epoch instead of `epoch`. Later calls add the difference
+        between these two epochs to `epoch`.
         """
         if self.resume_from is not None:
             self.epochs_ahead = self.resume_from["epoch"] - epoch
@@ -243,7 +243,7 @@ class PromptSource:
         Args:
             num_prompts: Number of further prompts over all ranks. All ranks must request the same number, because they
                 share one order.
-            own: This rank's share: numbers of the further prompts, counted from 0.
+            own: Numbers of this rank's prompts among the further prompts, counted from 0.
 
         Returns:
             The number of prompts taken over all ranks, and this rank's prompts. At the end of an epoch there may be

@@ -114,10 +114,10 @@ class Reward(ABC):
     completions at once."""
 
     required_columns: tuple[str, ...] = ()
-    """Data columns that the reward needs in addition to those in its signature."""
+    """Data columns that the reward needs, in addition to the columns in its signature."""
 
     optional_columns: tuple[str, ...] = ()
-    """Data columns that the reward reads if present, in addition to those in its signature."""
+    """Data columns that the reward reads if they exist, in addition to the columns in its signature."""
 
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
@@ -308,7 +308,11 @@ class WeightedReward(Reward):
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def check(self, max_completion_length: int) -> None:
-        """Run `check` of a `Reward`. Raises: ValueError if it fails; the message starts with the reward's name."""
+        """Run `check` of the wrapped reward, if it is a `Reward`.
+
+        Raises:
+            ValueError: If this check fails; the message starts with the reward's name.
+        """
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             try:
@@ -317,19 +321,19 @@ class WeightedReward(Reward):
                 raise ValueError(f"Reward {self.name!r}: {error}") from error
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Run `check_row` of a `Reward`. Raises: ValueError if it fails."""
+        """Run `check_row` of the wrapped reward, if it is a `Reward`. Raises: ValueError if this check fails."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.check_row(columns, image_sizes)
 
     def connect(self, device: torch.device) -> None:
-        """Run `connect` of a `Reward`."""
+        """Run `connect` of the wrapped reward, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.connect(device)
 
     def warm_up(self) -> None:
-        """Run `warm_up` of a `Reward`."""
+        """Run `warm_up` of the wrapped reward, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.warm_up()

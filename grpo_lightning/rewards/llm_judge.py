@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
 class LLMJudge(AnswerReward):
-    r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's `llm`).
+    r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's method `llm`).
 
     The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
     The answer is the content of the last `<answer>...</answer>`; without these tags, the content of the last
@@ -173,7 +173,7 @@ class LLMJudge(AnswerReward):
         return reply_text(found)
 
     def _report(self, replies: Sequence[str | Exception], scores: Sequence[float | None], log_metric: Any) -> None:
-        """Warn about failed calls and log their share. Raises: RuntimeError if all calls failed."""
+        """Warn about failed queries and log their fraction. Raises: RuntimeError if all queries failed."""
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         first_error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""  # a time-out has no text
         silent = [r for r, score in zip(replies, scores, strict=True) if score is None and isinstance(r, str)]

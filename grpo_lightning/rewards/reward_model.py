@@ -428,7 +428,7 @@ def _device(name: str) -> torch.device:
 
 
 def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
-    """Maximum number of tokens of a sequence: `max_length`, or else the limit of model and tokenizer; None without one.
+    """Maximum number of tokens of a sequence: `max_length`, else the limit of model and tokenizer; None for no limit.
 
     The tokenizer's limit counts too, because encoders with offset positions (RoBERTa) take fewer tokens than their
     config has positions.

@@ -31,7 +31,7 @@ class RewardSet:
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique, so that log keys
             do not depend on the order of the rewards.
-        weights: One per reward, instead of weights in `WeightedReward`s.
+        weights: One weight per reward, instead of the weights in `WeightedReward`s.
         workers: Settings of the worker processes; None runs all rewards in this process.
     """
 
@@ -136,7 +136,7 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start every reward on all completions of the prompts it applies to.
+        """Start every reward on all completions of the prompts to which it applies.
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
 """Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
 the call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value
-although other completions of its group did. Each reward counts the completions with each kind of failure."""
+although other completions of its group did. For each reward and kind, the affected completions are counted."""
 
 GRACE_SECONDS = 5.0
 """Grace period after the step's deadline for workers to report a timeout."""

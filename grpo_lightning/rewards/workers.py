@@ -185,7 +185,7 @@ class Answer:
         return self
 
     def fail_by(self, error: BaseException) -> Answer:
-        """Turn this into the answer of a call that raised."""
+        """Turn this into the answer of a call that raised an exception."""
         return self.fail("exception", f"raised {describe_error(error)[0]}", error)
 
 
@@ -205,7 +205,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
     Returns:
         The class, text and location of the exception ("KeyError: 'gold', at my_rewards.py:3"), and its traceback. The
-        location and the traceback start at the reward's own code.
+        location is in the reward's own code, and the traceback starts there.
     """
     frames = frame = error.__traceback__
     while frame is not None:  # skip all frames up to the last one of this package: futures add some in between
@@ -344,7 +344,7 @@ class WorkerPool:
         log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
 
     def stop(self) -> None:
-        """Stop the workers and their calls; the next call starts them again."""
+        """Stop the workers and their calls; the next call starts the workers again."""
         if self._places:
             self._close()
 

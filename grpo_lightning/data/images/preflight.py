@@ -138,8 +138,8 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
     """Read every unique image once.
 
-    Each rank reads the pixels of its share of the images, and only the headers of the others. If one rank cannot read
-    an image, the image counts as bad on all ranks, because all ranks must drop the same rows.
+    Each rank reads the pixels of its share of the images, and only the headers of the other images. If one rank
+    cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same rows.
 
     Args:
         images: References to the images, the same on every rank.

@@ -35,7 +35,7 @@ class BoxFrame(NamedTuple):
         return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def right(self, boxes: Sequence[Box]) -> Tensor:
-        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError if one is outside it."""
+        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError if a box is outside."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._placed(boxes, self.right_scale)
@@ -123,7 +123,7 @@ class BoxReward(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground-truth boxes, and if the image size is known, their place. Raises: ValueError as a call."""
+        """Check the ground-truth boxes, also against the image if its size is known. Raises: ValueError as a call."""
         right = self.right(columns.get(self.answer_column))
         if right is None:
             return
