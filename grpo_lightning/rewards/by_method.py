@@ -287,8 +287,8 @@ class ByMethod(Reward):
         """Run the `check_row` of the row's method.
 
         Raises:
-            ValueError: If the method raises one (the message names the method), the row names an unknown method, or the
-                row lacks a column that its method needs.
+            ValueError: If the method's own `check_row` fails (the message names the method), if the row names an
+                unknown method, or if the row lacks a column that its method needs.
             ImportError: If the row names a method whose package is missing.
         """
         method = self.method_of(columns)
