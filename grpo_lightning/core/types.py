@@ -30,39 +30,6 @@ FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: truncated at `max_completion_length`."""
 
 
-@dataclass(frozen=True)
-class ImageView:
-    """An image's original size, its size after resizing for the policy, and the policy's coordinate convention."""
-
-    width: int
-    """Pixels of the image in the data."""
-
-    height: int
-    seen_width: int
-    """Pixels after resizing for the policy."""
-
-    seen_height: int
-    coordinates: Coordinates | None
-    """None if unknown."""
-
-    @property
-    def scale(self) -> tuple[float, float]:
-        """Pixels of the original image per unit of the policy's coordinates (x, y). Raises: ValueError if unknown."""
-        if self.coordinates is None:
-            raise ValueError(
-                "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
-                "original, resized or norm1000."
-            )
-        if self.coordinates == "norm1000":
-            return self.width / 1000, self.height / 1000
-        return self.width / self.seen_width, self.height / self.seen_height
-
-    def to_original(self, box: Box) -> Box:
-        """Convert a box from the policy's coordinates to pixels of the original image."""
-        x, y = self.scale
-        return box[0] * x, box[1] * y, box[2] * x, box[3] * y
-
-
 @dataclass
 class Prompt:
     """One prompt as read from the dataset, not tokenized yet."""
@@ -101,6 +68,209 @@ class Prompt:
     def label(self) -> str:
         """The prompt's name in messages: file and line, or else source and index."""
         return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
+
+
+@dataclass
+class Completion:
+    """One sampled completion."""
+
+    token_ids: list[int]
+    """[T] sampled tokens, including the stop token; never padding."""
+
+    logprobs: list[float]
+    """[T] nats: log-probability of each token under the distribution it was sampled from."""
+
+    finish_reason: FinishReason
+
+    text: str = ""
+    """The decoded tokens, without special tokens."""
+
+    mask: list[bool] | None = None
+    """[T] True where a token is trained on; None trains on all tokens.
+
+    Tokens that the policy did not sample (tool output) are False.
+    """
+
+    ref_logprobs: list[float] | None = None
+    """[T] nats: log-probability of each token under the reference; None until computed, or without a reference."""
+
+    entropies: list[float] | None = None
+    """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
+    engine does not report it."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the length limit ended the completion."""
+        return self.finish_reason == "length"
+
+
+@dataclass
+class Group:
+    """A prompt and its G completions, whose rewards GRPO compares with each other."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    """[L] the prompt's tokens, unpadded."""
+
+    completions: list[Completion]
+
+    weight_version: int = 0
+    """Number of rollouts before this group was sampled: identifies the weights that sampled the group."""
+
+    image_views: Sequence[ImageView] = ()
+    """One per image of the prompt."""
+
+    vision: PromptVision | None = None
+    """Vision inputs of the prompt; None for a text-only policy."""
+
+
+@dataclass
+class MicroBatch:
+    """Padded prompts and completions of one forward and backward pass."""
+
+    prompt_ids: Tensor
+    """[N, L] left padded."""
+
+    prompt_mask: Tensor
+    """[N, L] bool, True at real tokens."""
+
+    prompt_index: Tensor
+    """[B] row of each completion's prompt in `prompt_ids`."""
+
+    completion_ids: Tensor
+    """[B, T] right padded."""
+
+    attention_mask: Tensor
+    """[B, T] bool, True at real tokens."""
+
+    completion_mask: Tensor
+    """[B, T] bool, True where a token is trained on; may have gaps."""
+
+    advantages: Tensor
+    """[B] float32."""
+
+    rollout_logprobs: Tensor
+    """[B, T] float32, reported by the engine."""
+
+    old_logprobs: Tensor | None = None
+    """[B, T] float32, policy at the start of the cycle; None until computed."""
+
+    ref_logprobs: Tensor | None = None
+    """[B, T] float32, reference; None when beta is 0."""
+
+    num_chunks: int | None = None
+    """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
+    ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
+
+    groups: Sequence[int] = ()
+    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
+
+    numbers: Sequence[int] = ()
+    """[B] index of each completion in its group, -1 for a dummy completion."""
+
+    vision: VisionInputs | None = None
+    """Vision inputs of the prompts; None for a text-only policy."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Copy the micro-batch to `device`."""
+        from torch import Tensor
+
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
+
+
+@dataclass
+class SamplingParams:
+    """Sampling settings of completions.
+
+    The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
+    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the one that is trained, the full
+    softmax at `temperature`.
+    """
+
+    max_completion_length: int = 512
+    """Tokens after which a completion is truncated."""
+
+    temperature: float = 1.0
+    """Divides the logits; the same temperature is used wherever log-probs are computed.
+
+    0 is greedy (evaluation only).
+    """
+
+    top_p: float = 1.0
+    """Nucleus mass (Holtzman et al. 2019); 1 keeps every token."""
+
+    top_k: int = 0
+    """Keep only the k most likely tokens; 0 keeps every token."""
+
+    min_p: float = 0.0
+    """Keep tokens with at least `min_p` times the most likely token's probability; 0 keeps every token."""
+
+    repetition_penalty: float = 1.0
+    """Divides the score of tokens already seen (Keskar et al. 2019); 1 is off."""
+
+    suppress_tokens: list[int] = field(default_factory=list)
+    """Token ids that are never sampled."""
+
+    stop_strings: list[str] = field(default_factory=list)
+    """A completion ends with the token that completes one of these strings."""
+
+    def __post_init__(self) -> None:
+        """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
+        limits = [
+            ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or positive"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive (1 is off)"),
+            ("stop_strings", all(self.stop_strings), "free of empty strings"),
+        ]
+        check_ranges("sampling", self, limits)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if sampling always takes the most likely token."""
+        return self.temperature == 0
+
+    @property
+    def reshaping(self) -> dict[str, Any]:
+        """The settings, by name, that make the sampling distribution differ from the trained one."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
+        return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
+
+
+@dataclass(frozen=True)
+class ImageView:
+    """An image's original size, its size after resizing for the policy, and the policy's coordinate convention."""
+
+    width: int
+    """Pixels of the image in the data."""
+
+    height: int
+    seen_width: int
+    """Pixels after resizing for the policy."""
+
+    seen_height: int
+    coordinates: Coordinates | None
+    """None if unknown."""
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Pixels of the original image per unit of the policy's coordinates (x, y). Raises: ValueError if unknown."""
+        if self.coordinates is None:
+            raise ValueError(
+                "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
+                "original, resized or norm1000."
+            )
+        if self.coordinates == "norm1000":
+            return self.width / 1000, self.height / 1000
+        return self.width / self.seen_width, self.height / self.seen_height
+
+    def to_original(self, box: Box) -> Box:
+        """Convert a box from the policy's coordinates to pixels of the original image."""
+        x, y = self.scale
+        return box[0] * x, box[1] * y, box[2] * x, box[3] * y
 
 
 class ImageFeatures(NamedTuple):
@@ -165,176 +335,6 @@ class EncodedPrompt:
 
     image_views: Sequence[ImageView] = ()
     """One per image."""
-
-
-@dataclass
-class Completion:
-    """One sampled completion."""
-
-    token_ids: list[int]
-    """[T] sampled tokens, including the stop token; never padding."""
-
-    logprobs: list[float]
-    """[T] nats: log-probability of each token under the distribution it was sampled from."""
-
-    finish_reason: FinishReason
-
-    text: str = ""
-    """The decoded tokens, without special tokens."""
-
-    mask: list[bool] | None = None
-    """[T] True where a token is trained on; None trains on all tokens.
-
-    Tokens that the policy did not sample (tool output) are False.
-    """
-
-    ref_logprobs: list[float] | None = None
-    """[T] nats: log-probability of each token under the reference; None until computed, or without a reference."""
-
-    entropies: list[float] | None = None
-    """[T] nats: entropy of the policy's softmax at the sampling temperature when each token was sampled; None if the
-    engine does not report it."""
-
-    @property
-    def is_truncated(self) -> bool:
-        """True if the length limit ended the completion."""
-        return self.finish_reason == "length"
-
-
-@dataclass
-class Group:
-    """A prompt and its G completions, whose rewards GRPO compares with each other."""
-
-    prompt: Prompt
-    prompt_ids: list[int]
-    """[L] the prompt's tokens, unpadded."""
-
-    completions: list[Completion]
-
-    weight_version: int = 0
-    """Number of rollouts before this group was sampled: identifies the weights that sampled the group."""
-
-    image_views: Sequence[ImageView] = ()
-    """One per image of the prompt."""
-
-    vision: PromptVision | None = None
-    """Vision inputs of the prompt; None for a text-only policy."""
-
-
-@dataclass
-class SamplingParams:
-    """Sampling settings of completions.
-
-    The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
-    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the one that is trained, the full
-    softmax at `temperature`.
-    """
-
-    max_completion_length: int = 512
-    """Tokens after which a completion is truncated."""
-
-    temperature: float = 1.0
-    """Divides the logits; the same temperature is used wherever log-probs are computed.
-
-    0 is greedy (evaluation only).
-    """
-
-    top_p: float = 1.0
-    """Nucleus mass (Holtzman et al. 2019); 1 keeps every token."""
-
-    top_k: int = 0
-    """Keep only the k most likely tokens; 0 keeps every token."""
-
-    min_p: float = 0.0
-    """Keep tokens with at least `min_p` times the most likely token's probability; 0 keeps every token."""
-
-    repetition_penalty: float = 1.0
-    """Divides the score of tokens already seen (Keskar et al. 2019); 1 is off."""
-
-    suppress_tokens: list[int] = field(default_factory=list)
-    """Token ids that are never sampled."""
-
-    stop_strings: list[str] = field(default_factory=list)
-    """A completion ends with the token that completes one of these strings."""
-
-    def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
-        limits = [
-            ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or positive"),
-            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "positive (1 is off)"),
-            ("stop_strings", all(self.stop_strings), "free of empty strings"),
-        ]
-        check_ranges("sampling", self, limits)
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if sampling always takes the most likely token."""
-        return self.temperature == 0
-
-    @property
-    def reshaping(self) -> dict[str, Any]:
-        """The settings, by name, that make the sampling distribution differ from the trained one."""
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "suppress_tokens": []}
-        return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
-
-
-@dataclass
-class MicroBatch:
-    """Padded prompts and completions of one forward and backward pass."""
-
-    prompt_ids: Tensor
-    """[N, L] left padded."""
-
-    prompt_mask: Tensor
-    """[N, L] bool, True at real tokens."""
-
-    prompt_index: Tensor
-    """[B] row of each completion's prompt in `prompt_ids`."""
-
-    completion_ids: Tensor
-    """[B, T] right padded."""
-
-    attention_mask: Tensor
-    """[B, T] bool, True at real tokens."""
-
-    completion_mask: Tensor
-    """[B, T] bool, True where a token is trained on; may have gaps."""
-
-    advantages: Tensor
-    """[B] float32."""
-
-    rollout_logprobs: Tensor
-    """[B, T] float32, reported by the engine."""
-
-    old_logprobs: Tensor | None = None
-    """[B, T] float32, policy at the start of the cycle; None until computed."""
-
-    ref_logprobs: Tensor | None = None
-    """[B, T] float32, reference; None when beta is 0."""
-
-    num_chunks: int | None = None
-    """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
-    ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
-
-    groups: Sequence[int] = ()
-    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
-
-    numbers: Sequence[int] = ()
-    """[B] index of each completion in its group, -1 for a dummy completion."""
-
-    vision: VisionInputs | None = None
-    """Vision inputs of the prompts; None for a text-only policy."""
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """Copy the micro-batch to `device`."""
-        from torch import Tensor
-
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
 
 
 Settings = TypeVar("Settings")

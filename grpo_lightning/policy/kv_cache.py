@@ -1,13 +1,14 @@
 """Write-once KV cache for scoring: the states of each prompt are stored once and only read afterwards.
 
-    prefix = PrefixCache(model.config)                                   # phase 1 fills it
+    prefix = PrefixCache(model.config)                                   # the prompt pass fills it
     model(**prompts, past_key_values=prefix, use_cache=True)
-    model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # phase 2 only reads
+    model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # the completion pass only reads
 
-Phase 1 runs the prompts, and phase 2 runs the completions with the cache. The phases have separate cache objects,
-because activation checkpointing recomputes phase 1 in the backward pass, after phase 2 has run: the recompute must find
-phase 1's cache unchanged. Because no state is written twice, both phases can be checkpointed. Linear-attention layers,
-whose states are overwritten in place in the cache of transformers, also become differentiable.
+The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
+cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
+pass has run: the recompute must find the prompt pass's cache unchanged. Because no state is written twice, both passes
+can be checkpointed. Linear-attention layers, whose states are overwritten in place in the cache of transformers, also
+become differentiable.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def fan_out(states: Tensor, rows: Rows) -> Tensor:
 
 
 class StoredAttention(DynamicLayer):
-    """Phase 1 of a full-attention layer: keeps the keys and values of its first update."""
+    """Prompt pass of a full-attention layer: keeps the keys and values of its first update."""
 
     dtype: torch.dtype
     device: torch.device
@@ -63,7 +64,7 @@ class StoredAttention(DynamicLayer):
 
 
 class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
-    """Phase 1 of a sliding-window layer: stores the last window."""
+    """Prompt pass of a sliding-window layer: stores the last window."""
 
     def visible(self, states: Tensor) -> Tensor:
         """The last `sliding_window - 1` positions: the next token completes the window."""
@@ -71,7 +72,7 @@ class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
 
 
 class ReadAttention(DynamicLayer):
-    """Phase 2 of a full-attention layer: attends to [repeated prompt | new tokens] and stores nothing."""
+    """Completion pass of a full-attention layer: attends to [repeated prompt | new tokens] and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class ReadAttention(DynamicLayer):
 
 
 class ReadSlidingAttention(ReadAttention, DynamicSlidingWindowLayer):
-    """Phase 2 of a sliding-window layer."""
+    """Completion pass of a sliding-window layer."""
 
     def __init__(self, stored: StoredSlidingAttention, rows: Rows) -> None:
         DynamicSlidingWindowLayer.__init__(self, stored.sliding_window)
@@ -111,7 +112,7 @@ READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttentio
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Phase 1 of a linear-attention layer: convolution and recurrent states, stored by reference."""
+        """Prompt pass of a linear-attention layer: convolution and recurrent states, stored by reference."""
 
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -139,7 +140,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return any(self.is_conv_states_initialized.values()) or any(self.is_recurrent_states_initialized.values())
 
     class ReadLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Phase 2 of a linear-attention layer."""
+        """Completion pass of a linear-attention layer."""
 
         def __init__(self, stored: StoredLinear, rows: Rows) -> None:
             super().__init__(number_of_states=stored.number_of_states)
@@ -163,14 +164,14 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return recurrent_states
 
     class StoredHybrid(StoredLinear, StoredAttention):
-        """Phase 1 of a hybrid layer with attention and linear attention."""
+        """Prompt pass of a hybrid layer with attention and linear attention."""
 
         def __init__(self, number_of_states: int = 1) -> None:
             StoredAttention.__init__(self)
             StoredLinear.__init__(self, number_of_states=number_of_states)  # type: ignore[call-arg]
 
     class ReadHybrid(ReadLinear, ReadAttention):
-        """Phase 2 of a hybrid layer."""
+        """Completion pass of a hybrid layer."""
 
         def __init__(self, stored: StoredHybrid, rows: Rows) -> None:
             ReadAttention.__init__(self, stored, rows)
@@ -186,7 +187,7 @@ if hasattr(cache_utils, "DummyLayer"):
 
 
 class PrefixCache(Cache):
-    """Phase 1's cache: filled by one forward pass over the prompts.
+    """Cache of the prompt pass: filled by one forward pass over the prompts.
 
     Raises:
         UnsupportedCacheError: If a layer has no write-once version; such models use the dense path.
@@ -201,10 +202,10 @@ class PrefixCache(Cache):
         super().__init__(layers=[STORES[type(layer)](layer) for layer in layers])
 
     def extend(self, rows: Rows) -> ExtendedCache:
-        """Phase 2's cache: the prompts' states, repeated for `rows`.
+        """Cache of the completion pass: the prompts' states, repeated for `rows`.
 
         Raises:
-            LostCacheError: If phase 1 left a layer empty.
+            LostCacheError: If the prompt pass left a layer empty.
         """
         for i, layer in enumerate(self.layers):
             if type(layer) in READS and not layer.is_filled:
@@ -219,7 +220,7 @@ class PrefixCache(Cache):
 
 
 class ExtendedCache(Cache):
-    """Phase 2's cache: reads the prompt and stores nothing."""
+    """Cache of the completion pass: reads the prompt and stores nothing."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The prompts' convolution states, repeated for the completions."""

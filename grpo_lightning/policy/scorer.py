@@ -1,7 +1,7 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
-extended: Phase 1 runs each prompt once, and keeps its KV cache in the autograd graph. Phase 2 runs the completions with
-this cache.
+extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
+the completions with this cache.
 
 dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, and for
 verifying the extended path in tests.
@@ -60,8 +60,8 @@ class Scorer:
 
     Args:
         path: The scoring path.
-        chunk_size: Completions per chunk, which is one forward pass (phase 2, or the dense path). Completions are
-            sorted by length first, to reduce padding. None runs all rows in one chunk.
+        chunk_size: Completions per chunk, which is one forward pass (the completion pass, or the dense path).
+            Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
@@ -146,7 +146,7 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 
 def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
-    """Run phase 1 now, and return the function that runs phase 2 for a chunk."""
+    """Run the prompt pass now, and return the function that runs the completion pass for a chunk."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     inputs = {
@@ -159,13 +159,13 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         first = head.prompt_states(model, inputs | images)  # [N, 1, ...] predicts the first completion token
 
     def score(rows: Tensor | None) -> Tensor:
-        ids, mask, fan = rows_of(batch, rows)
+        ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
         width = ids.shape[1]
         # The last token predicts nothing, so it is no input. There are always at least two input columns, because
         # models use in-place decoding kernels for a single token.
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
-        seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()
+        seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
         # The additional column repeats the last position, so that no row becomes longer.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
