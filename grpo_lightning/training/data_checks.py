@@ -52,7 +52,8 @@ def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
     Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
 
     Raises:
-        ValueError: If a reward cannot score some rows; the message names the rows.
+        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. Rows
+            that another reward cannot score only cause a warning.
     """
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
