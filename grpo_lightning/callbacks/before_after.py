@@ -63,7 +63,7 @@ class BeforeAfter(L.Callback):
         self.bar: Tqdm | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate before training. A resumed run keeps the results of its first start; `fast_dev_run` has none."""
+        """Evaluate before training. A resumed run keeps the earlier results; a `fast_dev_run` does not evaluate."""
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
@@ -185,7 +185,7 @@ class BeforeAfter(L.Callback):
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """Loader of all validation prompts, also those beyond `limit_val_batches`; without data module, the trainer's."""
+    """Loader of all validation prompts, ignoring `limit_val_batches`; the trainer's loader without a data module."""
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
     return [] if loader is None else loader

@@ -239,7 +239,7 @@ def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """Text of the question: the prompt, or for a chat the text of its last user or system message."""
+    """Text of the question: the prompt, or for a chat the text of the last message that is not an answer."""
     if isinstance(content, str):
         return content
     # A final assistant message is the prefix of the answer.

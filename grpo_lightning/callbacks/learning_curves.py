@@ -89,7 +89,7 @@ class LearningCurves(L.Callback):
                 self.draw(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record such metrics of the last step of the epoch, before Lightning discards them."""
+        """Record metrics that the epoch's last step logged late (`time/update`), before Lightning discards them."""
         self.note(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

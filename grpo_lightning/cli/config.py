@@ -94,7 +94,8 @@ def check_positions(args: Sequence[str]) -> None:
     """Check that every argument after the command is a flag or its value.
 
     Raises:
-        ConfigurationError: If an argument is neither. For a file or recipe, the message shows how to write it.
+        ConfigurationError: If an argument is neither a flag nor a value. For a file or recipe, the message shows how to
+            write it.
     """
     values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
     for i, arg in enumerate(args[1:], start=1):
@@ -151,7 +152,7 @@ def load_settings(value: str) -> Any:
     """Load the value of a flag: if it is a file, the settings in the file; else the value itself as YAML.
 
     Raises:
-        ConfigurationError: If `load` raises it.
+        ConfigurationError: For the same reasons as in `load`.
     """
     if is_settings_file(value):
         return load(Path(value).read_text(encoding="utf-8"), value, is_strict=True)
@@ -223,7 +224,7 @@ def full_name(name: Any) -> Any:
 
 
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
-    """Expand short names in flags (`--model.optimizer=AdamW`). The parser expands those in files of settings."""
+    """Expand short names in flags (`--model.optimizer=AdamW`). The parser expands short names in files."""
     full = list(args)
     for i, flag, value in pairs(args):
         *sections, key = flag.removeprefix("--").split(".")
@@ -347,7 +348,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
     """Return the class whose arguments are the keys below a key; None if the user has to name the class.
 
     The class is a dataclass, the class of the key's default, or a class of this package without subclasses. If the key
-    holds a list, it is the class of the list's items.
+    holds a list, the class is that of the list's items.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])
@@ -405,7 +406,7 @@ def nested_keys(key: str, hint: Any, default: Any = None) -> Iterator[str]:
 
 
 def defaults_of_null(keys: Mapping[str, Key]) -> dict[str, dict[str, Any]]:
-    """Default values of each dataclass setting, by dotted key. They apply if the setting is null."""
+    """Default values of each dataclass setting, by dotted key. These values apply if a setting is null."""
     kinds = {key: kind for key, own in keys.items() for kind in members(own.hint) if dataclasses.is_dataclass(kind)}
     return {
         key: {

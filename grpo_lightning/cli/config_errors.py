@@ -1,7 +1,7 @@
 """Explain refused settings in one line: file, key, value, and what is allowed.
 
 The parser itself prints sixty lines of usage, and then lists one problem for each type that the value may have. This
-module extracts key and value from the parser's message, and finds the file or flag that gives them.
+module extracts key and value from the parser's message, and finds the file or flag that contains them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def read_problem(message: str) -> Problem:
 
 
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
-    """Convert the parser's message to file, key, value and what is allowed, or shorten it if that is impossible."""
+    """Replace the parser's message by file, key, value and what is allowed. Shorten messages of unknown form."""
     if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
         return missing_keys((missing[1] or missing[2]).split(", "), keys)
     if top := re.match(

@@ -110,7 +110,7 @@ def instantiate(
 
 
 def find_own_modules() -> None:
-    """Add the current folder to `sys.path`, as Python does not for console scripts, to find the user's rewards."""
+    """Add the current folder to `sys.path`, so that a console script can import the user's own rewards."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

@@ -110,7 +110,7 @@ def keep_old_config(folder: Path, text: str) -> None:
 def remove_without_results(folder: Path) -> None:
     """Remove the folder of a run if it holds only settings and empty logs.
 
-    The contents of TensorBoard files are not checked: metrics.csv is empty if they contain no metrics.
+    The contents of TensorBoard files are not checked, because metrics.csv has the same metrics.
     """
 
     def is_empty(path: Path) -> bool:

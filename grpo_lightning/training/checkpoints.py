@@ -74,7 +74,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Tell the checkpoint callbacks that the resumed step is already saved, which they forget when they resume."""
+        """Tell the checkpoint callbacks that the resumed step is already saved, as Lightning does not do so."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -240,7 +240,7 @@ def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
 
 
 def refuse_incomplete(trainer: L.Trainer) -> None:
-    """Make the strategy's `load_checkpoint` raise ValueError for checkpoints that are incomplete or unreadable to it.
+    """Make the strategy's `load_checkpoint` raise ValueError for checkpoints that are incomplete or unreadable.
 
     The message names what the checkpoint lacks. The check is in the strategy, because Lightning passes the path of the
     checkpoint only to the strategy.

@@ -69,7 +69,7 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
-    """Check three settings. Raises: ValueError if a value is unknown, or if the correction would have no effect."""
+    """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
     if old_logprobs not in ("recompute", "rollout"):
         raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {old_logprobs!r}.")
     filters = get_args(OverlongFilter)
@@ -232,7 +232,7 @@ def num_batches(trainer: L.Trainer) -> int:
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
-    """Check that the validation interval fits an epoch, before Lightning does so with the weights already loaded.
+    """Check that the validation interval fits an epoch. Lightning checks this only after the weights are loaded.
 
     If an interval is set but there is no validation data, a warning is logged and no error raised, so that a recipe
     works without its validation data. A time interval may be longer than an epoch.

@@ -1,6 +1,6 @@
 """Checks of a run's data before weights are loaded, as far as the data is known by then.
 
-They include a check of box coordinates: rewards, metrics and callbacks must all use the same coordinates.
+One check is about box coordinates: rewards, metrics and callbacks must all use the same coordinates.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def check_prompts(
 ) -> None:
     """Check that tokenizer and model support the prompts, if the data is already known.
 
-    To save time, a text prompt is only tokenized if its number of bytes, which is at least its number of tokens, could
-    be too long for the model.
+    A text has at most as many tokens as bytes. To save time, a prompt without images is therefore only tokenized if
+    it has more bytes than the model supports tokens.
 
     Args:
         loader: Loader of the policy.
@@ -151,9 +151,9 @@ def check_prompts(
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
     """Tokens of a run's longest prompt plus completion, if the policy's RoPE depends on the sequence length.
 
-    The prompt length is `data.max_prompt_length`. Without this limit, it is the length of the longest prompt if all
-    datasets are lists; for streams and custom loaders it is unknown, and the result is None. The result is also None
-    for other RoPE types, and then no prompt is tokenized.
+    The prompt length is `data.max_prompt_length`. Without this limit, the length of the longest prompt is
+    used if all datasets are lists. For streams and custom loaders, this length is unknown, and the result is None. The
+    result is also None for other RoPE types, and then no prompt is tokenized.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -190,8 +190,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Number of tokens that a chat template adds to a prompt, or more. If a template adds more tokens than this, a prompt
-that is too long raises its error only when completions are sampled."""
+"""Upper bound of the tokens that a chat template adds to a prompt. If a template adds more tokens, the error for a
+prompt that is too long is raised only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -205,9 +205,9 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
     """Check that ground-truth boxes are converted to pixels only once.
 
     Raises:
-        ValueError: If a dataset entry declares its boxes as 0 to 1000, and a reward, metric or callback declares the
-            same of the ground truth. The boxes are converted to pixels when the dataset is read, and would be converted
-            again by the reward, metric or callback.
+        ValueError: If a dataset entry has `boxes: norm1000`, and a reward, metric or callback has `gold_coordinates:
+            norm1000`. The boxes are converted to pixels when the dataset is read, and the reward, metric or callback
+            would convert them again.
     """
     converted = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
     rewards = [reward.reward for reward in reward_set.rewards]
@@ -224,12 +224,12 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check that rewards, metrics and callbacks use the same box coordinates, and know those of the policy.
+    """Check that rewards, metrics and callbacks agree on box coordinates, and that those of the policy are known.
 
     Raises:
         ValueError: If a metric or callback reads ground-truth boxes in other coordinates than all rewards that read the
             same column. Also if a reward, metric or callback has to use the box coordinates of the policy's model
-            family (`coordinates: auto`), but they are not known.
+            family (`coordinates: auto`), but these coordinates are not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:

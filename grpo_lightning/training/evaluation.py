@@ -158,7 +158,7 @@ def merge_numbers(numbers: dict[str, float], others: dict[str, float]) -> dict[s
 
 
 def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
-    """Check that no name of `others` is in `names`. Raises: ValueError if one is; the message names it."""
+    """Check that names of metrics are unique. Raises: ValueError if a name is in both arguments."""
     if duplicates := sorted(set(names) & set(others)):
         raise ValueError(
             f"validation.metrics has {duplicates[0]!r}, which is also the name of a reward or another metric. Remove "

@@ -289,7 +289,7 @@ def check_names_and_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tens
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
-    """All names of each parameter, and the parameter."""
+    """Each parameter of the model once, together with all its names."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,6 +1,6 @@
-"""Access to Lightning's private state, one function each. Start here when upgrading Lightning.
+"""Access to Lightning's private attributes, in one function for each. Start here when upgrading Lightning.
 
-Private methods of its strategies are overridden in `strategies.py`.
+In addition, `strategies.py` overrides private methods of Lightning's strategies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def reading_loops(trainer: L.Trainer) -> list[Any]:
 
 
 def given_loader(loop: Any) -> Any:
-    """The loader, data module or module that the trainer got for a loop; None if it has not got one yet."""
+    """The loader, data module or module that was passed to the trainer as the data of a loop; None without data."""
     return loop._data_source.instance
 
 
@@ -40,7 +40,7 @@ def has_validation_data(trainer: L.Trainer) -> bool:
 
 
 def validation_seconds(trainer: L.Trainer) -> float | None:
-    """`val_check_interval` in seconds, else None. Lightning sets no public attribute for an interval of time."""
+    """`val_check_interval` in seconds; None if it is not a time. Lightning has no public attribute for a time."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 

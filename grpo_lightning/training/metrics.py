@@ -51,7 +51,7 @@ class Tally:
     kind: Kind
     total: float | Tensor
     count: float | Tensor = 0.0
-    """Number of items that `total` is the sum of, for a mean."""
+    """For a mean, the number of items whose sum is `total`."""
 
     per: str = ""
     """Name of the "slowest" metric that a rate is divided by."""
@@ -98,7 +98,7 @@ class StepMetrics:
     def pop(self) -> dict[str, float]:
         """Return the metrics since the last call, reduced over all ranks. Means without items are left out.
 
-        Collective: all ranks call it, and get the same values. Metrics may differ from rank to rank.
+        Collective: all ranks call it, and get the same values. Ranks may have different metrics.
         """
         own = {
             name: Tally(tally.kind, float(tally.total), float(tally.count), tally.per)
@@ -196,7 +196,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations within groups [N, G], of groups with two values or more."""
+    """Sum and number of the unbiased standard deviations within those groups of [N, G] that have two or more values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -219,9 +219,10 @@ def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> No
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    A run may leave completions with advantage 0 out of its micro-batches; no metric depends on whether it does. The
-    mean KL to the reference is over all completions: with a reference, none is left out. The other means describe the
-    policy loss, to which completions with advantage 0 do not contribute, so these means leave out such completions.
+    A run may leave completions with advantage 0 out of its micro-batches; no metric depends on this choice. The mean KL
+    to the reference is over all completions, because a run with a reference leaves out no completion. The other means
+    describe the policy loss, to which completions with advantage 0 do not contribute. So these means are over the
+    completions with other advantages.
 
     `policy/rollout_kl` is KL(engine || policy at the start of the cycle) in nats per token: how much the distribution
     that the engine sampled from differs from that of the policy.

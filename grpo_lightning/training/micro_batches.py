@@ -194,9 +194,9 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's groups of a rollout over all ranks: its i-th group has index `i * world_size + rank` among all.
+    """This rank's share of a rollout over all ranks.
 
-    The rollout of all ranks has `num_groups` groups.
+    The i-th group of this rank has the index `i * world_size + rank` among the `num_groups` groups of all ranks.
     """
 
     num_groups: int
@@ -402,7 +402,7 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
 def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
     """Make a micro-batch of one masked token, for a rank that has no completions left for this micro-step.
 
-    The policy processes it like any other micro-batch, so that all ranks take part in the same collective operations.
+    The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.
 
     Args:
         groups: Groups of this rank. The masked token is the first token of their first completion, or `pad_id` if

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class StepEnd:
     """State of the run right after its latest optimizer step. Every checkpoint contains this state.
 
-    Weights and optimizer do not change between two steps. A checkpoint saved later, inside an accumulation window,
-    after validation or at the end of an epoch, therefore has the same weights as a checkpoint saved right after the
-    step, and a run that loads it resumes right after that step.
+    Weights and optimizer do not change between two steps. So a checkpoint that is saved later, inside an accumulation
+    window, after validation or at the end of an epoch, has the same weights as a checkpoint that is saved right after
+    the step. In both cases, a run resumes right after the step.
     """
 
     num_micro_steps: int
@@ -116,7 +116,7 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Return a name of `end` for the files that ranks save next to its checkpoint; None if no file is needed."""
+        """Return the name for files that ranks save next to the checkpoint of `end`; None if no file is needed."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         return f"step{end.num_steps}-{end.rollout_index}-{end.position}"
@@ -159,7 +159,7 @@ class RunState:
         if not is_training:
             return
         self._restore_reference(state, checkpoint)
-        # No error if the cycle is missing: the next micro-step raises it if it needs the cycle.
+        # If the cycle is missing, the next micro-step that needs the cycle raises an error.
         if state.get("is_pending") and (state["rollout"] or state["moment"]):
             if state["world_size"] != ranks.world_size():
                 raise ValueError(
@@ -171,7 +171,7 @@ class RunState:
             self.cycle = Cycle.from_state_dict(own)
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Restore the reference if it was updated; else check that this run's reference is the same as before."""
+        """Restore the reference if it was updated; else check that this run has made the same reference."""
         if not state.get("has_moved"):
             if self.reference is not None:
                 self.reference.check_fingerprint(state.get("reference_fingerprint", {}))  # {} without a reference

@@ -145,7 +145,7 @@ class GracefulStop(L.Callback):
 
     @property
     def exit_code(self) -> int:
-        """Exit code 128 + signal, as shells expect. If only other ranks got a signal, it counts as SIGTERM."""
+        """Exit code 128 + signal, as shells expect. If only other ranks got a signal, SIGTERM is assumed."""
         return 128 + (self.received or signal.SIGTERM)
 
     def last_words(self) -> str:

@@ -40,17 +40,17 @@ log = logging.getLogger(__name__)
 class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO that divides the loss by `accumulate_grad_batches` only once. On CPUs it runs with gloo.
 
-    In Lightning's own strategy, Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed divides it
-    again. Gradients are then too small by that factor, so gradient clipping has too little effect. Training curves do
-    not show the error, because the updates of AdamW hardly depend on the scale of the gradients.
+    With Lightning's own strategy, Lightning divides the loss by `accumulate_grad_batches`, and then DeepSpeed divides
+    the loss by the same number again. So gradients are too small, and gradient clipping has too little effect. Training
+    curves do not show the error, because the updates of AdamW hardly depend on the scale of the gradients.
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
         config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the other arguments. In a
             configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the setting of
             the Lightning trainer, or the strategy argument of the same name.
-        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0, because
-            prefetching is useless if sampling, scoring and training call the modules in different orders.
+        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
+            sampling, scoring and training call the modules in different orders, which makes prefetching useless.
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
@@ -95,7 +95,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         # With states on the CPU, DeepSpeed by default requires its own optimizer, which has to be compiled.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
-        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # changes the optimizer of stage 1
+        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # with stage 1: another optimizer
             # Otherwise gradients are accumulated in 16 bits, and small gradients are lost to rounding.
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
@@ -191,8 +191,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     ) -> dict[str, Any]:
         """As in Lightning, but evaluation can also load a folder of stage 3, or a file.
 
-        A folder of stage 3 contains the weights only as the float32 masters of the optimizer, and DeepSpeed cannot load
-        these without an optimizer.
+        A folder of stage 3 contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot
+        load master weights without an optimizer.
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -389,7 +389,7 @@ def check_strategy(trainer: L.Trainer) -> None:
     """Check that the strategy trains as a single device would.
 
     Raises:
-        ValueError: If the strategy does not; the message names a strategy that does.
+        ValueError: If the strategy trains differently; the message names a strategy to use instead.
     """
     strategy = trainer.strategy
     kind = type(strategy)

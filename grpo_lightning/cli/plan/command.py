@@ -307,7 +307,8 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 MEASURED_PROMPTS = 256
-"""Number of prompts with the longest texts, which are tokenized: almost always, one has the most tokens of all."""
+"""Number of prompts that are tokenized: those with the longest texts. The prompt with the most tokens is almost always
+among them."""
 
 MEASURED_IMAGES = 10_000
 """Maximum number of prompts whose images are opened to read their sizes."""
@@ -392,7 +393,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Maximum positions of the policy; None if there is no limit, or no policy, which is reported later."""
+    """Maximum positions of the policy. None if the policy has no limit, or is missing (an error that comes later)."""
     from grpo_lightning.policy.hf import num_positions
 
     try:

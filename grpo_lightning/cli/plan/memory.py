@@ -250,7 +250,7 @@ def optimizer_bytes(
 
 
 class Pass(NamedTuple):
-    """One forward pass. Its rows of tokens attend to a context, which is counted in tokens and includes the row."""
+    """One forward pass: each row of tokens attends to a context, which includes the row's own tokens."""
 
     rows: int
     tokens: int
