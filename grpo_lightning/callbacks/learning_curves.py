@@ -204,7 +204,7 @@ def held_out(name: str) -> str:
 
 
 def centred_mean(values: list[float], width: int) -> list[float]:
-    """Centred moving average over `width` values, fewer near both ends.
+    """Centred moving average over `width` values, and over fewer values near the two ends.
 
     The window is always symmetric, so that a straight line is unchanged and the average does not lag.
     """

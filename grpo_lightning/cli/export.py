@@ -24,7 +24,7 @@ def run(args: list[str]) -> None:
     taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
     sees_images = written.sees_images
     tokenizer, model = ("processor", "ImageTextToText") if sees_images else ("tokenizer", "CausalLM")
-    limits = ", the processor's limits of images those of the run" if sees_images else ""
+    limits = "; the image size limits of the processor are those of the run" if sees_images else ""
     print(f"Config, {tokenizer}{taken} are those of {written.policy}{limits}.")
     if written.quantization != "none":
         what = "the adapter goes with" if written.is_adapter else "the adapter is merged into"

@@ -132,7 +132,11 @@ class PrepareDemo:
         self.folder, self.num_threads = Path(folder), num_threads
 
     def __call__(self) -> None:
-        """Build the demo unless it is cached, and copy it to `folder`. Raises: ValueError if there are other files."""
+        """Build the demo unless it is cached, and copy it to the folder.
+
+        Raises:
+            ValueError: If the folder contains other files.
+        """
         torch.set_num_threads(self.num_threads)
         built = self.recipe().prepare(run_seed(None)).folder
         text = (built / RECIPE).read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ PHRASES = (
     *("<think>", "</think><answer>", "<answer>", "</answer>"),
     *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # possible sums of three digits
 )
-"""Texts that are one token each: phrases that all questions of a task have, and numbers of several characters."""
+"""Texts that are one token each: phrases that recur in the questions, and numbers of several characters."""
 
 
 def steps(task: str, entry: Entry) -> str:

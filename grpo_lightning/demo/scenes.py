@@ -212,9 +212,9 @@ class SceneTask:
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
         """The worked completion: the thing's name, its left and upper edge, then its box.
 
-        The model finds each number in two steps from the text before the number. It finds the left edge by the word
-        before it: the colour, or the shape if the question does not name the colour. It finds the upper edge by colour
-        and shape together, which the comma token collects.
+        The model finds each number in two steps from the text before the number. It finds the left edge by the colour,
+        or by the shape if the question does not name the colour. It finds the upper edge by colour and shape together,
+        which the comma token collects.
         """
         colour, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)

@@ -101,7 +101,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn if a checkpoint that can be resumed is saved after the averaged weights have replaced the trained ones."""
+    """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -146,7 +146,7 @@ def save_complete(
 
 
 def local_path(filepath: Any) -> Path | None:
-    """Convert to a local path; None for a remote one (`s3://...`)."""
+    """Convert to a local path; None for a remote path (`s3://...`)."""
     return None if "://" in str(filepath) else Path(filepath)
 
 

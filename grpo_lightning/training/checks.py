@@ -83,7 +83,7 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check the distribution that training samples from, and warn if it is not the one that is trained.
+    """Check the sampling distribution of training, and warn if it differs from the distribution that is trained.
 
     Raises:
         ValueError: If sampling is greedy.

@@ -126,7 +126,7 @@ def restore_position(trainer: L.Trainer) -> None:
         loop._combined_loader_states_to_load = []
     loop._load_combined_loader_states()  # for loaders that are not prompt sources
     if loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
-        # With `max_steps`, Lightning treats the first micro-step of an epoch as a repeated one.
+        # With `max_steps`, Lightning treats the first micro-step of an epoch as a repeated micro-step.
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     else:
         recount_batches(trainer)

@@ -195,8 +195,8 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
     if S % A and (A % S or script.num_iterations > 1):
         differences.append(
-            f"The script samples for {S} micro-steps at once, and an update has {A} micro-steps, so some updates "
-            "train on samples of two generations. In this package, a rollout is divided into complete updates."
+            f"In the script, a generation covers {S} micro-steps and an update {A}, so some updates start inside one "
+            "generation and end in the next. In this package, a rollout is divided into complete updates."
         )
     updates = max(1, round(S / A))
     prompts = b * W * A * updates // G
