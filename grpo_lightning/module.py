@@ -3,6 +3,11 @@
 A cycle starts with a rollout: G completions are sampled for every prompt, scored, and compared within their group. The
 rollout is split into micro-batches, and each `training_step` of the cycle trains on one of them. Lightning's automatic
 optimization is used, so accumulation, clipping, schedules, `max_steps` and callbacks work as usual.
+
+The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
+step instead of a mean of per-completion means (`Objective.aggregate`), and log-ratio and k3 are bounded
+(`functional.losses`). Two things save time without a change of the loss or its gradient: a prompt runs once per group,
+and completions of advantage 0 skip the policy's passes if neither KL nor entropy is trained.
 """
 
 from __future__ import annotations
@@ -25,11 +30,20 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
-from grpo_lightning.data.source import PromptSource, as_prompt_batch
+from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
+from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
-from grpo_lightning.policy.reference import FrozenCopy, RunReference, SyncReference, fingerprint, make_reference
+from grpo_lightning.policy.reference import (
+    FrozenCopy,
+    Reference,
+    RunReference,
+    SyncReference,
+    fingerprint,
+    make_reference,
+)
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.trainable import keep_frozen_out_of_checkpoints
@@ -52,8 +66,15 @@ from grpo_lightning.rollout.groups import (
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
-from grpo_lightning.training.actor import Actor, Offloadable, offloaded, seeded_dropout
-from grpo_lightning.training.evaluation import Evaluation, Validation, evaluation_tables, numbers_of, records
+from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, offloaded, seeded_dropout
+from grpo_lightning.training.evaluation import (
+    Evaluation,
+    EvaluationTable,
+    Validation,
+    evaluation_tables,
+    numbers_of,
+    records,
+)
 from grpo_lightning.training.lightning_internals import set_position
 from grpo_lightning.training.metrics import (
     PeakMemory,
@@ -106,9 +127,16 @@ class GRPOLightningModule(L.LightningModule):
         seed: Sampling seed; null uses the seed of `seed_everything`.
     """
 
+    # Set when the policy is loaded
     policy: nn.Module
+    reference: Reference | None
+    tokenizer: Any
+    encoder: Encoder
     scorer: Scorer
+    sharding: Sharding
+    # Set by `configure_optimizers` and at the start of a validation
     optimizer_settings: list[dict[str, Any]]
+    tables: list[dict[str, EvaluationTable]]
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
         self,
@@ -129,7 +157,7 @@ class GRPOLightningModule(L.LightningModule):
         num_generations: int = 8,
         num_iterations: int = 1,
         updates_per_rollout: int = 1,
-        old_logprobs: Literal["recompute", "rollout"] = "recompute",
+        old_logprobs: OldLogprobs = "recompute",
         dynamic_sampling: DynamicSampling | None = None,
         overlong_filter: OverlongFilter = "none",
         seed: int | None = None,
@@ -172,10 +200,12 @@ class GRPOLightningModule(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, its share of the optimizer step's loss. The first of a cycle samples a rollout."""
-        if self.is_rollout_due(batch, batch_idx):
+        prompts = as_prompt_batch(batch)
+        self.continue_cycle(prompts, batch_idx)
+        if self.is_rollout_due(batch_idx):
             # Lightning zeroes gradients only after the training step; they would occupy memory during sampling.
             self.policy.zero_grad()
-            rollout = self.sample_and_score(as_prompt_batch(batch).prompts)
+            rollout = self.sample_and_score(prompts.prompts)
             rollout = self.resample(rollout)
             rollout = self.compute_advantages(rollout)
             self.start_cycle(rollout)
@@ -185,18 +215,18 @@ class GRPOLightningModule(L.LightningModule):
     # The steps of the algorithm. Each can be overridden without calling super(): logging, checkpoints and dynamic
     # sampling do not depend on their bodies.
 
-    def sample(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Rollout:
+    def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts from the current weights.
 
         Args:
             prompts: N prompts of this rank.
-            numbers: N indices of the prompts among those that all ranks sample in this cycle; by default the first
+            indices: N indices of the prompts among those that all ranks sample in this cycle; by default the first
                 ones, round-robin over ranks. The seed of a prompt follows from its index, so that completions do not
                 depend on the number of ranks.
         """
         self.engine.sync_weights(self.policy)
-        numbers = ranks.own_numbers(len(prompts)) if numbers is None else numbers
-        seeds = [derived_seed(run_seed(self.seed), "rollout", self.run.rollout_index, number) for number in numbers]
+        indices = ranks.own_indices(len(prompts)) if indices is None else indices
+        seeds = [derived_seed(run_seed(self.seed), "rollout", self.run.rollout_index, index) for index in indices]
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
     def score_rewards(self, rollout: Rollout) -> Rollout:
@@ -241,11 +271,11 @@ class GRPOLightningModule(L.LightningModule):
         batch = turn.batch
         position = self.trainer.fit_loop.epoch_loop.total_batch_idx
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
-            scores = self.actor.score(batch, trains_entropy=self.objective.trains_entropy)
+            tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
-            batch.old_logprobs = scores.logprobs.detach()
+            batch.old_logprobs = tokens.logprobs.detach()
         longest = self.sampling.max_completion_length
-        terms = self.objective(scores.logprobs, batch, turn.counts, longest, entropy=scores.entropy)
+        terms = self.objective(tokens.logprobs, batch, turn.counts, longest, entropy=tokens.entropy)
         add_update(self.metrics, batch, terms)
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
@@ -255,15 +285,15 @@ class GRPOLightningModule(L.LightningModule):
     def actor(self) -> Actor:
         """Bundles the policy, the reference and the scorer, which compute log-probs of a rollout."""
         return Actor(
-            self.policy,
-            self.reference,
-            self.scorer,
-            self.encoder,
-            self.sharding,
-            self.sampling.temperature,
-            self.tokenizer.pad_token_id,
-            self.device,
-            self.phase,
+            policy=self.policy,
+            reference=self.reference,
+            scorer=self.scorer,
+            encoder=self.encoder,
+            sharding=self.sharding,
+            temperature=self.sampling.temperature,
+            pad_id=self.tokenizer.pad_token_id,
+            device=self.device,
+            phase=self.phase,
         )
 
     @property
@@ -271,14 +301,14 @@ class GRPOLightningModule(L.LightningModule):
         """Micro-batches, optimizer steps and epochs per rollout."""
         return CycleShape(self.trainer.accumulate_grad_batches, self.updates_per_rollout, self.num_iterations)
 
-    def sample_and_score(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Rollout:
+    def sample_and_score(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample a rollout, score it and log both. Dynamic sampling calls this again for new prompts.
 
         Raises:
             ValueError: If `score_rewards` did not return one reward per completion.
         """
         with self.phase("rollout"), offloaded(self.offload, self.policy, self.reference, self.trainer.optimizers):
-            rollout = self.sample(prompts) if numbers is None else self.sample(prompts, numbers)
+            rollout = self.sample(prompts) if indices is None else self.sample(prompts, indices)
         add_rollout(self.metrics, rollout.groups)
         mask_truncated(rollout.groups, self.overlong_filter)
         rollout = self.score_rewards(rollout)
@@ -348,13 +378,15 @@ class GRPOLightningModule(L.LightningModule):
         """Number of micro-steps trained on one rollout."""
         return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
-    def is_rollout_due(self, batch: Any, batch_idx: int) -> bool:
-        """True at the start of a cycle. Checks that the data loader and the pending cycle are at the same position."""
+    def is_rollout_due(self, batch_idx: int) -> bool:
+        """True at the start of a cycle."""
+        return batch_idx % self.cycle_shape.num_micro_steps == 0
+
+    def continue_cycle(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Check that the data loader is at the position of the pending cycle, and restore the cycle's images."""
         shape = self.cycle_shape
-        position = batch_idx % shape.num_micro_steps
-        shape.check_position(self.run.cycle, as_prompt_batch(batch), position)
-        self.restore_images(as_prompt_batch(batch).prompts)
-        return position == 0
+        shape.check_position(self.run.cycle, batch, batch_idx % shape.num_micro_steps)
+        self.restore_images(batch.prompts)
 
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
         """Restore the images of a cycle that was loaded from a checkpoint, which holds none.
@@ -408,7 +440,7 @@ class GRPOLightningModule(L.LightningModule):
 
         The seed of a prompt follows from its index in the data alone.
         """
-        num_generations, sampling = self.validation.draw(self.sampling, is_greedy=is_greedy)
+        num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
         names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
         seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
@@ -487,7 +519,7 @@ class GRPOLightningModule(L.LightningModule):
     @property
     def validation_sampling(self) -> SamplingParams:
         """Sampling parameters of validation."""
-        return self.validation.draw(self.sampling, is_greedy=False)[1]
+        return self.validation.sampling_settings(self.sampling, is_greedy=False)[1]
 
     def configure_model(self) -> None:
         """Load the policy and connect engine and rewards to it. Idempotent: Lightning calls it more than once."""
@@ -496,7 +528,7 @@ class GRPOLightningModule(L.LightningModule):
             return
         self.engine.connect(self.policy, self.tokenizer, self.sharding)
         if self.scorer is not None:
-            self.check_sampling(self.scorer)
+            self.check_engine(self.scorer)
         device = self._trainer.strategy.root_device if self._trainer else self.device  # the module moves there later
         self.reward_set.connect(device, self.sharding, self._trainer.num_devices if self._trainer else 1)
         self.is_connected = True
@@ -565,10 +597,10 @@ class GRPOLightningModule(L.LightningModule):
         """Choose the scorer of sharded weights, which can only run from here on."""
         if self.scorer is None:
             scorer = self.loader.choose_scorer(self.policy, self.encoder)
-            self.check_sampling(scorer)
+            self.check_engine(scorer)
             self.scorer = scorer
 
-    def check_sampling(self, scorer: Scorer) -> None:
+    def check_engine(self, scorer: Scorer) -> None:
         """Check that `LocalEngine` samples with the log-probs of the scorer; other engines are not checked."""
         if isinstance(self.engine, LocalEngine):
             self.engine.check(scorer)

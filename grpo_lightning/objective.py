@@ -98,6 +98,8 @@ class Objective:
            - entropy_coefficient * mean of entropy over tokens
     """
 
+    # Ratio and surrogate
+
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
     """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
     log-prob (GSPO-token)."""
@@ -115,9 +117,13 @@ class Objective:
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
 
+    # From tokens to the loss
+
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over tokens, mean over completions of their token means, or sum over tokens divided by the number of
     completions times the maximum completion length."""
+
+    # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """Subtracted from the reward: the mean of the group, or of the other completions in the group."""
@@ -130,6 +136,8 @@ class Objective:
     """Divisor of reward minus baseline: unbiased std + 1e-4 of the rewards in the group (`group_std`) or the rollout
     (`batch_std`), or of all group-centred rewards of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the
     group's mean reward (`group_mean`, MaxRL), a success rate: negative rewards raise an error."""
+
+    # KL to the reference, and entropy
 
     beta: float = 0.04
     """Weight of the KL to the reference; 0 loads no reference."""
@@ -149,11 +157,15 @@ class Objective:
     """Weight of the entropy bonus: exact over the vocabulary, a mean over all tokens whatever `aggregate` is; 0
     disables it."""
 
+    # SAPO
+
     sapo_temperature: float = 1.0
     """Temperature (tau) of SAPO's gate where the advantage is positive; larger closes it sooner."""
 
     sapo_temperature_negative: float = 1.05
     """Temperature of SAPO's gate where the advantage is not positive."""
+
+    # Off-policy corrections
 
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """Off-policy correction: weight the loss by the policy's probability over the engine's, per token or per
@@ -245,9 +257,9 @@ class Objective:
         advantages = batch.advantages[:, None]
         ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=self.ratio)
         loss = self._surrogate(ratio, advantages, logprobs)
-        correction = self._correction(logprobs, batch)
-        if correction is not None:
-            loss = torch.where(mask, loss, 0.0) * correction[0]
+        rollout_weight, is_corrected = self._correction(logprobs, batch) or (None, None)
+        if rollout_weight is not None:
+            loss = torch.where(mask, loss, 0.0) * rollout_weight
         kl, kl_clamped = torch.zeros_like(logprobs), None
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
@@ -257,7 +269,6 @@ class Objective:
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
         clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
-        rollout_weight, is_corrected = correction or (None, None)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -271,13 +282,13 @@ class Objective:
                 raise ValueError("objective.entropy_coefficient is set, but no entropy was given; pass `entropy`.")
             total = total - self.entropy_coefficient * mean(entropy, by="token")
         return ObjectiveTerms(
-            total,
-            kl.detach(),
-            clipped_low,
-            clipped_high,
-            ratio.detach().expand_as(mask) * mask,
-            rollout_weight,
-            is_corrected,
+            loss=total,
+            kl=kl.detach(),
+            clipped_low=clipped_low,
+            clipped_high=clipped_high,
+            ratio=ratio.detach().expand_as(mask) * mask,
+            rollout_weight=rollout_weight,
+            is_corrected=is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
         )

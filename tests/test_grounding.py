@@ -179,13 +179,17 @@ def test_metrics_of_ones_own():
 def test_a_name_that_is_taken(metrics):
     table = table_of(*metrics)
     table.update(two_sources())
-    with pytest.raises(ValueError, match=r"validation\.metrics gives '(right|iou)', and so does a reward, or another"):
+    with pytest.raises(
+        ValueError, match=r"validation\.metrics has '(right|iou)', which is also the name of a reward or another"
+    ):
         table.compute()
 
 
 @pytest.mark.parametrize("metrics", [[MeanIoU()], [RECAccuracy(), RECAccuracy()]])
 def test_a_name_that_is_taken_is_refused_before_a_run(metrics):
-    with pytest.raises(ValueError, match=r"validation\.metrics gives '(iou|rec_accuracy@0.5)', and so does a reward"):
+    with pytest.raises(
+        ValueError, match=r"validation\.metrics has '(iou|rec_accuracy@0.5)', which is also the name of a reward"
+    ):
         make_module(rewards=[IoU()], validation=Validation(metrics=metrics))
 
 

@@ -153,4 +153,4 @@ def test_adapters_alone_are_given_to_the_optimizer(folder):
 def test_the_run_says_what_is_trained(folder, caplog):
     with caplog.at_level(logging.INFO):
         fit(module_of(folder), max_steps=1)
-    assert "LoRA: 6,144 weights are trained, next to down_proj, gate_proj, k_proj" in caplog.text
+    assert "LoRA: 6,144 trainable parameters, next to down_proj, gate_proj, k_proj" in caplog.text

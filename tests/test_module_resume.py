@@ -145,9 +145,7 @@ def test_a_half_written_checkpoint_is_refused(tmp_path):
         train(tmp_path, KillAt(5))
     path = Path(newest(tmp_path))
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(
-        ValueError, match=f"The checkpoint {re.escape(str(path))} cannot be used: it was not written to"
-    ):
+    with pytest.raises(ValueError, match=f"The checkpoint {re.escape(str(path))} cannot be used: it is incomplete"):
         train(tmp_path, resume=True)
 
 
@@ -407,8 +405,11 @@ def test_files_of_the_ranks_that_were_not_copied_are_named_when_the_checkpoint_i
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (3, r"lacks 12 of 39 trained weights, policy.model.layers.2.self_attn.q_proj.weight first"),
-        (1, r"has 12 weights that the policy does not have, policy.model.layers.1.self_attn.q_proj.weight first"),
+        (3, r"lacks 12 of 39 trained weights, for example policy.model.layers.2.self_attn"),
+        (
+            1,
+            r"has 12 weights that the policy does not have, for example policy.model.layers.1.self_attn",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_policy_is_refused(killed_mid_cycle, layers, message):
@@ -519,7 +520,7 @@ def test_a_checkpoint_saved_after_the_weights_were_averaged_is_said(tmp_path, ca
     during = ModelCheckpoint(tmp_path / "during", every_n_train_steps=1, save_last=True)
     (warning,) = said(EMAWeightAveraging(decay=0.5), during)
     assert f"The checkpoint {tmp_path / 'late.ckpt'} is saved" in warning
-    assert "EMAWeightAveraging has put the average" in warning
+    assert "EMAWeightAveraging has replaced the weights by their average" in warning
     assert said(EMAWeightAveraging(decay=0.5), during, weights_only=True) == []
     assert said(during) == []
     late = ModelCheckpoint(tmp_path / "last", every_n_train_steps=5, save_last=True)

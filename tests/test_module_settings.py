@@ -36,16 +36,22 @@ def matches_answer(completions, answer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_generations": 1}, "model.num_generations must be at least 2, got 1: a lone completion has no group"),
+        ({"num_generations": 1}, "model.num_generations must be at least 2, got 1: a single completion has no group"),
         ({"num_iterations": 0}, "model.num_iterations must be at least 1, got 0"),
         ({"updates_per_rollout": 0}, "model.updates_per_rollout must be at least 1, got 0"),
         ({"sampling": SamplingParams(temperature=0)}, r"model.sampling.temperature is 0 \(greedy\).* Set it above 0"),
-        ({"old_logprobs": "engine"}, "model.old_logprobs must be 'recompute' or 'rollout', got 'engine'"),
+        ({"old_logprobs": "engine"}, "model.old_logprobs must be one of recompute, rollout, got 'engine'"),
         ({"objective": 0.1}, r"model.objective must be of Objective, got 0.1: write Objective"),
         ({"objective": {"beta_": 0.0}}, r"model.objective has no field 'beta_': did you mean beta\?"),
-        ({"optimizer": 1e-4}, r"model.optimizer must be something to call with the parameters.*, got 0.0001: write"),
+        (
+            {"optimizer": 1e-4},
+            r"model.optimizer must be a callable that takes the parameters or the optimizer, got 0.0001: use",
+        ),
         ({"policy": 3}, "model.policy must be a name, a folder, a PolicyLoader, or a transformers model .*, got 3"),
-        ({"validation": Validation(success="speed")}, "validation.success names .*got 'speed'; available: vowel_share"),
+        (
+            {"validation": Validation(success="speed")},
+            "validation.success must name the reward .*got 'speed'; available: vowel_share",
+        ),
         ({"rewards": []}, "rewards must be a list of at least one reward"),
         ({"rewards": [vowel_share, vowel_share]}, "2 rewards are named 'vowel_share'"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries and rewards has 1"),
@@ -161,7 +167,7 @@ def test_a_strategy_that_trains_something_else_is_refused():
 def test_two_clippings_are_refused():
     strategy = GRPODeepSpeedStrategy(config={"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})
     trainer = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, strategy=strategy, gradient_clip_val=1.0)
-    with pytest.raises(ValueError, match=r"clips gradients at 0\.5 \(gradient_clipping\), and .* is 1\.0"):
+    with pytest.raises(ValueError, match=r"clips gradients at 0\.5 \(gradient_clipping\), but .* is 1\.0"):
         check_trainer(trainer)
     trainer.gradient_clip_val = 0.5
     check_trainer(trainer)
@@ -181,14 +187,16 @@ def test_more_micro_batches_than_completions_are_refused_before_weights(settings
     accumulate = 9 // settings["updates_per_rollout"]
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate)
     source = make_source(module, batch_size=2, accumulate=accumulate)
-    message = r"2 prompts \(data.batch_size\) x 4 completions .*cannot be cut into 9 micro-batches .*Lower trainer.acc"
+    message = (
+        r"2 prompts \(data.batch_size\) x 4 completions .*cannot be split into 9 micro-batches .*Lower trainer.acc"
+    )
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, source)
 
 
 def test_a_correction_needs_the_policys_own_log_probs():
     objective = Objective(rollout_correction="token_mask")
-    with pytest.raises(ValueError, match=r"rollout_correction is 'token_mask', and model\.old_logprobs 'rollout'"):
+    with pytest.raises(ValueError, match=r"rollout_correction is 'token_mask', but model\.old_logprobs 'rollout'"):
         make_module(objective=objective, old_logprobs="rollout")
     make_module(objective=objective)
 

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from grpo_lightning.data.source import PromptSource, as_prompt
+from grpo_lightning.data.batch import as_prompt
+from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear

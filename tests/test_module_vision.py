@@ -159,7 +159,7 @@ def test_the_first_ratio_is_one(family, image_files):
         class Ratios(GRPOLightningModule):
             def update(self, turn, ratios=ratios):
                 with torch.no_grad():
-                    logprobs = self.actor.score(turn.batch).logprobs
+                    logprobs = self.actor.token_logprobs(turn.batch).logprobs
                 loss = super().update(turn)
                 difference = (logprobs - turn.batch.old_logprobs)[turn.batch.completion_mask]
                 ratios.append(difference.abs().max().item())
@@ -229,7 +229,7 @@ def test_a_video_is_refused_before_weights_are_loaded(image_files):
     module.loader.load = None
     prompts = vision_prompts(image_files)
     prompts[-1].content[0]["content"].append({"type": "video", "video": "a.mp4"})
-    with pytest.raises(ValueError, match="has a message part of type 'video', and policies are given parts of type"):
+    with pytest.raises(ValueError, match="has a message part of type 'video'; only 'text' and 'image' are supported"):
         make_trainer(max_steps=1).fit(module, make_source(module, prompts))
 
 

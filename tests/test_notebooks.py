@@ -7,6 +7,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.marks import only
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 # In the place of the cell tagged `parameters`: the same names, seconds instead of minutes.
@@ -46,7 +48,7 @@ def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == sorted(SHORTENED)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", only(["quickstart"], NOTEBOOKS))
 def test_runs_from_a_fresh_kernel(path, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_LIGHTNING_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

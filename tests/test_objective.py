@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from grpo_lightning import functional
 from grpo_lightning import objective as objective_file
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional import (
@@ -463,3 +465,24 @@ def test_rewards_are_compared_one_by_one():
     torch.testing.assert_close(each[0, [0, 2]], want[0, [0, 2]])
     # Their sum is the same for all of the second group; the rewards themselves are not, and they weigh differently.
     torch.testing.assert_close(each[1], torch.tensor([1.0, -1.0, 0.0]), atol=1e-3, rtol=0)
+
+
+def test_the_lines_on_the_page_of_the_maths_are_the_default_loss():
+    logprobs, batch = make_batch()
+    lines = [line for line in functional.__doc__.splitlines() if line.startswith("    ")]
+    assert len(lines) == 5
+    names = vars(functional) | {
+        "rewards": torch.tensor([[1.0, 0.0], [0.25, 0.5]]),
+        "token_logprobs": lambda logits, ids: logprobs,
+        "logits": None,
+        "ids": batch.completion_ids,
+        "mask": batch.completion_mask,
+        "old": batch.old_logprobs,
+        "ref": batch.ref_logprobs,
+    }
+    exec(textwrap.dedent("\n".join(lines)), names)
+
+    objective, mask = Objective(), batch.completion_mask
+    batch.advantages = objective.compute_advantages(names["rewards"]).flatten()
+    counts = StepCounts(num_tokens=int(mask.sum()), num_sequences=len(mask))
+    torch.testing.assert_close(names["loss"], objective(logprobs, batch, counts, LONGEST).loss)

@@ -13,15 +13,14 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.groups import Rollout
-from grpo_lightning.training.micro_batches import Cycle, collate
-from grpo_lightning.training.micro_batches import Row as CompletionRow
+from grpo_lightning.training.micro_batches import CompletionRow, Cycle, collate
 from tests.module_runs import PROMPTS, History, are_equal, fit, make_module, make_source, make_trainer, weights_of
 
 
 class OwnSample(GRPOLightningModule):
     """Seeds of its own."""
 
-    def sample(self, prompts, numbers=None):
+    def sample(self, prompts, indices=None):
         seeds = [derived_seed(0, "mine", self.run.rollout_index, prompt.index) for prompt in prompts]
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
@@ -71,7 +70,7 @@ class OwnUpdate(GRPOLightningModule):
 
     def update(self, turn):
         batch = turn.batch
-        logprobs = self.actor.score(batch).logprobs
+        logprobs = self.actor.token_logprobs(batch).logprobs
         return -(logprobs * batch.completion_mask * batch.advantages[:, None]).sum() / turn.counts.num_tokens
 
 

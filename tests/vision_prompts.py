@@ -11,7 +11,7 @@ from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Completion, MicroBatch, Prompt
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.tokenizer import load_tokenizer
-from grpo_lightning.training.micro_batches import Row, collate, give_images
+from grpo_lightning.training.micro_batches import CompletionRow, collate, give_images
 from tests.tiny_vlms import TinyVLM, picture
 
 SCENARIOS: dict[str, list[list[Any]]] = {
@@ -58,7 +58,7 @@ def vision_batch(
     for i, size in enumerate(sizes.tolist()):
         ids = torch.randint(2, 200, (size,), generator=generator).tolist()
         group = i // generations
-        rows.append(Row(group, encoded[group].token_ids, Completion(ids, [0.0] * size, "stop"), 0.0))
+        rows.append(CompletionRow(group, encoded[group].token_ids, Completion(ids, [0.0] * size, "stop"), 0.0))
     batch = collate(rows, 0)
     give_images([batch], encoder.vision_inputs([found.vision for found in encoded], needs_blank=needs_blank))
     return batch

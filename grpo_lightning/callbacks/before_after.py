@@ -19,8 +19,8 @@ import grpo_lightning
 from grpo_lightning.core.files import run_folder
 from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
 from grpo_lightning.core.seeding import run_seed
+from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.orders import known_prompts
-from grpo_lightning.data.source import as_prompt_batch
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.base import prompt_text
 from grpo_lightning.training.evaluation import Evaluation, evaluation_tables

@@ -10,7 +10,7 @@ import lightning as L
 
 from grpo_lightning.core.files import append_lines, json_line, run_file
 from grpo_lightning.core.ranks import gather_objects, in_order_of_prompts
-from grpo_lightning.data.source import as_prompt_batch
+from grpo_lightning.data.batch import as_prompt_batch
 
 
 class WritePredictions(L.Callback):

@@ -46,13 +46,13 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         ConfigurationError: If the run has no complete checkpoint.
     """
-    from grpo_lightning.cli import resume as resuming
+    from grpo_lightning.cli import resume
     from grpo_lightning.cli.errors import ConfigurationError
 
-    folders = resuming.folders_of_run(path)
+    folders = resume.folders_of_run(path)
     if not folders:
         return path
-    newest, skipped = resuming.newest(folders)
+    newest, skipped = resume.newest(folders)
     if newest is None:
         raise ConfigurationError(f"{path} has no complete checkpoint ({len(skipped)} incomplete). Give a file.")
     print(f"Checkpoint: {newest}")

@@ -104,9 +104,9 @@ def instantiate(
     config: Namespace, *names: str, module_class: type[GRPOLightningModule] | None = None
 ) -> tuple[Any, ...]:
     """Instantiate parts of a configuration from `parse`, by their keys ("model", "data")."""
-    from grpo_lightning.cli import app as grpo_cli
+    from grpo_lightning.cli import app
 
-    return grpo_cli.instantiate(config, names, module_class)
+    return app.instantiate(config, names, module_class)
 
 
 def find_own_modules() -> None:

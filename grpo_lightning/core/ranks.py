@@ -31,7 +31,7 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def own_numbers(count: int) -> list[int]:
+def own_indices(count: int) -> list[int]:
     """Global indices of this rank's `count` items, distributed round-robin over ranks."""
     return [rank() + i * world_size() for i in range(count)]
 

@@ -16,12 +16,10 @@ from grpo_lightning.core.ranks import rank as group_rank
 from grpo_lightning.core.ranks import world_size as group_size
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt, as_prompt_batch
+from grpo_lightning.data.batch import LaterBatch, PromptBatch, as_prompt
 from grpo_lightning.data.images.prefetch import ImageReader
 from grpo_lightning.data.orders import ListedOrder, PromptStream, StreamOrder, as_prompts
 from grpo_lightning.data.templates import PromptTemplate
-
-__all__ = ["PromptBatch", "PromptSource", "as_prompt", "as_prompt_batch"]
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,16 @@
-"""The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes."""
+"""The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes.
+
+The loss of N prompts with G completions each, from rewards [N, G], logits [N * G, T, V] of the T completion tokens
+`ids`, their mask, and the log-probs of the policy that sampled them (`old`) and of the reference (`ref`):
+
+    advantages = group_relative_advantages(rewards).view(-1, 1)
+    logprobs = token_logprobs(logits, ids)
+    ratio = importance_ratio(logprobs, old, mask)
+    loss = clipped_surrogate(ratio, advantages) + 0.04 * kl_divergence(logprobs, ref, mask)
+    loss = masked_mean(loss, mask)
+
+`aggregate` replaces the last line where an optimizer step has several micro-batches.
+"""
 
 from grpo_lightning.functional.advantages import group_relative_advantages, normalized_sum, zero_variance_groups
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs

@@ -104,8 +104,10 @@ def clipped_surrogate(
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the trust region.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the trust region. If `ratio` or
+            `advantages` does not have two dimensions.
     """
+    _check_columns(ratio, advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
     if dual_clip is not None and dual_clip <= highest:
         raise ValueError(
@@ -134,7 +136,11 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
+    _check_columns(ratio, advantages)
     return -ratio.clamp(max=1 + epsilon_high).detach() * advantages * logprobs
 
 
@@ -156,9 +162,23 @@ def sapo_surrogate(
 
     Returns:
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
+
+    Raises:
+        ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
+    _check_columns(ratio, advantages)
     tau = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+
+
+def _check_columns(ratio: Tensor, advantages: Tensor) -> None:
+    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming the shape."""
+    for name, tensor in (("ratio", ratio), ("advantages", advantages)):
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{name} must have the shape [B, T] or [B, 1], got {list(tensor.shape)}: with one value per "
+                f"completion, pass {name}[:, None]."
+            )
 
 
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,6 @@ from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable
 from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding, is_partitioned
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from typing import TypeAlias
-
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
@@ -80,8 +76,7 @@ class OtherAdapter:
         return (weight for name, weight in policy.named_parameters() if f".{self.adapter}." in name)
 
 
-if TYPE_CHECKING:
-    Reference: TypeAlias = FrozenCopy | OtherAdapter
+Reference: TypeAlias = FrozenCopy | OtherAdapter
 
 
 def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding | None = None) -> Reference:

@@ -95,9 +95,9 @@ def resample(
         The rollout with N groups, replaced ones at their original rows; and the counts.
     """
     is_idle = settings.is_idle(rollout).tolist()
-    places = ranks.own_numbers(len(rollout.groups))
+    places = ranks.own_indices(len(rollout.groups))
     # For each of the N places: the global index of its group in the cycle, and its row among all groups sampled here.
-    numbers, rows = list(places), list(range(len(rollout.groups)))
+    indices, rows = list(places), list(range(len(rollout.groups)))
     used, parts, num_sampled = sum(ranks.gather_objects(len(rollout.groups))), [rollout], len(rollout.groups)
     rounds = 0
     for _ in range(settings.max_resample_times):
@@ -105,22 +105,23 @@ def resample(
         missing = sorted(itertools.chain.from_iterable(ranks.gather_objects([places[i] for i in own])))
         if not missing:
             break
-        num_prompts, prompts = source.more(len(missing), [missing.index(places[i]) for i in own])
+        order = {place: k for k, place in enumerate(missing)}  # the k-th new prompt goes to this place
+        num_prompts, prompts = source.more(len(missing), [order[places[i]] for i in own])
         if not num_prompts:  # end of the epoch
             break
         rounds += 1
-        replaced = [i for i in own if missing.index(places[i]) < num_prompts]
-        new_numbers = [used + missing.index(places[i]) for i in replaced]
-        parts.append(sample_and_score(prompts, new_numbers))
+        replaced = [i for i in own if order[places[i]] < num_prompts]
+        new_indices = [used + order[places[i]] for i in replaced]
+        parts.append(sample_and_score(prompts, new_indices))
         still_idle = settings.is_idle(parts[-1]).tolist()
-        for row, (i, number, idle) in enumerate(zip(replaced, new_numbers, still_idle, strict=True), num_sampled):
+        for row, (i, index, idle) in enumerate(zip(replaced, new_indices, still_idle, strict=True), num_sampled):
             if not idle:
-                is_idle[i], numbers[i], rows[i] = False, number, row
+                is_idle[i], indices[i], rows[i] = False, index, row
         num_sampled += len(parts[-1].groups)
         used += num_prompts
     chosen = concatenate(parts).select(rows)
     if rounds:
-        source.settle(ranks.gather_objects(numbers), [group.prompt for group in chosen.groups])
+        source.settle(ranks.gather_objects(indices), [group.prompt for group in chosen.groups])
     is_exhausted = rounds == settings.max_resample_times
     return chosen, Resampling(rounds, num_sampled - len(rows), sum(is_idle), is_exhausted)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.vision import needs_blank
 from grpo_lightning.rewards.scoring import Scores, concatenate_scores
 from grpo_lightning.rollout.engine import Progress, RolloutEngine
-
-if TYPE_CHECKING:
-    from grpo_lightning.core.types import Group
 
 
 class GroupSource(NamedTuple):
@@ -63,7 +60,14 @@ class GroupSource(NamedTuple):
             **({} if vision is None else {"vision": vision}),  # text-only engines may lack the argument
         )
         return [
-            Group(prompt, found.token_ids, completions, self.weight_version, found.image_views, found.vision)
+            Group(
+                prompt=prompt,
+                prompt_ids=found.token_ids,
+                completions=completions,
+                weight_version=self.weight_version,
+                image_views=found.image_views,
+                vision=found.vision,
+            )
             for prompt, found, completions in zip(prompts, encoded, sampled, strict=True)
         ]
 

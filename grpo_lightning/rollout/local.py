@@ -202,7 +202,13 @@ class LocalEngine(RolloutEngine):
             )
         cache.reorder_cache(fan)
         number = torch.arange(len(fan), device=fan.device)
-        state = OpenRows(number, logits[fan], prompt_mask[fan], placed.first[fan], prompt_ids[fan])
+        state = OpenRows(
+            number=number,
+            logits=logits[fan],  # [prompts, V] -> [rows, V]: the completions of a prompt share its prefill
+            mask=prompt_mask[fan],
+            position=placed.first[fan],
+            history=prompt_ids[fan],
+        )
 
         sampled = [SampledRow() for _ in range(len(wave.prompts) * num_generations)]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)

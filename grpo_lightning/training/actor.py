@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,11 @@ from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.lora import TRAINED
-from grpo_lightning.policy.reference import FrozenCopy
+from grpo_lightning.policy.reference import FrozenCopy, Reference
 from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
 from grpo_lightning.rollout.groups import vision_of
 from grpo_lightning.training.micro_batches import CycleShape, give_images, plan_over_ranks
-
-if TYPE_CHECKING:
-    from grpo_lightning.policy.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Actor:
         give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
         return [batch.to(self.device) for batch in micro_batches], counts
 
-    def score(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
+    def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenScores:
         """[B, T] log-probs and entropies of a micro-batch under the policy, with their gradients."""
         return self.scorer(self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy)
 
@@ -94,7 +91,7 @@ class Actor:
             with torch.no_grad(), self.phase("old_logprobs"):
                 self.policy.train()
                 for batch in later:
-                    batch.old_logprobs = self.score(batch).logprobs
+                    batch.old_logprobs = self.token_logprobs(batch).logprobs
 
     def add_ref_logprobs(self, groups: Sequence[Group], shape: CycleShape, *, of_masked: bool) -> None:
         """Add reference log-probs to completions that have none, if there is a reference.
@@ -120,6 +117,9 @@ class Actor:
                         completion = groups[batch.groups[prompt]].completions[number]
                         completion.ref_logprobs = logprobs[row][: len(completion.token_ids)]
 
+
+OldLogprobs = Literal["recompute", "rollout"]
+"""Where the old policy's log-probs come from: a pass of the policy, or the engine."""
 
 Offloadable = Literal["reference", "optimizer"]
 CPU = torch.device("cpu")

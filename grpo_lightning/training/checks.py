@@ -18,6 +18,7 @@ from grpo_lightning.policy.trainable import check_masters, compute_dtype
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter
 from grpo_lightning.training import data_checks
+from grpo_lightning.training.actor import Offloadable, OldLogprobs
 from grpo_lightning.training.lightning_internals import (
     given_loader,
     has_validation_data,
@@ -70,11 +71,12 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
     """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
-    if old_logprobs not in ("recompute", "rollout"):
-        raise ValueError(f"model.old_logprobs must be 'recompute' or 'rollout', got {old_logprobs!r}.")
-    filters = get_args(OverlongFilter)
-    if overlong_filter not in filters:
-        raise ValueError(f"model.overlong_filter must be one of {', '.join(filters)}, got {overlong_filter!r}.")
+    for name, value, kind in (
+        ("old_logprobs", old_logprobs, OldLogprobs),
+        ("overlong_filter", overlong_filter, OverlongFilter),
+    ):
+        if value not in (choices := get_args(kind)):
+            raise ValueError(f"model.{name} must be one of {', '.join(choices)}, got {value!r}.")
     if old_logprobs == "rollout" and rollout_correction != "none":
         raise ValueError(
             f"model.objective.rollout_correction is {rollout_correction!r}, but model.old_logprobs 'rollout' uses the "
@@ -119,7 +121,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
         offload: Names of what to offload.
         has_copy: True if the reference is a second model.
     """
-    if unknown := [name for name in offload if name not in ("reference", "optimizer")]:
+    if unknown := [name for name in offload if name not in get_args(Offloadable)]:
         raise ValueError(f"model.offload must name 'reference' or 'optimizer', got {unknown[0]!r}.")
     if "reference" in offload and not has_copy:
         raise ValueError(

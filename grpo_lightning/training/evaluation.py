@@ -91,7 +91,7 @@ class Validation:
                 check_untaken(names, [name])
                 names.append(name)
 
-    def draw(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
+    def sampling_settings(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
         """Return the number of completions per prompt, and their sampling settings.
 
         Args:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce
-from grpo_lightning.core.ranks import gather_objects
 from grpo_lightning.core.types import Completion, Group, MicroBatch
 from grpo_lightning.functional import kl_divergence, zero_variance_groups
 from grpo_lightning.objective import ObjectiveTerms
@@ -105,7 +104,7 @@ class StepMetrics:
             for name, tally in self.tallies.items()
         }
         self.tallies = {}
-        return values_of(gather_objects(own))
+        return values_of(ranks.gather_objects(own))
 
     def _add(self, kind: Kind, name: str, value: float | Tensor, per: str = "") -> None:
         """Add to a total."""
@@ -113,11 +112,11 @@ class StepMetrics:
         tally.total = tally.total + value
 
 
-def values_of(ranks: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
+def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
     """Reduce the tallies of all ranks. Values are sorted by name, as all ranks must log in the same order."""
     merged: dict[str, Tally] = {}
-    for name in sorted({name for tallies in ranks for name in tallies}):
-        parts = [tallies[name] for tallies in ranks if name in tallies]
+    for name in sorted({name for tallies in tallies_by_rank for name in tallies}):
+        parts = [tallies[name] for tallies in tallies_by_rank if name in tallies]
         first = parts[0]
         total = OVER_RANKS[first.kind](float(part.total) for part in parts)
         count = sum(float(part.count) for part in parts)
@@ -163,7 +162,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) 
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
     metrics.add_sum("rollout/kept_zero_variance_groups", done.num_kept)
-    num_kept = sum(gather_objects(done.num_kept))
+    num_kept = sum(ranks.gather_objects(done.num_kept))
     if num_kept and done.is_exhausted:
         warn_once(
             log,

@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 
 @dataclass
-class Row:
+class CompletionRow:
     """One completion of a micro-batch."""
 
     group: int
@@ -231,7 +231,7 @@ def plan_micro_batches(
     """
     rows = [
         [
-            Row(index, group.prompt_ids, completion, advantage, number)
+            CompletionRow(index, group.prompt_ids, completion, advantage, number)
             for number, (completion, advantage) in enumerate(zip(group.completions, group_advantages, strict=True))
         ]
         for index, (group, group_advantages) in enumerate(zip(groups, advantages.tolist(), strict=True))
@@ -295,7 +295,7 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
         batch.vision = VisionInputs(prompts, vision.blank)
 
 
-def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[list[Row]]:
+def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
     If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
@@ -315,7 +315,7 @@ def split_updates(groups: list[list[Row]], updates: int, share: Share) -> list[l
     ]
 
 
-def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
+def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of about the same number of tokens with padding.
 
     There are two ways to split. Either each group stays in one micro-batch, so that the policy processes each prompt
@@ -325,10 +325,10 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     """
     if parts == 1:
         return [rows]
-    groups: dict[int, list[Row]] = {}
+    groups: dict[int, list[CompletionRow]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    units: list[list[list[Row]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
+    units: list[list[list[CompletionRow]]] = [[[row] for row in sorted(rows, key=lambda row: row.length)]]
     if len(groups) >= parts:
         units.insert(0, sorted(groups.values(), key=lambda group: max(row.length for row in group)))
     plans = [
@@ -341,7 +341,7 @@ def split_update(rows: list[Row], parts: int) -> list[list[Row]]:
     return min(splits, key=lambda plan: sum(map(padded_cost, plan)))
 
 
-def padded_cost(rows: list[Row]) -> int:
+def padded_cost(rows: list[CompletionRow]) -> int:
     """Number of tokens of a micro-batch including padding. A prompt counts once for all its completions."""
     if not rows:
         return 0
@@ -372,14 +372,14 @@ def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], i
     return runs + [[] for _ in range(parts - len(runs))]
 
 
-def collate(rows: list[Row], pad_id: int) -> MicroBatch:
+def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
     """Collate completions into a padded micro-batch; each prompt is stored once."""
     prompts = {row.group: row.prompt_ids for row in rows}
     prompt_ids, prompt_mask = left_pad(list(prompts.values()), pad_id)
     position = {group: i for i, group in enumerate(prompts)}
     width = max(1, *(row.length for row in rows)) if rows else 1
 
-    def padded(values: Callable[[Row], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+    def padded(values: Callable[[CompletionRow], Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*values(row), *[fill] * (width - row.length)] for row in rows], dtype=dtype)
 
     return MicroBatch(
@@ -399,7 +399,7 @@ def collate(rows: list[Row], pad_id: int) -> MicroBatch:
     )
 
 
-def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
+def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
     """Make a micro-batch of one masked token, for a rank that has no completions left for this micro-step.
 
     The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.
@@ -409,6 +409,6 @@ def idle_micro_batch(groups: list[list[Row]], pad_id: int) -> MicroBatch:
             this rank has no groups.
         pad_id: Token id that fills up sequences; any id, because padding is masked.
     """
-    row = groups[0][0] if groups else Row(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
+    row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])
-    return collate([Row(row.group, row.prompt_ids, token, 0.0)], pad_id)
+    return collate([CompletionRow(row.group, row.prompt_ids, token, 0.0)], pad_id)

@@ -281,7 +281,7 @@ def test_which_prompts_give_way_and_how_often():
 @case(GRPOLightningModule, "offload")
 def test_what_waits_elsewhere(monkeypatch):
     monkeypatch.setattr(actor, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))
-    monkeypatch.setattr(actor, "moved", lambda states: contextlib.nullcontext(names.append("o")))
+    monkeypatch.setattr(actor, "offloaded_tensors", lambda states: contextlib.nullcontext(names.append("o")))
     for asked, seen in ((None, []), (["reference"], ["r", "r"]), (["reference", "optimizer"], ["r", "o", "r", "o"])):
         names: list[str] = []
         fit(make_module(objective=Objective(beta=0.04), offload=asked), max_steps=2, max_epochs=-1)

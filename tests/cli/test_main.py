@@ -320,7 +320,7 @@ def test_settings_are_described(recipe, capsys):
         main(["fit", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "a run has one epoch" in said
-    assert "Stop after this many epochs. One, if neither max_steps nor max_time" in said
+    assert "Stop after this many epochs. Defaults to 1 if max_steps and max_time are not set" in said
 
 
 def test_a_shipped_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch, caplog):
@@ -417,7 +417,7 @@ def test_auto_begins_goes_on_and_skips_what_is_half_written(recipe, caplog):
         half.write_bytes(whole.read_bytes()[:-100])
         caplog.clear()
         second = main([*flags, "--trainer.max_steps=3"])
-    assert f"Skipped {half}: it was not written to its end." in caplog.messages
+    assert f"Skipped {half}: it is incomplete." in caplog.messages
     assert f"Checkpoint: {whole}, the newest of runs/recipe." in caplog.messages
     assert (first.trainer.global_step, second.trainer.global_step) == (2, 3)
     assert second.model.run.rollout_index == 3, "rollouts go on counting"
@@ -494,7 +494,7 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     said = failure(capsys, "fit", "--config", name, "--ckpt_path=runs/recipe/version_0")
     assert "runs/recipe/version_0 has no checkpoint that can be used." in said
-    assert f"{path}: it was not written to its end" in said
+    assert f"{path}: it is incomplete" in said
 
 
 def test_a_checkpoint_that_is_not_there_is_named(recipe, capsys):

@@ -13,7 +13,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grounding")
     for world_size in (1, 2):
         said = run_ranks("tests.distributed.grounding", folder, world_size, world_size=world_size, timeout=240)
-        assert "".join(said).count("iou counts 3 of 4 prompts") == 1
+        assert "".join(said).count("iou covers 3 of 4 prompts") == 1
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("of1-0", "of2-0", "of2-1")}
 
 

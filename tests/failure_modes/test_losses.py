@@ -97,7 +97,7 @@ def test_03_a_run_of_completions_that_are_all_cut_keeps_its_weights():
     class Divides(GRPOLightningModule):
         def update(self, turn: Turn) -> Tensor:
             batch = turn.batch
-            logprobs = self.actor.score(batch).logprobs
+            logprobs = self.actor.token_logprobs(batch).logprobs
             return (per_token(logprobs, batch) * batch.completion_mask).sum() / batch.completion_mask.sum()
 
     def check(module_class: type[GRPOLightningModule], overlong_filter: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt
 from grpo_lightning.policy.scorer import Scorer
-from grpo_lightning.training.micro_batches import Row, collate, plan_micro_batches, plan_over_ranks
+from grpo_lightning.training.micro_batches import CompletionRow, collate, plan_micro_batches, plan_over_ranks
 from tests.policy.scored import ragged_batch
 from tests.tiny_models import PAD, tiny_model
 
@@ -37,18 +37,18 @@ def groups_of(lengths: list[list[int]]) -> list[Group]:
     ]
 
 
-def rows_of(groups: list[Group]) -> list[Row]:
+def rows_of(groups: list[Group]) -> list[CompletionRow]:
     """Completions one by one, each of advantage 1."""
     return [
-        Row(number, group.prompt_ids, completion, 1.0)
+        CompletionRow(number, group.prompt_ids, completion, 1.0)
         for number, group in enumerate(groups)
         for completion in group.completions
     ]
 
 
-def by_budget(rows: list[Row]) -> list[MicroBatch]:
+def by_budget(rows: list[CompletionRow]) -> list[MicroBatch]:
     """As many completions in a micro-batch as fit."""
-    runs: list[list[Row]] = [[]]
+    runs: list[list[CompletionRow]] = [[]]
     for row in rows:
         if runs[-1] and sum(other.length for other in runs[-1]) + row.length > BUDGET:
             runs.append([])

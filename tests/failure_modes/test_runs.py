@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lightning.cli import resume as resuming
+from grpo_lightning.cli import resume
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.checkpoint_files import MARK, mark_complete
@@ -86,7 +86,7 @@ def test_11_a_run_goes_on_from_the_newest_checkpoint_that_was_written_to_its_end
         return max(tmp_path.glob("*.ckpt"), key=os.path.getmtime)
 
     def ours() -> Path | None:
-        path, skipped = resuming.newest([tmp_path], to_train=True)
+        path, skipped = resume.newest([tmp_path], to_train=True)
         assert list(skipped) == [half], "and it is said why"
         return path
 

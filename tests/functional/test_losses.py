@@ -496,3 +496,14 @@ def test_log_ratios_are_bounded_by_hand() -> None:
 def test_broken_bounds_are_caught(broken: Any, old: str, new: str) -> None:
     with pytest.raises(AssertionError):
         check_log_ratios(broken(importance_ratio, old, new), broken(is_ratio_clamped, old, new))
+
+
+@pytest.mark.parametrize("surrogate", [clipped_surrogate, cispo_surrogate, sapo_surrogate])
+@pytest.mark.parametrize("name", ["ratio", "advantages"])
+def test_one_value_per_completion_is_a_column(surrogate, name):
+    """[B] would broadcast along T where B equals T."""
+    tensors = {"ratio": torch.ones(3, 3), "advantages": torch.tensor([[1.0], [2.0], [3.0]])}
+    tensors[name] = torch.tensor([1.0, 2.0, 3.0])
+    others = {"logprobs": torch.zeros(3, 3), "epsilon_high": 0.2} if surrogate is cispo_surrogate else {}
+    with pytest.raises(ValueError, match=rf"{name} must have the shape .*, got \[3\].* pass {name}\[:, None\]"):
+        surrogate(**tensors, **others)

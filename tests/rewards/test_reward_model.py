@@ -234,7 +234,7 @@ def test_a_causal_model_under_another_name_is_refused_where_it_loads(tmp_path):
 
 @pytest.mark.usefixtures("no_weights")
 def test_names_and_arguments_are_checked(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"RewardModel.model './nowhere': no folder"):
+    with pytest.raises(FileNotFoundError, match=r"RewardModel.model './nowhere': there is no folder"):
         RewardModel("./nowhere").check(8)
     tiny_classifier().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tokenizer: set RewardModel.tokenizer"):

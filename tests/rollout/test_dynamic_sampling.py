@@ -253,7 +253,7 @@ def test_the_end_of_an_epoch_is_no_reason_to_raise_the_number_of_rounds(caplog):
 def test_validation_at_a_share_of_an_epoch_is_refused():
     module = make_module(dynamic_sampling=DynamicSampling())
     trainer = make_trainer(max_steps=1, val_check_interval=0.5)
-    with pytest.raises(ValueError, match=r"val_check_interval is 0\.5, a share of an epoch"):
+    with pytest.raises(ValueError, match=r"val_check_interval is 0\.5, a fraction of an epoch"):
         trainer.fit(module, make_source(module, PROMPTS), PromptSource(PROMPTS[:2], 2))
 
 
@@ -261,7 +261,7 @@ def test_that_is_refused_of_a_data_module_too(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(f'{{"prompt": "{prompt}"}}' for prompt in PROMPTS))
     data = PromptDataModule([{"json_path": str(file)}], batch_size=2, val_split=2)
-    with pytest.raises(ValueError, match=r"val_check_interval is 0\.5, a share of an epoch"):
+    with pytest.raises(ValueError, match=r"val_check_interval is 0\.5, a fraction of an epoch"):
         make_trainer(max_steps=1, val_check_interval=0.5).fit(
             make_module(dynamic_sampling=DynamicSampling()), datamodule=data
         )

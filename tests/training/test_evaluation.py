@@ -174,14 +174,14 @@ def test_wrong_settings_are_refused(settings, message):
 
 def test_how_completions_are_drawn():
     training = SamplingParams(temperature=0.7, max_completion_length=9)
-    assert Validation(num_generations=3).draw(training, is_greedy=False) == (3, training)
-    assert Validation(num_generations=3).draw(training, is_greedy=True) == (
+    assert Validation(num_generations=3).sampling_settings(training, is_greedy=False) == (3, training)
+    assert Validation(num_generations=3).sampling_settings(training, is_greedy=True) == (
         1,
         SamplingParams(temperature=0.0, max_completion_length=9),
     )
     own = {"temperature": 0.2}
     expected = SamplingParams(temperature=0.2, max_completion_length=9)
-    assert Validation(sampling=own).draw(training, is_greedy=False) == (1, expected)
+    assert Validation(sampling=own).sampling_settings(training, is_greedy=False) == (1, expected)
 
 
 def test_a_share_without_prompts_adds_nothing():

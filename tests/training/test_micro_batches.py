@@ -13,8 +13,8 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.training.micro_batches import (
+    CompletionRow,
     Cycle,
-    Row,
     Share,
     balanced_split,
     collate,
@@ -47,7 +47,7 @@ def plan(groups, advantages=None, *, updates=1, accumulate=1, skip=False):
 
 
 def row(group, length, prompt=3):
-    return Row(group, [5] * prompt, Completion([7] * length, [0.0] * length, "length"), 1.0)
+    return CompletionRow(group, [5] * prompt, Completion([7] * length, [0.0] * length, "length"), 1.0)
 
 
 def contents(batches):

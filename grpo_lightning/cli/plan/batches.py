@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grpo_lightning.core.types import Completion
-from grpo_lightning.training.micro_batches import Row, Share, padded_cost, split_update, split_updates
+from grpo_lightning.training.micro_batches import CompletionRow, Share, padded_cost, split_update, split_updates
 
 
 class MicroBatchShape(NamedTuple):
@@ -79,7 +79,9 @@ class BatchPlan:
             completion_length: T, tokens.
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
-        rows = [[Row(index, prompt, completion, 1.0)] * self.num_generations for index in range(self.batch_size)]
+        rows = [
+            [CompletionRow(index, prompt, completion, 1.0)] * self.num_generations for index in range(self.batch_size)
+        ]
         shares = [Share(self.prompts_per_rollout, rank, self.world_size) for rank in range(self.world_size)]
         updates = max(
             (split_updates(rows, self.updates_per_rollout, share) for share in shares),

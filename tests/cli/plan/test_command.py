@@ -150,7 +150,7 @@ def test_a_limit_in_time(recipe, said):
 def test_prompts_that_fit_refuses_are_not_planned(recipe, said):
     """256 positions; the longest prompt has 10 tokens."""
     assert "Longest completion: 246" in said(recipe(sampling={"max_completion_length": 246}))
-    with pytest.raises(ValueError, match=r"has 10 tokens.* more than the policy's 256 positions"):
+    with pytest.raises(ValueError, match=r"has 10 tokens.* exceeds the policy's 256 positions"):
         said(recipe(sampling={"max_completion_length": 247}))
     with pytest.raises(ValueError, match=r"--prompt_tokens 251 plus .*length 6 are more than .* 256 positions"):
         said([*recipe(), "--prompt_tokens=251"])

@@ -130,7 +130,7 @@ def nothing() -> None:
 
 def test_an_image_that_does_not_fit_is_refused(recipe, said):
     """1,024 positions; an image of 12 tokens, and the text."""
-    with pytest.raises(ValueError, match=r"has \d+ tokens.* more than the policy's 1024 positions"):
+    with pytest.raises(ValueError, match=r"has \d+ tokens.* exceeds the policy's 1024 positions"):
         said([*recipe(), "--model.sampling.max_completion_length=1005"])
 
 
