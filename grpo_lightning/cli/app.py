@@ -300,7 +300,7 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def newest_checkpoint(self, settings: Namespace) -> str | None:
-        """Find the newest complete checkpoint of the run; None if `fit` has none yet.
+        """Find the newest complete checkpoint of the run; None if `fit` finds no checkpoint.
 
         Raises:
             ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.

@@ -162,8 +162,8 @@ def load_settings(value: str) -> Any:
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     """Load YAML. Unless `is_strict`, text that is not valid YAML is returned unchanged.
 
-    Duplicate keys are refused only if the text is meant as settings: with `is_strict`, or if it begins with a bracket.
-    Other text may be YAML by accident ("Rule: ...").
+    Duplicate keys are refused only if the text is meant as settings: with `is_strict`, or if the text begins with a
+    bracket or brace. Other text may be YAML by accident ("Rule: ...").
 
     Raises:
         ConfigurationError: If `is_strict` and the text is not valid YAML, or if a key occurs twice. For invalid YAML,

@@ -200,7 +200,7 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the vision tower so that each image token encodes the colour, shape and edges of its thing.
+    """Train the vision tower so that each image token encodes the colour, shape and edges of the thing it shows.
 
     Colour and shape logits are dot products of the token with the embeddings of the words; edges are classified by
     linear layers. The language model can then find a thing by comparing word embeddings with image tokens.
@@ -339,7 +339,7 @@ def patch_grid(task: SceneTask) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[None]:
-    """Embed patches by one matrix product inside this context.
+    """Embed patches by one matrix product inside the `with` block.
 
     The product equals the convolution of the vision tower, because the convolution's stride is its kernel size. On a
     CPU the product is five times faster.

@@ -85,7 +85,7 @@ def _sums(question: str) -> str:
 def _comparisons(question: str) -> str:
     """Every number of the list, its comparison with the limit, and whether it is kept: `y` or `n`.
 
-    Without the letter, the answer would depend on the comparison and on both words of the rule ("keep" or "remove",
+    Without this letter, the answer would depend on the comparison and on both words of the rule ("keep" or "remove",
     "smaller" or "larger") at once, and few warm-ups learn this.
     """
     rule, numbers = question.partition(" in this list: ")[::2]

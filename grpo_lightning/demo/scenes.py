@@ -210,7 +210,7 @@ class SceneTask:
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
-        """The worked completion: the thing's name, its left and upper edge, then its box.
+        """The worked completion: the colour or shape of the thing, its left and upper edge, then its box.
 
         The model finds each number in two steps from the text before the number. It finds the left edge by the colour,
         or by the shape if the question does not name the colour. It finds the upper edge by colour and shape together,

@@ -1,4 +1,4 @@
-"""Save checkpoints that are complete and contain the end of an optimizer step, and resume from them.
+"""Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
 This module replaces methods of the trainer and the strategy, because every way of saving and loading uses these
 methods: the user's callbacks, `trainer.save_checkpoint` in a script, and strategies that use no `CheckpointIO`
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class StepEnds(L.Callback):
-    """Makes every checkpoint contain the end of an optimizer step, and lets a run stop only there.
+    """Makes every checkpoint contain the state at the end of an optimizer step, and lets a run stop only there.
 
     Checkpoints contain no gradients. If a checkpoint is saved inside a step or an accumulation window (after
-    validation, by a time interval, on an error, by hand), it therefore contains the end of the previous step, see
-    `StepEnd`. Only while the optimizer changes the weights does saving wait for the end of the current step.
+    validation, by a time interval, on an error, by hand), the checkpoint contains the state at the end of the previous
+    step, see `StepEnd`. While the optimizer changes the weights, saving waits for the end of the current step.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
 def refuse_incomplete(trainer: L.Trainer) -> None:
     """Make the strategy's `load_checkpoint` raise ValueError for checkpoints that are incomplete or unreadable.
 
-    The message names what the checkpoint lacks. The check is in the strategy, because Lightning passes the path of the
+    The message says what is wrong. The check is in the strategy, because Lightning passes the path of the
     checkpoint only to the strategy.
 
     Args:

@@ -222,14 +222,14 @@ def load_trained_weights(
 ) -> int:
     """Load the checkpoint's weights into the model; frozen weights may be missing.
 
-    A tied weight is one tensor with several names. The checkpoint may contain it under one name, or with equal values
-    under several names.
+    A tied weight is one tensor with several names. The checkpoint may contain the tensor under one name, or equal
+    tensors under several names.
 
     Args:
         model: The policy before training.
         weights: Weights by the model's names.
         trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
-            that many, the others may be missing.
+            that many tensors, the other parameters may be missing.
         fill_missing: Allow missing weights even if they are not known to be frozen.
 
     Returns:

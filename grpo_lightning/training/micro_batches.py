@@ -104,8 +104,8 @@ class CycleShape:
             position: The trainer's index of the micro-step in its cycle.
 
         Raises:
-            RuntimeError: If the loader does not yield each batch once per micro-step of a cycle, if it is at another
-                micro-step than the trainer, or if the rollout of the cycle is missing.
+            RuntimeError: If the loader does not yield each batch once per micro-step of a cycle, if the loader is
+                at another micro-step than the trainer, or if the rollout of the cycle is missing.
         """
         cycle = self.num_micro_steps
         if batch.cycle != cycle:

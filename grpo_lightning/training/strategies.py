@@ -168,7 +168,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As in Lightning, but `save_weights_only` writes one file of unsharded weights.
 
-        DeepSpeed itself would save the optimizer states as well, because it stores the weights with them.
+        DeepSpeed itself would save the optimizer states as well, because it stores them together with the weights.
         """
         if "optimizer_states" in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -304,7 +304,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         data_parallel_size: Devices over which weights are sharded; "auto" is all of them.
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 gathers all
             shards and writes one file.
-        process_group_backend: Null chooses the backend for the devices.
+        process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
     """
 
     def __init__(

@@ -603,12 +603,13 @@ def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "n
 
 
 def reward_parts(rewards: Iterable[WeightedReward]) -> tuple[list[Part], list[str]]:
-    """Memory of reward models. Returns: (one unsharded copy of each model, remarks on memory that is not counted).
+    """Estimate the memory of reward models. Returns: (parts, remarks on memory that is not counted).
 
-    The activations of a reward model are smaller than those of an update, and are not counted.
+    Every device has an unsharded copy of each reward model. The activations of a reward model are smaller than those of
+    an update, and are not counted.
 
     Raises:
-        FileNotFoundError: If a reward model's config cannot be loaded and its sizes are unknown.
+        FileNotFoundError: If the config of a reward model cannot be loaded, and `known_config` has no sizes for it.
     """
     parts, remarks = [], []
     for reward in rewards:
