@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
 from grpo_lightning.core.seeding import derived_seed, run_seed
+from grpo_lightning.core.teams import Teams
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
 from grpo_lightning.data.source import PromptSource
@@ -65,6 +66,7 @@ from grpo_lightning.rollout.groups import (
     without_truncated,
 )
 from grpo_lightning.rollout.local import LocalEngine
+from grpo_lightning.rollout.shared_groups import SharedGroups
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, offloaded, seeded_dropout
@@ -119,6 +121,8 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
+        ranks_per_group: Ranks that share the completions of a prompt; each samples and trains on its part of the G. For
+            rollouts of fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
@@ -158,6 +162,7 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: OptimizerFactory = AdamW,
         scheduler: SchedulerFactory | None = None,
         num_generations: int = 8,
+        ranks_per_group: int = 1,
         num_iterations: int = 1,
         updates_per_rollout: int = 1,
         old_logprobs: OldLogprobs = "recompute",
@@ -181,6 +186,9 @@ class GRPOLightningModule(L.LightningModule):
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.num_generations = num_generations
+        self.ranks_per_group = ranks_per_group
+        self.teams = Teams(ranks_per_group)
+        self.shared_groups = SharedGroups(self.teams)
         self.num_iterations = num_iterations
         self.updates_per_rollout = updates_per_rollout
         self.old_logprobs = old_logprobs
@@ -229,7 +237,7 @@ class GRPOLightningModule(L.LightningModule):
                 follows from its index, so that completions do not depend on the number of ranks.
         """
         self.engine.sync_weights(self.policy)
-        indices = ranks.own_indices(len(prompts)) if indices is None else indices
+        indices = self.teams.indices(len(prompts)) if indices is None else indices
         seeds = [derived_seed(run_seed(self.seed), "rollout", self.run.rollout_index, index) for index in indices]
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
@@ -250,7 +258,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.dynamic_sampling is None:
             return rollout
         source = source_of(self.trainer.train_dataloader)
-        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source)
+        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source, self.teams)
         add_resampling(self.metrics, done, self.warn_once)
         return rollout
 
@@ -296,6 +304,8 @@ class GRPOLightningModule(L.LightningModule):
             sharding=self.sharding,
             temperature=self.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
+            num_generations=self.num_generations,
+            teams=self.teams,
             device=self.device,
             phase=self.phase,
         )
@@ -338,7 +348,8 @@ class GRPOLightningModule(L.LightningModule):
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.run.cycle = self.split_rollout(rollout)
+        self.run.cycle = self.split_rollout(self.shared_groups.spread(rollout))
+        self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
@@ -359,7 +370,11 @@ class GRPOLightningModule(L.LightningModule):
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
-        self.actor.add_ref_logprobs(rollout.groups, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
+        if self.reference is None:
+            return
+        parts = self.shared_groups.spread(rollout).groups
+        self.actor.add_ref_logprobs(parts, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
+        self.shared_groups.return_ref_logprobs(rollout.groups, parts)
 
     def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:
         """Count the optimizer steps in which all advantages are 0, and warn once about each reason."""
@@ -403,7 +418,7 @@ class GRPOLightningModule(L.LightningModule):
         # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
-        groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts))
+        groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts), shared=False)
         give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
 
     @contextlib.contextmanager
@@ -425,12 +440,30 @@ class GRPOLightningModule(L.LightningModule):
                 getattr(callback, hook)(self.trainer, *arguments)
 
     def generate(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: SamplingParams,
+        seeds: list[int],
+        *,
+        shared: bool = True,
     ) -> list[Group]:
-        """Encode N prompts and sample G completions for each; `seeds` holds one seed per prompt."""
+        """Encode N prompts and sample G completions for each.
+
+        Args:
+            prompts: N prompts of this rank.
+            num_generations: G.
+            sampling: Sampling settings.
+            seeds: N seeds, one per prompt.
+            shared: With `ranks_per_group`, sample this rank's part of each group, and return the complete groups on the
+                first rank of the team and none on the others. False samples all G completions on this rank.
+        """
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
-        return source.sample(prompts, num_generations, sampling, seeds, progress)
+        if not (shared and self.teams.is_shared):
+            return source.sample(prompts, num_generations, sampling, seeds, progress)
+        part = self.teams.part(num_generations)
+        return self.shared_groups.collect(source.sample(prompts, num_generations, sampling, seeds, progress, part))
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Start all reward calls. In evaluation too, rewards get the maximum completion length of training."""
@@ -450,7 +483,7 @@ class GRPOLightningModule(L.LightningModule):
         self.engine.sync_weights(self.policy)
         names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
         seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
-        groups = self.generate(prompts, num_generations, sampling, seeds)
+        groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
         return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
 
     def on_validation_epoch_start(self) -> None:
@@ -485,7 +518,10 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
-            checks.check_loader(self.trainer, self.cycle_shape, self.num_generations, needs_more=needs_more)
+            checks.check_teams(self.ranks_per_group, self.num_generations, self.engine, self.trainer.world_size)
+            checks.check_loader(
+                self.trainer, self.cycle_shape, self.num_generations, self.ranks_per_group, needs_more=needs_more
+            )
             checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
@@ -500,6 +536,7 @@ class GRPOLightningModule(L.LightningModule):
             num_generations=self.num_generations,
             num_iterations=self.num_iterations,
             updates_per_rollout=self.updates_per_rollout,
+            ranks_per_group=self.ranks_per_group,
         )
         checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
         checks.check_sampling(self.sampling)

@@ -123,6 +123,9 @@ class Group:
     vision: PromptVision | None = None
     """Vision inputs of the prompt; None for a text-only policy."""
 
+    number: int = -1
+    """Index among the groups that a team of ranks has sampled in this cycle; -1 if the group is not shared."""
+
 
 @dataclass
 class MicroBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class GroupSource(NamedTuple):
         sampling: SamplingParams,
         seeds: list[int],
         progress: Progress | None = None,
+        part: range | None = None,
     ) -> list[Group]:
         """Sample G completions for each of N prompts; the images of the prompts are read once, in this call.
 
@@ -44,6 +45,7 @@ class GroupSource(NamedTuple):
                 suppressed in addition to `suppress_tokens`.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
+            part: The completions of each prompt to sample, by index; None for all G.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -52,13 +54,15 @@ class GroupSource(NamedTuple):
         # With sharded weights all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
+        # Engines may lack the arguments that they are never given.
+        more: dict[str, Any] = {"vision": vision, "part": part}
         sampled = self.engine.generate(
             [prompt.token_ids for prompt in encoded],
             num_generations,
             replace(sampling, suppress_tokens=sorted(never)),
             seeds,
             progress,
-            **({} if vision is None else {"vision": vision}),  # text-only engines may lack the argument
+            **{name: value for name, value in more.items() if value is not None},
         )
         return [
             Group(
