@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed, run_seed
-from grpo_lightning.core.teams import Teams
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
 from grpo_lightning.data.source import PromptSource
@@ -59,6 +59,7 @@ from grpo_lightning.rollout.groups import (
     GroupSource,
     OverlongFilter,
     Rollout,
+    SharedGroups,
     kl_to_reference,
     mask_truncated,
     per_completion,
@@ -66,7 +67,6 @@ from grpo_lightning.rollout.groups import (
     without_truncated,
 )
 from grpo_lightning.rollout.local import LocalEngine
-from grpo_lightning.rollout.shared_groups import SharedGroups
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
 from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, offloaded, seeded_dropout

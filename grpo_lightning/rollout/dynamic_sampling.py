@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_lightning.core.teams import Teams
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Prompt, check_ranges
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import zero_variance_groups

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed
-from grpo_lightning.core.teams import Teams
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.teams import Teams
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
 from grpo_lightning.data.batch import PromptBatch
 from grpo_lightning.objective import StepCounts
