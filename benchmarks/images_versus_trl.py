@@ -4,7 +4,7 @@
     python benchmarks/images_versus_trl.py --record     # and writes benchmarks/results/images_versus_trl.json
 
 Both sides load the same folder, a Qwen2.5-VL with random weights and its real processor, and train on the same images
-(files in a data set of the hub's form), with the same reward, optimizer and loss (clipped, token mean, KL to the
+(files in a dataset of the hub's form), with the same reward, optimizer and loss (clipped, token mean, KL to the
 reference): 2 prompts of one image each, 8 completions, per optimizer step. Each side is a process of its own, in
 alternation; CPU seconds (user and system, all threads) and counts are per step, from the end of the first step on.
 """

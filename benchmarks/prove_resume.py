@@ -4,7 +4,7 @@
     python benchmarks/prove_resume.py --runs 30 --seed 1   # others
     python benchmarks/prove_resume.py --record             # writes the outcome into benchmarks/proofs.json
 
-Every run trains a tiny Qwen2 on a CPU: three epochs over a data set that the batch size does not divide, two updates of
+Every run trains a tiny Qwen2 on a CPU: three epochs over a dataset that the batch size does not divide, two updates of
 two micro-batches per rollout, two iterations, a KL, AdamW, a cosine schedule, clipping. It is stopped one to three
 times, at random micro-steps, and each time resumes in a new process from the newest complete checkpoint. Each stop is
 drawn (SIGKILL, Ctrl-C, SIGTERM in a random part of the micro-step; `max_steps`, `max_time`, `should_stop`), and so is
