@@ -168,10 +168,10 @@ def kind(logger: Namespace) -> str:
 
 
 def place_logger(logger: Namespace, folder: Path) -> None:
-    """Make a logger write into the run's folder, unless the recipe sets a folder. A W&B run gets the run's name.
+    """Make a logger write into the run's folder, unless the recipe sets a folder.
 
-    If the recipe sets `save_dir` without a name, the logger gets the run's name and version, so that every run has a
-    separate folder in `save_dir`.
+    If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
+    With a `save_dir` of its own, such a logger then has a separate folder per run in `save_dir`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
