@@ -46,7 +46,7 @@ class BeforeAfter(L.Callback):
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of printed sample completions from before training, and as many from after training.
+        num_samples: Number of printed sample completions from before training; as many are from after training.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 

@@ -84,7 +84,7 @@ class CompletionLog(L.Callback):
                 self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
-        """Write the rollout, if it is an n-th one (`every_n_rollouts`). Collective: all ranks call it."""
+        """Write the rollout, unless `every_n_rollouts` skips it. Collective: all ranks call it."""
         number = module.run.rollout_index - 1
         if number % self.every_n_rollouts == 0:
             when = {

@@ -246,7 +246,7 @@ class PromptSource:
         Returns:
             The number of prompts taken over all ranks, and this rank's prompts. At the end of an epoch, there may be
             fewer prompts than requested. Lightning has already fetched the next batch, which gets its prompts only when
-            it is used. Therefore the last prompt of the epoch is kept for it, so that it is never empty.
+            it is used. Therefore the last prompt of the epoch is kept for that batch, so that it is never empty.
 
         Raises:
             ValueError: If `draws_more` is False.

@@ -138,7 +138,14 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare with the ground truth as the function `compare`; wrong above `max_answer_characters` characters."""
+        """Compare an answer with the ground truth by the function `compare`.
+
+        Args:
+            gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
+            answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
+
+        Returns and raises the same as the function `compare`.
+        """
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None

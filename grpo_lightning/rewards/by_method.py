@@ -222,7 +222,7 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError as `_known` and `inner_reward`; ImportError if the package of `default` is missing."""
+        """Raises: ValueError if `default` is unknown, or as `inner_reward`; ImportError if its package is missing."""
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
         for name, make in shipped_methods().items():
