@@ -54,7 +54,7 @@ class Recipe(ABC):
     """All settings that determine a demo's files. Subclasses define the fields."""
 
     code: ClassVar[str | int]
-    """Part of the cache key. Change it when a code change alters the files, but the fields of the recipe stay the same."""
+    """Part of the cache key. Change it when a code change alters the files, but no field of the recipe changes."""
 
     @abstractmethod
     def build(self, folder: Path, *, show_progress: bool) -> None:
