@@ -258,7 +258,7 @@ class EvaluationTable(Metric):
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the deciding reward has several values, but none that counts as solved."""
+        """Warn if the deciding reward has more than two different values, but none that counts as solved."""
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
         minimum = self.validation.success_value
