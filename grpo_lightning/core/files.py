@@ -85,7 +85,7 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
-    """Path of a file in the run's folder; rank 0 creates the folder. All ranks must call this; only rank 0 may write."""
+    """Path of a file in the run's folder; rank 0 creates the folder. Every rank must call this; only rank 0 writes."""
     folder = run_folder(trainer, dirpath)
     if trainer.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)

@@ -30,8 +30,8 @@ from grpo_lightning.training.lightning_internals import last_value, logged_items
 log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
-"""How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds: each
-rank sums its time over the step, and the largest sum of all ranks is logged. "rate" is the total of all ranks divided
+"""How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
+each rank sums its time over the step, and the largest of these sums is logged. "rate" is the total of all ranks divided
 by a "slowest" time."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
