@@ -258,7 +258,7 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """Original size of an image, and its size after the processor resized it, if the processor gives that size."""
+        """Original size of an image, and its size as resized by the processor (if unknown, the original size)."""
         resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()

@@ -60,8 +60,8 @@ class Scorer:
 
     Args:
         path: The scoring path.
-        chunk_size: Completions per chunk, which is one forward pass (the completion pass, or the dense path).
-            Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
+        chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
+            path. Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).

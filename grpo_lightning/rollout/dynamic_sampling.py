@@ -83,8 +83,8 @@ def resample(
     """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
 
     Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
-    sharded weights together. Prompts and seeds follow from the global index of a group, so that completions do not
-    depend on the number of ranks.
+    sharded weights together. Prompts and seeds follow from the global index of a group (its index among the groups of
+    all ranks), so that completions do not depend on the number of ranks.
 
     Args:
         rollout: N groups of this rank, with their rewards.

@@ -49,7 +49,7 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """Random numbers of a decoding step, [N x G]. Request the steps in order; a step may be requested repeatedly."""
+        """Random numbers of a decoding step, [N x G]. Request steps in order; a step may be requested repeatedly."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]

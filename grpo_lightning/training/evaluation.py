@@ -335,7 +335,7 @@ def means(evaluations: Sequence[Evaluation], validation: Validation | None = Non
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Iterate over one record per completion. A reward that is not scorable is None; an image is only its name."""
+    """Iterate over one record per completion. A missing reward value is None; images are replaced by their names."""
     scores = evaluation.scores
     for n, group in enumerate(evaluation.groups):
         prompt = group.prompt

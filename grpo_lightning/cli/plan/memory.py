@@ -537,7 +537,7 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     width, i the feed-forward width, and there are a heads of size d. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      copies read by the matrix products after them  2 c h; under autocast 5 c h
+                      copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h
         attention     queries and output                             2 c a d
                       keys and values, per token of the context      2 c a d
                       the softmax's sum, the mask                    4 a, c per token of the context
