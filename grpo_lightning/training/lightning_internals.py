@@ -79,7 +79,7 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Tell a checkpoint callback that this step is already saved: Lightning forgets it when it resumes."""
+    """Tell a checkpoint callback that this step is already saved, which Lightning forgets in a resumed run."""
     callback._last_global_step_saved = step
 
 
