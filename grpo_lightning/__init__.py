@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     __version__: str
 
 IMPORTED_AT = time.time()
-"""Unix time of this import, in seconds: the start of the process on the command line, which imports this package
-first."""
+"""Unix time of this import, in seconds. The command line imports this package before anything else, so that this is the
+time when its process started."""
 
 __all__ = [
     "DatasetEntry",

@@ -6,9 +6,9 @@ micro-batch. The module uses Lightning's automatic optimization, so gradient acc
 learning-rate schedules, `max_steps` and callbacks work as usual.
 
 The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
-step instead of a mean of per-completion means (`Objective.aggregate`), and log-ratio and k3 are bounded
-(`functional.losses`). Two things save time without a change of the loss or its gradient: a prompt runs once per group,
-and completions of advantage 0 skip the policy's passes if neither KL nor entropy is trained.
+step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
+bounded (`functional.losses`). Two things save time without a change of the loss or its gradient: the model runs on each
+prompt once per group, and it does not run on completions of advantage 0 if the objective has no KL and no entropy term.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class GRPOLightningModule(L.LightningModule):
         """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        # With dynamic sampling, some groups are replaced first: the reference scores the final groups (`start_cycle`).
+        # Dynamic sampling may still replace some groups: the reference then scores the final groups (`start_cycle`).
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -270,8 +270,8 @@ class GRPOLightningModule(L.LightningModule):
 
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
-        # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. (If
-        # the KL is in the rewards, hardly any advantage is 0.)
+        # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
+        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0.
         skips = not self.objective.trains_on_zero_advantages and not self.objective.needs_reference
         micro_batches, counts = self.actor.micro_batches(
             rollout.groups, rollout.advantages, self.cycle_shape, skip_zero_advantages=skips
@@ -476,8 +476,8 @@ class GRPOLightningModule(L.LightningModule):
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
-        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset. It
-        does not depend on batch and rank.
+        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
+        from its content if it has no index. It does not depend on batch and rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)

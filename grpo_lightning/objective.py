@@ -172,8 +172,8 @@ class Objective:
     # Off-policy corrections
 
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Off-policy correction: multiply the loss by a weight, the ratio of the policy's probability to the engine's, per
-    token or per completion (`sequence`). `truncate` clips weights to the range from `rollout_correction_low` to
+    """Off-policy correction: multiply the surrogate by a weight, the ratio of the policy's probability to the engine's,
+    per token or per completion (`sequence`). `truncate` clips weights to the range from `rollout_correction_low` to
     `rollout_correction_high`. `mask` masks the tokens or completions whose weights are outside of this range."""
 
     rollout_correction_low: float = 0.0

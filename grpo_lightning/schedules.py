@@ -26,7 +26,7 @@ class Schedule(LambdaLR):
     """Base of the schedules: linear warm-up, then the shape of the subclass.
 
     Args:
-        optimizer: Its learning rates are the peak rates.
+        optimizer: The optimizer, whose learning rates at this time become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
         warmup_steps: Warm-up in optimizer steps; set only one of the two.
 

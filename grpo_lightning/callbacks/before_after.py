@@ -32,7 +32,7 @@ Numbers = dict[str, dict[str, float]]
 class BeforeAfter(L.Callback):
     """Evaluates the validation prompts before and after training, with the settings of `model.validation`.
 
-    Prints a table and sample completions, and writes `summary.json`:
+    After training, it prints a table and sample completions, and writes `summary.json`:
 
     - `seed`: seed of the run;
     - `metric`: name of the headline metric;
@@ -41,12 +41,12 @@ class BeforeAfter(L.Callback):
     - `num_prompts`: number of validation prompts;
     - `images`: number of images in these prompts;
     - `steps`: number of optimizer steps;
-    - `seconds`: time since the process started;
+    - `seconds`: time since this package was imported;
     - `before`, `after`: all numbers of the table, by kind of completion (`sampled`, `greedy`) and name.
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of sample completions printed before and after.
+        num_samples: Number of printed sample completions from before training; as many are from after training.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -185,7 +185,10 @@ class BeforeAfter(L.Callback):
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """Loader of all validation prompts, ignoring `limit_val_batches`; the trainer's loader without a data module."""
+    """The data module's loader of all validation prompts, so that `limit_val_batches` does not apply.
+
+    If there is no data module, it is the trainer's loader.
+    """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
     return [] if loader is None else loader

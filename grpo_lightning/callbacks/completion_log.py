@@ -84,7 +84,7 @@ class CompletionLog(L.Callback):
                 self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
-        """Write the rollout of a new cycle. Collective: all ranks call it."""
+        """Write the rollout, unless `every_n_rollouts` skips it. Collective: all ranks call it."""
         number = module.run.rollout_index - 1
         if number % self.every_n_rollouts == 0:
             when = {
@@ -176,7 +176,7 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def keep_rollouts_before(path: Path, rollout: int) -> None:
-    """Drop the lines of this rollout and of later ones, and an incomplete last line.
+    """Drop the lines of the rollout number `rollout` and of later rollouts, and an incomplete last line.
 
     A resumed run samples these rollouts again.
 

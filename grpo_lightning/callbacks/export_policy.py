@@ -17,7 +17,7 @@ class ExportPolicy(L.Callback):
 
     With LoRA, only the adapter's weights are exported. For a multimodal policy, the processor is exported as well. All
     ranks gather sharded weights together, one tensor at a time, and rank 0 writes them in the dtype in which they are
-    trained. A run that fails exports nothing.
+    trained. A run that fails makes no final export.
 
     Args:
         folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
@@ -60,7 +60,7 @@ class ExportPolicy(L.Callback):
 
 
 def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
-    """Write a policy with its original config and tokenizer or processor; the run changes them only in memory."""
+    """Write a policy with its original config and tokenizer or processor, without the changes that the run made."""
     config = None
     if loader.name is not None:
         config = loader.load_config()

@@ -50,7 +50,7 @@ class NewestCheckpoints(ModelCheckpoint):
         """Initial state: no checkpoints, and a folder only if `dirpath` is set."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """For a new run, forget the checkpoints of an earlier run. Resuming restores the state after this hook."""
+        """Forget the checkpoints of an earlier run. For a resumed run, Lightning restores the state after this hook."""
         if stage == "fit" and trainer.global_step == 0:
             self.dirpath = self.as_made["dirpath"]
             self.load_state_dict(copy.deepcopy(self.as_made))

@@ -26,9 +26,9 @@ SHOWN = {
 class ProgressBar(TQDMProgressBar):
     """One bar for the entire run, in optimizer steps, with the current phase and GRPO's metrics.
 
-    Metrics that the module logs with `prog_bar=True` are shown too. Validation, test and prediction have separate bars
-    with the number of tokens sampled so far. If the output is a file (e.g. in a SLURM job), a line is printed at the
-    start, every minute and at the end, instead of a bar.
+    Metrics that the module logs with `prog_bar=True` are shown too. Validation, test and prediction have separate bars,
+    which show how many tokens per completion are sampled so far. If the output is a file (e.g. in a SLURM job), a line
+    is printed at the start, every minute and at the end, instead of a bar.
 
     Args:
         refresh_rate: Optimizer steps (or evaluation batches) between refreshes; 0 disables the bar.

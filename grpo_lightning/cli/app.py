@@ -66,9 +66,9 @@ class Parser(LightningArgumentParser):
     """Parser that merges the settings of several files and flags, and expands short names in files.
 
     If two files set an object of the same class, its settings are merged key by key. A later list replaces an earlier
-    list; `key+:` or `--key+` appends to it. jsonargparse itself would merge two lists of equal length item by item, so
-    that a second list of rewards would inherit the weights of the first list. All access to private parts of
-    jsonargparse is in this class.
+    list; `key+:` or `--key+` appends to the earlier list. jsonargparse itself would merge two lists of equal length
+    item by item, so that a second list of rewards would inherit the weights of the first list. All access to private
+    parts of jsonargparse is in this class.
     """
 
     expands_policy = False
@@ -140,7 +140,7 @@ class Parser(LightningArgumentParser):
         return text
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Parse flags. Before a flag that sets a list, insert a flag that empties the list: lists are not merged."""
+        """Parse flags. Before a flag that sets a list, insert a flag that empties the list, to prevent a merge."""
         # Actions with a `--key+` form take lists.
         lists = {flag for flag in self._option_string_actions if f"{flag}+" in self._option_string_actions}
         given = []
@@ -469,7 +469,7 @@ def instantiate(
     for name in names:
         parser = LightningArgumentParser()
         parser.add_lightning_class_args(parts[name], name)
-        # Renamed in 4.49.
+        # jsonargparse 4.49 renamed this method.
         build = getattr(parser, "instantiate", None) or parser.instantiate_classes
         made.append(build(Namespace({name: config[name]}))[name])
     return tuple(made)

@@ -25,7 +25,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.core import unique_keys
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
+from grpo_lightning.rewards import registry  # noqa: F401 - loads the rewards, so that the parser knows their names
 
 CONFIG_FLAGS = ("--config", "-c")
 SETTINGS_FILES = (".yaml", ".yml", ".json")

@@ -170,7 +170,7 @@ class Place:
     key: str
     value: Any
     kind: str = ""
-    """Class that the setting belongs to, if its name is given."""
+    """Class that the setting belongs to; empty if the settings do not name the class."""
 
     def say(self, text: str) -> str:
         """Prefix a message with the file."""

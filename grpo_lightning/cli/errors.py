@@ -78,7 +78,7 @@ def is_expected(error: BaseException) -> bool:
     if isinstance(error, ConfigurationError) or type(error).__name__ == "MisconfigurationException":
         return True
     module = innermost_module(error)
-    # Errors of builtins (`zip(strict=True)`, `int("x")`) in our frames are bugs, not refusals.
+    # Errors of builtins (`zip(strict=True)`, `int("x")`) in this package's frames are bugs, not refusals.
     is_ours = module == "grpo_lightning" and isinstance(error, EXPECTED) and is_raise_statement(error.__traceback__)
     return is_ours or (module == "transformers" and isinstance(error, OSError))
 

@@ -26,7 +26,7 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Names of all recipes, complete recipes before fragments: "quickstart", "objectives/dapo"."""
+    """Names of all recipes ("quickstart", "objectives/dapo"); recipes in subfolders come last."""
     root = folder()
     found = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
@@ -106,7 +106,7 @@ def is_fragment(path: Path) -> bool:
 
 
 def list_all() -> None:
-    """Print two lines per recipe: name and first sentence."""
+    """Print two lines per recipe: its name, and the first sentence about what it shows."""
     for name in names():
         print(name)
         print(f"    {first_sentence(header(named(name)).get('Shows', ''))}")

@@ -18,7 +18,8 @@ from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted,
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
-"""Beginning of a run's `config.yaml`. A file that begins otherwise is unrelated to the checkpoint two folders below."""
+"""Beginning of every `config.yaml` that a run writes. A file of this name that begins otherwise is not from the run,
+and is ignored."""
 
 MISSING = "(not set)"
 SHOWN = 20

@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 SAVE_DIR = "runs"
 CHECKPOINT_INTERVAL = timedelta(minutes=15)
 
-# Ranks launched by this process inherit the run's folder in this variable. Otherwise they would choose new folders.
+# Ranks that this process launches inherit the run's folder in this environment variable. Otherwise they would choose
+# new folders.
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
 METRICS_LOGGER = f"{__name__}.MetricsLogger"
@@ -168,10 +169,10 @@ def kind(logger: Namespace) -> str:
 
 
 def place_logger(logger: Namespace, folder: Path) -> None:
-    """Make a logger write into the run's folder, unless the recipe sets a folder. A W&B run gets the run's name.
+    """Make a logger write into the run's folder, unless the recipe sets a folder.
 
-    If the recipe sets `save_dir` without a name, the logger gets the run's name and version, so that every run has a
-    separate folder in `save_dir`.
+    If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
+    With a `save_dir` of its own, such a logger then has a separate folder per run in `save_dir`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -190,8 +191,8 @@ class MetricsLogger(CSVLogger):
 
     Args:
         save_dir: Folder of all runs.
-        name: Name of the run; null lets the command line choose.
-        version: Version of the run; null lets the command line choose.
+        name: Name of the run. With the defaults of `name` and `version`, the command line chooses both.
+        version: Version of the run; null uses the next free number.
         prefix: Prefix of every metric name.
         flush_logs_every_n_steps: Steps between two writes.
     """

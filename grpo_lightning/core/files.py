@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe.json"
-"""File in a generated folder: a fingerprint of what it was made from. Folders that have this file may be replaced."""
+"""File in a generated folder: a fingerprint of what the folder was made from. A folder with this file may be
+replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
@@ -84,7 +85,7 @@ def run_folder(trainer: Any, dirpath: str | None) -> Path:
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
-    """Path of a file in the run's folder, which rank 0 creates. Every rank must call this; only rank 0 may write."""
+    """Path of a file in the run's folder; rank 0 creates the folder. Every rank must call this; only rank 0 writes."""
     folder = run_folder(trainer, dirpath)
     if trainer.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)

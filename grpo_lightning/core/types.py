@@ -41,7 +41,7 @@ class Prompt:
     """All other columns of the row, passed to the rewards by name."""
 
     index: int = -1
-    """Position in the dataset: identifies the prompt in logs and in a resumed run."""
+    """Position in the dataset, -1 if unknown: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
     """Name of the dataset in a mixture that the row belongs to."""
@@ -210,7 +210,7 @@ class SamplingParams:
     """Keep tokens with at least `min_p` times the most likely token's probability; 0 keeps every token."""
 
     repetition_penalty: float = 1.0
-    """Divides the score of tokens already seen (Keskar et al. 2019); 1 is off."""
+    """Divides positive and multiplies negative logits of tokens already seen (Keskar et al. 2019); 1 is off."""
 
     suppress_tokens: list[int] = field(default_factory=list)
     """Token ids that are never sampled."""
@@ -317,9 +317,9 @@ class VisionInputs:
     """[N] one per prompt."""
 
     blank: Mapping[str, Tensor] | None = None
-    """Processor tensors of a small dummy image, for forward passes over prompts without images: the vision tower runs
-    on the dummy image, and its features are discarded. Needed if all ranks must run the tower, because its weights are
-    sharded or its gradients are averaged. None if the tower may be skipped."""
+    """Processor tensors of a small blank image, for forward passes over prompts without images: the vision tower runs
+    on the blank image, and its features are discarded. Needed if all ranks must run the tower, because the tower's
+    weights are sharded or their gradients are averaged. None if the tower may be skipped."""
 
     def select(self, prompts: Sequence[int]) -> VisionInputs:
         """Select prompts by index; indices may repeat."""

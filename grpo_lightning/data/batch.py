@@ -80,7 +80,7 @@ def as_prompt(
         row: The item. A `Prompt` is returned unchanged, except that it gets `index` if it has no index.
         index: Position of the item in the dataset.
         template: Prompt template for texts and rows.
-        where: Name of the item in errors; by default its number, counted from 1.
+        where: Name of the item in errors; by default "row N", with N = `index` + 1.
 
     Raises:
         TypeError: If the item is not a `Prompt`, a text or a row.
@@ -108,7 +108,8 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     makes of rows. The positions of texts and rows in the dataset are not known, so their prompts have no index.
 
     Raises:
-        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns.
+        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns; also as `as_prompt`.
+        ValueError: As `as_prompt`.
     """
     if isinstance(batch, PromptBatch):
         return batch

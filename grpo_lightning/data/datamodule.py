@@ -64,8 +64,8 @@ class PromptDataModule(L.LightningDataModule):
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all such rows (of a stream: at the first such row). "drop" removes these
-            rows and logs their number.
+            before any weights load and lists all such rows. (The rows of a stream are checked only when they are read,
+            and the first such row stops the run.) "drop" removes these rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder of each data file.
     """
@@ -157,7 +157,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """Load the prompts of a mixture, or create a stream of them."""
+        """Load the prompts of a mixture; if one of its entries is streaming, create a stream of them instead."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(
@@ -220,7 +220,7 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """A source that yields the validation prompts once, in the order of the files; empty without validation."""
+        """A source that yields the validation prompts once, in their order; an empty list without validation."""
         return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:

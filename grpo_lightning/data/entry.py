@@ -111,7 +111,7 @@ class DatasetEntry:
 
     @property
     def location(self) -> Location:
-        """The parsed path or name, without `:subset` and `#N`."""
+        """The path or name, parsed into name, subset and number of rows."""
         return Location(self.label) if self.json_path is not None else parse_location(self.label)
 
     @property
@@ -209,7 +209,7 @@ class Location:
 
 
 def parse_location(dataset: str) -> Location:
-    """Parse `name:subset#1000`; the path of an existing folder is kept whole as the name.
+    """Parse `name:subset#1000`; the path of an existing file or folder is kept whole as the name.
 
     Raises:
         ValueError: If `#` is not followed by a count.
@@ -234,7 +234,7 @@ def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
 
 
 def _nearest(key: str, allowed: list[str]) -> str | None:
-    """The allowed key that starts with `key`, or else has the most similar spelling."""
+    """The first allowed key that starts with `key`, else the key of most similar spelling; None if none is similar."""
     longer = [name for name in allowed if key and name.startswith(key)]
     return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
 
@@ -292,8 +292,8 @@ def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]
         name: Name of the entry; entries with different names are sampled independently.
 
     Returns:
-        Row numbers in ascending order. If the strategy requests more rows than there are, all rows are returned and a
-        warning is logged.
+        Positions of the selected rows, starting at 0, in ascending order. If the strategy requests more rows than there
+        are, all rows are selected and a warning is logged.
 
     Raises:
         ValueError: If `strategy` is invalid.

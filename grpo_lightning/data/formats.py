@@ -1,7 +1,7 @@
 """Row formats: finding the prompt column of a row and converting it to a prompt.
 
-`PROMPT_COLUMNS` lists the columns that may hold the prompt, one per data format. The prompt of a row is the first of
-these columns that the row has.
+`PROMPT_COLUMNS` lists the columns that may hold the prompt, in order of precedence. If a row has several of these
+columns, the prompt is in the column that comes first in `PROMPT_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def to_prompt(
 
 
 def unused_prompt_columns(prompt: Prompt) -> list[str]:
-    """Names of the other columns of the prompt's row that could have been its prompt."""
+    """Names of the row's columns that could also have been the prompt, but come later in `PROMPT_COLUMNS`."""
     if not prompt.prompt_column:
         return []
     names = list(PROMPT_COLUMNS)

@@ -124,8 +124,9 @@ def stream_mixture(
 ) -> PromptStream:
     """Create a stream of a mixture, which reads each row when it is used.
 
-    The rows have the same order as in `load_mixture`. An entry that does not set `streaming` is loaded completely when
-    the stream reaches it, and supports every sampling strategy. The images of a row are checked when the row is read.
+    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
+    `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
+    row are checked when the row is read.
     For the arguments, see `load_mixture` and `PromptStream`.
 
     Raises:
@@ -203,7 +204,10 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
 
 
 def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
-    """True if `dataset` of an entry, with or without `:subset` and `#N`, is a folder in `folder` but not elsewhere."""
+    """True if an entry's `dataset` is a folder in `folder`, and not in the current folder.
+
+    Both the full name and the name without `:subset` and `#N` are looked up.
+    """
     names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the full name goes first
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 

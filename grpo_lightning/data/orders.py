@@ -25,7 +25,8 @@ from grpo_lightning.data.parallel import in_threads
 T = TypeVar("T")
 
 Part: TypeAlias = Callable[[], Iterable[tuple[Any, Callable[[Any, int], Measured]]]]
-"""A function that opens one dataset and yields its rows, each together with a function (row, number) -> prompt."""
+"""A function that opens one dataset and yields its rows, each with a function that converts it: (row, index) -> prompt
+with its length."""
 
 
 class LazyPrompts:
@@ -55,7 +56,7 @@ class LazyPrompts:
 
 
 class ListedOrder:
-    """One pass over a known number of prompts; its blocks are lists of prompt numbers."""
+    """One pass over a known number of prompts, in blocks; a block is a list of positions of prompts in `prompts`."""
 
     def __init__(self, prompts: Sequence[Prompt] | LazyPrompts, seed: int | None) -> None:
         self.prompts = prompts
@@ -65,7 +66,11 @@ class ListedOrder:
             self.numbers = torch.randperm(len(prompts), generator=generator).tolist()
 
     def take(self, start: int, size: int) -> tuple[Sequence[int], int]:
-        """Get up to `size` prompt numbers from position `start` on. Returns: them, and the position after the last."""
+        """Get the block of up to `size` prompts at position `start` of the order.
+
+        Returns:
+            The positions of these prompts in `prompts`, and the position in the order after this block.
+        """
         return self.numbers[start : start + size], min(start + size, len(self.numbers))
 
     def share(self, block: Sequence[int]) -> list[Prompt]:
@@ -113,7 +118,7 @@ class PromptStream:
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first `size` prompts of every part, unshuffled, read once: a preview of the data before training.
+        """The prompts of the first `size` rows of every dataset, read once: a preview of the data before training.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` is "error".
@@ -130,9 +135,10 @@ class PromptStream:
         return list(self._heads[size])
 
     def read(self, seed: int | None, start: int) -> Iterator[tuple[int, Measured]]:
-        """Yield positions and prompts in the order of `seed`, starting at position `start`.
+        """Yield (position in the order, prompt with its length), starting at position `start`.
 
-        Positions count all rows, including rows that are dropped. Rows before `start` are read, but not parsed.
+        `seed` determines the order; None keeps the order of the data. Positions count all rows, including rows that are
+        dropped. Rows before `start` are read, but not parsed.
         """
         rows: Iterator[Any] = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
         if seed is not None:
@@ -141,7 +147,11 @@ class PromptStream:
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt with its number in the unshuffled data. Returns: the position and the prompt."""
+    """Convert a row to a prompt, whose index is the row's position in the unshuffled data.
+
+    Returns:
+        The row's position in the order of the pass, and the prompt with its length.
+    """
     position, (number, (row, convert)) = item
     return position, convert(row, number)
 
@@ -249,7 +259,7 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
     Args:
         data: Prompts, rows or texts, in a list, a dataset with a length, or an iterable that can be iterated
             repeatedly.
-        convert: Function (row, number) -> prompt.
+        convert: Function (row, index) -> prompt; `index` is the row's position in `data`, starting at 0.
         stream: Keyword arguments of `PromptStream`, for an iterable without length.
 
     Raises:
@@ -295,5 +305,5 @@ def _open(rows: Iterable[T], convert: Callable[[T, int], Measured]) -> Iterator[
 
 
 def _measure(convert: Callable[[T, int], Prompt], row: T, number: int) -> Measured:
-    """Convert a row to a prompt without a length limit."""
+    """Convert a row to a prompt, whose length is not measured, because there is no length limit."""
     return Measured(convert(row, number))

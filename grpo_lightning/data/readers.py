@@ -60,8 +60,8 @@ class RowReader:
 
     limit: LengthLimit | None = None
     preflight: Preflight | None = None
-    """Check of images and boxes. None if all images are checked later, together; prompts with images are then measured
-    after that check."""
+    """Check of images and boxes. None if all images are checked together later; the length of prompts with images is
+    then measured after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
         """Convert, check and measure a row. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
@@ -145,7 +145,7 @@ def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    """One row per line; blank lines are skipped but counted."""
+    """One row per line. Blank lines are skipped; the line numbers in messages include them."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

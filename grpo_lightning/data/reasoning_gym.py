@@ -75,7 +75,10 @@ def task_names() -> list[str]:
 
 
 def create_task(task: str, config: Mapping[str, Any], *, size: int = 1, seed: int = 0) -> Any:
-    """Create a reasoning-gym task: `[index]` generates an item, `score_answer(answer, entry)` verifies an answer.
+    """Create the object of a reasoning-gym task.
+
+    If it is called `dataset`, `dataset[index]` generates an item, and `dataset.score_answer(answer, item)` scores an
+    answer to this item.
 
     Args:
         task: Name of the task.
@@ -148,7 +151,7 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create a task whose `score_answer` verifies answers; cached by name and settings.
+    """Create the object of a task, whose `score_answer` scores answers; cached by name and settings.
 
     Args:
         task: Name of the task.

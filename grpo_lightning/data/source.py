@@ -44,8 +44,8 @@ class PromptSource:
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
         seed: Seed of the order.
-        rank: Number of this rank; each rank gets its share of the prompts of every cycle. None uses the rank in the
-            process group.
+        rank: This rank, from 0 to `world_size` - 1; each rank gets its share of the prompts of every cycle. None uses
+            the rank in the process group.
         world_size: Number of ranks; None uses the size of the process group.
         template: Prompt template for texts and rows.
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
@@ -96,8 +96,8 @@ class PromptSource:
         self.ranks_per_group = ranks_per_group
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
-        self.prompts_used = 0  # in this epoch, over all ranks, including the current cycle's
-        self.cycle_start = 0  # position in the order of the current cycle's first prompt
+        self.prompts_used = 0  # position in the epoch's order after all used prompts (of all ranks)
+        self.cycle_start = 0  # position in the epoch's order of the current cycle's first prompt
         self.position = 0  # finished micro-steps of the current cycle; 0 between cycles
         self.cycle_prompts: list[Prompt] = []
         self.cycle_size = 0  # prompts used by the current cycle, over all ranks
@@ -229,7 +229,7 @@ class PromptSource:
         return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:
-        """Read the prompts of a part of a block of the order; an image shared by several prompts is read once."""
+        """Read some prompts of a block of the order; an image shared by several prompts is read once."""
         return self.images.take(self.order.share(block))
 
     def look_ahead(self) -> None:
@@ -247,12 +247,12 @@ class PromptSource:
         Args:
             num_prompts: Number of further prompts over all ranks. All ranks must request the same number, because they
                 share one order.
-            own: Numbers of this rank's prompts among the further prompts, counted from 0.
+            own: Positions of this rank's prompts in the list of further prompts, starting at 0.
 
         Returns:
-            The number of prompts taken over all ranks, and this rank's prompts. At the end of an epoch there may be
-            fewer prompts than requested, because the last prompt of the epoch is reserved for the batch that Lightning
-            has already fetched.
+            The number of prompts taken over all ranks, and this rank's prompts. At the end of an epoch, there may be
+            fewer prompts than requested. Lightning has already fetched the next batch, which gets its prompts only when
+            it is used. Therefore the last prompt of the epoch is kept for that batch, so that it is never empty.
 
         Raises:
             ValueError: If `draws_more` is False.
@@ -268,7 +268,7 @@ class PromptSource:
         """Set the prompts on which the rest of the current cycle trains, after dynamic sampling.
 
         Args:
-            chosen: For each rank, the numbers of its prompts among all prompts that the cycle has taken.
+            chosen: For each rank, the positions of its prompts in the list of all prompts that the cycle has taken.
             prompts: This rank's prompts.
         """
         self.settled, self.cycle_prompts = chosen, prompts
@@ -300,8 +300,9 @@ class PromptSource:
         data. `begin` compares `shuffle` with the checkpoint when the epoch begins.
 
         Raises:
-            ValueError: If the checkpoint was saved inside an epoch and the data, the seed or `cycle` differs, or if it
-                was saved inside a cycle and the number of ranks or the batch size differs.
+            ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
+                `shuffle_buffer`), the seed or `cycle` differs; or if the checkpoint was saved inside a cycle, and the
+                number of ranks or the batch size differs.
         """
         sizes = {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group")}
         if state.get("position"):

@@ -125,7 +125,8 @@ class WarmUp:
 
     max_worked_steps: int = 1000
     num_short_steps: int = 250
-    """Steps of mostly short completions. With fewer steps, only 18 of 20 worked completions are right, not 19."""
+    """Steps of mostly short completions. With this number of steps, 19 of 20 worked completions are right; with fewer
+    steps, only 18 of 20."""
 
     short_share: float = 0.85
     """Share of short completions in the last `num_short_steps`, and approximately in the samples when GRPO starts."""

@@ -54,7 +54,7 @@ class Recipe(ABC):
     """All settings that determine a demo's files. Subclasses define the fields."""
 
     code: ClassVar[str | int]
-    """Part of the cache key. Increase it if a change of the code changes the files, but no field of the recipe."""
+    """Part of the cache key. Change it when a code change alters the files, but no field of the recipe changes."""
 
     @abstractmethod
     def build(self, folder: Path, *, show_progress: bool) -> None:
@@ -146,7 +146,7 @@ class PrepareDemo:
 def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
     """Build a tokenizer: a token per printable ASCII character and per character of `spaces`, then `<pad>`, `<eos>`.
 
-    Other characters are not encoded. The tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads
+    Other characters are dropped. The tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads
     the tokenizer of any Qwen2 model as a byte-level BPE. `AutoTokenizer` would also add the default unknown token,
     which the model does not have, so `<pad>` is set as the unknown token.
     """

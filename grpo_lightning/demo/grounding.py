@@ -77,7 +77,7 @@ def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
 
 
 def build_processor(task: SceneTask, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    """Build Qwen2.5-VL's processor, with limits that keep the size of the task's images."""
+    """Build Qwen2.5-VL's processor, with pixel limits within which the task's images are not resized."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     sizes = {"patch_size": task.cell_size, "merge_size": PATCHES_PER_TOKEN}
@@ -159,14 +159,14 @@ class GroundingWarmUp:
     lazy_share_of_worked: float = 0.125
     """Share of lazy completions in the phase of mostly worked completions.
 
-    With a share of 0, only the last phase teaches the first word of lazy completions. This halves the probability of
-    the correct word on held-out questions.
+    With a share of 0, the model learns the first word of lazy completions only in the last phase. This halves the
+    probability that its worked completions of held-out questions begin with the correct word.
     """
 
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
-    """Peak learning rate, reached over the first `num_ramp_steps` of a phase. It decays to zero after the fraction
-    `held_share` of the phase."""
+    """Peak learning rate, reached over the first `num_ramp_steps` of a phase. It is held until the fraction
+    `held_share` of the phase is over, and then decays to zero."""
 
     lazy_learning_rate: float = 5e-4
     num_ramp_steps: int = 20
@@ -258,7 +258,7 @@ def teach_language(
 
 
 def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
-    """Scenes in which half of the things have a nameless colour or a nameless shape."""
+    """Generate `number` scenes in which about half of the things have a colour or shape that no question names."""
     draw = random.Random(f"{task.seed}, {purpose}, varied")
     return [vary(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
 
@@ -333,7 +333,7 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTas
 
 
 def patch_grid(task: SceneTask) -> tuple[int, int, int]:
-    """Frames, rows and columns of patches of an image; a cell is one patch."""
+    """How many frames, rows of patches and columns of patches an image has; a cell is one patch."""
     return 1, task.num_cells, task.num_cells
 
 

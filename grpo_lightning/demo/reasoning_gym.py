@@ -201,7 +201,7 @@ class GymRecipe(Recipe):
 
 
 class ReasoningGymQuickstart(PrepareDemo):
-    """Builds the demo's model and data for the recipe; to be used as `prepare` of a data module.
+    """Builds the demo's model and data for its recipe; to be used as `prepare` of a data module.
 
     Args:
         folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; these files depend on the

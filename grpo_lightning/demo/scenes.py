@@ -29,7 +29,7 @@ COLOURS = {
     "white": (250, 250, 250),
 }
 Outline = Sequence[tuple[float, float]]
-"""The corners of a shape in a box of width and height 1, from the upper left."""
+"""The corners (x, y) of a shape in a box of width and height 1; (0, 0) is the upper left corner of the box."""
 
 SHAPES: dict[str, Outline] = {
     "circle": [((1 + math.cos(turn)) / 2, (1 + math.sin(turn)) / 2) for turn in (math.tau * k / 64 for k in range(64))],
@@ -52,7 +52,8 @@ NAMELESS_DISTANCE = 60.0
 """Minimum RGB distance of a nameless colour from every named colour."""
 
 MAX_TRIES = 20_000
-"""Maximum tries to find one image. In the quickstart, one try in 10 succeeds; for held-out images, one in 300."""
+"""Maximum tries to find one image. In the quickstart, one try in 10 succeeds for training images, and one in 300 for
+held-out images."""
 
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
 """Placeholder words in questions that name only the shape, or only the colour."""
@@ -61,7 +62,7 @@ Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
 Naming = Literal["both", "colour", "shape"]
-"""The properties named in a question. Colours and shapes are unique within an image."""
+"""The properties named in a question. One is enough, because colours and shapes are unique within an image."""
 
 
 class Thing(NamedTuple):
@@ -212,9 +213,9 @@ class SceneTask:
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
         """The worked completion: the colour or shape of the thing, its left and upper edge, then its box.
 
-        The model finds each number in two steps from the text before the number. It finds the left edge by the colour,
-        or by the shape if the question does not name the colour. It finds the upper edge by colour and shape together,
-        which the comma token collects.
+        The model computes each number from the text before it. It finds the left edge by the colour, or by the shape if
+        the question does not name the colour. It finds the upper edge by colour and shape together; the hidden state of
+        the comma token combines the two.
         """
         colour, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)

@@ -1,7 +1,7 @@
 """Advantages: how much better a completion is than the other completions of its prompt.
 
-`group_relative_advantages` takes one reward per completion. Several rewards are combined into one before, by a weighted
-sum or by `normalized_sum`.
+`group_relative_advantages` takes one reward per completion. If a completion has several rewards, combine them first, by
+a weighted sum or by `normalized_sum`.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
         loss = -stop_gradient( min(r, 1 + epsilon_high) ) A logprob
 
     CISPO (MiniMax-M1, arXiv:2506.13585) without the lower bound, which its authors do not use either. The cap is
-    1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, set that value
-    minus 1 here.
+    1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract 1 from
+    their value.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -196,7 +196,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        bool, of the shape of the loss. With one ratio per token, padding is always False.
+        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -212,7 +212,7 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        bool, of the shape of the loss. With one ratio per token, padding is always False.
+        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
@@ -248,15 +248,15 @@ def rollout_weights(
 
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). "mask" per token is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is
-    a product over its tokens, so that completions leave any fixed range if they are long enough. Exponents are clipped
-    to [-20, 20] (`bounded_exp`).
+    a product over its tokens, so that the weights of long completions leave any fixed range. Exponents are clipped to
+    [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, of the policy at the start of the cycle.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: One weight per token, or one per completion.
-        outside: Truncate weights outside of [low, high] to that range, or set them to 0.
+        level: "token" computes one weight per token, "sequence" one per completion.
+        outside: "truncate" clips the weights to [low, high]; "mask" sets weights outside of [low, high] to 0.
         low: Minimum weight.
         high: Maximum weight.
 

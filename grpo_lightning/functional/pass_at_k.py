@@ -38,9 +38,9 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
 
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
     the mean of the values, z the normal quantile of `confidence`, and n the effective sample size: the number of
-    independent attempts that are as informative as N prompts with `draws` completions each. n is N times p (1 - p), the
-    variance of a single attempt, divided by the variance of the values. Completions of one prompt are correlated, so n
-    lies between N and N x draws (Miller 2024, arXiv:2411.00640, on clustered questions).
+    independent attempts that are as informative as N prompts with `draws` completions each: n = N p (1 - p) / v, where
+    p (1 - p) is the variance of a single attempt, and v the variance of the values. Completions of one prompt are
+    correlated, so n lies between N and N x draws (Miller 2024, arXiv:2411.00640, on clustered questions).
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.

@@ -27,7 +27,8 @@ WORD_JOINER = "\u2060"
 """Invisible character, inserted into texts that spell an image placeholder, so that they are tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side of the blank image in pixels, small enough for a few tokens."""
+"""Side in pixels of the blank image, small enough for a few tokens. A vision tower that must run although its prompts
+have no images runs on the blank image."""
 
 
 class Encoder:
@@ -53,7 +54,7 @@ class Encoder:
         """Ids of the placeholder and delimiter tokens of images and videos.
 
         Raises:
-            ValueError: If the tokenizer has no image placeholder token.
+            ValueError: If the config's `image_token_id` is not a token of the tokenizer.
         """
         if not self.sees_images:
             return ()
@@ -72,7 +73,7 @@ class Encoder:
 
     @functools.cached_property
     def never_sampled(self) -> tuple[int, ...]:
-        """Ids that are never sampled: image placeholders, and ids beyond the tokenizer's last token.
+        """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
         Many embeddings are padded to a round number of rows. The ids of the padding cannot be decoded to text.
         """
@@ -157,7 +158,7 @@ class Encoder:
         """Collect the vision inputs of encoded prompts; None if the policy is text-only.
 
         Args:
-            prompts: N vision inputs, encoded for this policy.
+            prompts: The vision inputs of N encoded prompts.
             needs_blank: True if the vision tower has to run even without images.
         """
         if not self.sees_images:
@@ -182,7 +183,7 @@ class Encoder:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - the encoder lives as long as the run
     def num_more_tokens(self, width: int, height: int) -> int:
-        """Tokens that an image of this size adds to its placeholder."""
+        """Number of tokens that a text gains when an image of this size replaces its placeholder."""
         text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
         ids = self.process(text, [blank_image(width, height)], "an image")["input_ids"][0]
         return len(ids) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -257,7 +258,7 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """Original size of an image, and its size after the processor resized it."""
+        """Original size of an image, and its size as resized by the processor (if unknown, the original size)."""
         resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()
@@ -361,7 +362,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
 
     Raises:
         ValueError: If the prompt has no tokens, or the tokenizer has no chat template for its messages, or the template
-            cannot render them.
+            cannot render them, or the prompt's `chat_template_kwargs` set one of `OWN_SETTINGS`.
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
@@ -397,7 +398,7 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
     """Check that a prompt and its longest completion fit the model's positions.
 
     Args:
-        prompt: Named in the error.
+        prompt: The prompt, which the error names.
         num_tokens: Length L of the prompt.
         limit: Number of positions of the model (`num_positions`); None means no limit.
         max_completion_length: Maximum number of tokens of a completion.

@@ -107,7 +107,7 @@ def native_checkpoints(name: str) -> str:
 
 
 def unknown_reason(config: Any) -> str | None:
-    """Reason why the images of a prompt cannot be encoded just once; None if they can, or the model is text-only."""
+    """Reason why images cannot be encoded once per prompt and reused; None if they can, or the model is text-only."""
     if not sees_images(config) or family_of(config) is not None:
         return None
     return (

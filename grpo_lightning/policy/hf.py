@@ -1,6 +1,6 @@
 """Helpers for transformers models and configs. Start here when upgrading transformers.
 
-They deal with forward arguments, positions, config fields that differ between model families and releases of
+The helpers deal with forward arguments, positions, config fields that differ between model families and releases of
 transformers, and private names of transformers.
 """
 
@@ -114,7 +114,7 @@ def naming(key: str, name: str) -> Iterator[None]:
 def num_positions(config: PretrainedConfig) -> int | None:
     """Maximum number of positions of the language model; None if it has no limit.
 
-    With dynamic NTK rope, the model has the positions of its training times the rope factor.
+    With dynamic NTK rope, this number is the number of positions in pretraining times the rope factor.
     """
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)

@@ -46,7 +46,7 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded: they cannot run yet, and `PolicyLoader.choose_scorer` is called later."""
+    """None if the weights are sharded: they cannot run before training starts, and `choose_scorer` is called then."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,7 +67,7 @@ class PolicyLoader(PolicySettings):
         """Make a loader for a policy given as name, folder, model, config or settings.
 
         Raises:
-            ValueError: If a tokenizer is given both here and in the loader.
+            ValueError: If a tokenizer is given together with a loader, which has its own setting for the tokenizer.
         """
         if isinstance(policy, PolicyLoader):
             if tokenizer is not None:
@@ -113,7 +113,7 @@ class PolicyLoader(PolicySettings):
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
     def choose_scorer(self, model: nn.Module, encoder: Encoder) -> Scorer:
-        """Choose the scoring path and vocabulary head of a model, by running it, and log the reasons."""
+        """Choose the scoring path and vocabulary head of a model by running the model, and log the reasons."""
         path, reason = choose_path(model, self.scoring)
         write = log.info if unknown_reason(encoder.config) is None else log.warning
         write("Scoring path: %s (%s).", path, reason)
@@ -211,7 +211,7 @@ MOST_FLASH_HEAD = 256
 def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
     """Reason why a model of this config cannot run with flash_attention_2, or would give wrong results; None if it can.
 
-    FlashAttention's kernels support no mask other than row lengths, and silently ignore other masks of transformers.
+    FlashAttention's kernels support no mask other than padding, and silently ignore all other masks of transformers.
 
     Args:
         config: The policy's config.
@@ -244,7 +244,7 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Choose the attention kernel to request from transformers; None: the model's default (sdpa if it has sdpa).
+    """Choose the attention kernel to request from transformers; None: the model's default, mostly sdpa.
 
     Args:
         requested: `policy.attention`.
@@ -303,7 +303,7 @@ def disable_router_loss(model: nn.Module) -> None:
     """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`): GRPO does not train on it.
 
     Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
-    tokens of one forward call. With a KV cache, these are different numbers of tokens.
+    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the loss cannot be computed.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
@@ -316,7 +316,7 @@ def disable_router_loss(model: nn.Module) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the prefix cache.
+    """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the KV cache.
 
     The `forward` of each layer is wrapped, not the layer, so that hooks of sharding strategies stay outside the
     recompute. transformers' own gradient checkpointing cannot be used, because it drops the cache in train mode.

@@ -38,7 +38,8 @@ BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 class LoRA:
     """Low-rank adapters (arXiv:2106.09685): a layer W computes W + alpha / rank * B A, and only A and B are trained.
 
-    B starts at 0: the initial policy equals the base. Adapters are float32, whatever the dtype of the base.
+    B starts at 0, so that the initial policy equals the base, the model without adapters. Adapters are float32,
+    whatever the dtype of the base.
 
     Args:
         rank: Rows of A, columns of B.

@@ -30,7 +30,7 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """Names of parameters that hold all experts of a layer in one tensor: not linear layers, so without adapters."""
+    """Names of parameters that hold all experts of a layer in one tensor; only linear layers can have adapters."""
     if not _has_experts(model.get_decoder().config.to_dict()):
         return []
     return sorted(

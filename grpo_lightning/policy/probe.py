@@ -54,7 +54,10 @@ def probe_difference(model: nn.Module, one: Scorer, other: Scorer) -> Tensor:
 
 
 def probe_batch(model: nn.Module) -> MicroBatch:
-    """Make a micro-batch of 2 prompts of unequal length x 2 completions, longer than a small sliding window."""
+    """Make a micro-batch of a short and a long prompt with 2 completions each.
+
+    The long prompt is longer than a small sliding window (64 tokens or fewer).
+    """
     config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
     length, width, device = max(12, min(window, 64) + 3), 6, next(model.parameters()).device

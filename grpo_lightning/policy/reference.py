@@ -120,7 +120,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights by dtype; each weight counts times its position, so that the order matters."""
+    """Sum the bits of weights by dtype, each weight's sum times the weight's position, so that the order matters."""
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):

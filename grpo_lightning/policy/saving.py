@@ -26,9 +26,9 @@ def write_policy(
     Args:
         model: The policy.
         tokenizer: The policy's tokenizer, or the processor of a multimodal policy, which saves the tokenizer as well.
-        folder: Created if missing. Files of an earlier model are replaced; other files stay.
-        config: Saved instead of the model's own config.
-        weights: Saved instead of the model's own weights, under the same names.
+        folder: The folder to write to; created if missing. Files of an earlier model are replaced; other files stay.
+        config: Config to save instead of the model's own.
+        weights: Weights to save instead of the model's own, under the same names.
     """
     options: dict[str, Any] = {} if weights is None else {"state_dict": dict(weights)}
     if is_adapted(model):

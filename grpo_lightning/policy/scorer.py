@@ -60,13 +60,14 @@ class Scorer:
 
     Args:
         path: The scoring path.
-        chunk_size: Completions per chunk, which is one forward pass (the completion pass, or the dense path).
-            Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
+        chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
+            path. Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
         logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
-        never: Token ids that are never sampled (image placeholders), and therefore excluded from the distribution.
+        never: Ids of tokens that are never sampled (`Encoder.never_sampled`), and therefore excluded from the
+            distribution.
     """
 
     path: ScoringPath = "extended"
@@ -166,7 +167,7 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
-        # The additional column repeats the last position, so that no row becomes longer.
+        # A column that was added for this reason repeats the last position, so that no row becomes longer.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
@@ -336,7 +337,7 @@ class SlicedHead:
 
 
 NO_CHANCE = -1e4
-"""Logit of tokens that are never sampled: probability 0, but finite, as the entropy requires."""
+"""Logit of tokens that are never sampled. It is finite, but their probability is 0 in float32."""
 
 
 def token_scores(
@@ -366,7 +367,7 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
         scale: Factor by which the model multiplies its head's output. `logits` multiplies by this factor. The model
-            also multiplies the result of `forward` by it, which the caller must undo.
+            also multiplies the result of `forward` by this factor, which the caller must undo.
     """
     head, config = base_model(model).get_output_embeddings(), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)

@@ -33,7 +33,7 @@ class PolicySettings:
             is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
-        dtype: Dtype of the weights. Keep float32 unless the strategy keeps fp32 master weights: at GRPO's learning
+        dtype: Dtype of the weights. Keep float32 unless the strategy keeps float32 master weights: at GRPO's learning
             rates, updates of bfloat16 weights are lost to rounding.
         attention: Attention kernel; "auto" uses flash_attention_2 if it is installed and the run computes in 16 bits on
             CUDA (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights), else sdpa.
@@ -51,7 +51,8 @@ class PolicySettings:
             the frozen weights. A head that is tied to the embeddings is frozen as well.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
         max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
-            for model families whose number of tokens per image is proportional to its pixels (Qwen-VL, GLM-4.1V).
+            for model families in which an image's number of tokens is proportional to its number of pixels (Qwen-VL,
+            GLM-4.1V).
         min_pixels: Minimum pixels per image; smaller images are scaled up. For the same families as `max_pixels`.
         max_anyres_num: Maximum number of tiles per image. Only for InternVL.
         quantization: Quantise the frozen weights under adapters to "4bit" (NF4) or "8bit". `dtype` is then the dtype of
@@ -171,8 +172,8 @@ def model_or_config(given: Any) -> Any:
     """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If the policy is another wrapper of a model, which would be treated as a config and trained with
-            random weights; or if the model has adapters.
+        ValueError: If the policy is not a transformers model or config, for example another wrapper of a model; or if
+            the model has adapters.
     """
     from transformers import PretrainedConfig, PreTrainedModel
 

@@ -32,7 +32,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Context in which layers with new weights (random weights, adapters) are created unsharded; sharded later."""
+        """Context in which layers with new weights (random or adapters) are created unsharded, to be sharded later."""
         yield
 
     @contextlib.contextmanager
@@ -109,12 +109,12 @@ class FullyShard(Sharding):
                 part.reshard()
 
     def reshard(self, model: nn.Module) -> None:
-        """Reshard embeddings and head, which stay gathered, in the dtype of the forward pass."""
+        """Reshard all modules: embeddings and head stay gathered after a forward pass without a backward pass."""
         for part in fsdp_modules(model):
             part.reshard()
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Gather all shards of a parameter. Embeddings and head are still gathered after a forward pass."""
+        """Gather all shards of a parameter; return a parameter that a forward pass has left gathered as it is."""
         value: Tensor = parameter.detach()
         return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -138,7 +138,7 @@ class PartitionedGradients(Sharding):
     """ZeRO-1 and 2: full weights on every rank, but only DeepSpeed can access the gradients.
 
     Args:
-        strategy: The DeepSpeed strategy; its `model` is the engine after setup.
+        strategy: The DeepSpeed strategy, whose `model` is DeepSpeed's engine once the strategy is set up.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -213,7 +213,7 @@ class Partitioned(PartitionedGradients):
     def hooks(self) -> Any:
         """The object through which DeepSpeed gathers and releases weights."""
         optimizer = self.strategy.model.optimizer
-        return getattr(optimizer, "parameter_offload", optimizer)  # without training, it takes the optimizer's place
+        return getattr(optimizer, "parameter_offload", optimizer)  # without training, `optimizer` is this object
 
     def whole(self, parameter: Tensor) -> Tensor:
         """Gather all partitions of a parameter."""

@@ -34,7 +34,7 @@ def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> An
 
 
 def freeze_first_layers(model: Any, number: int) -> None:
-    """Freeze the embeddings and the first decoder layers.
+    """Freeze the embeddings and the first `number` decoder layers.
 
     A head that is tied to the embeddings is frozen with them.
 
@@ -82,11 +82,11 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     and codes next to their weights. In a policy without adapters, buffers stay as well.
 
     A weight is only dropped if it is frozen both now and when the state dict is taken. A weight that is frozen later
-    has been trained before, and a weight that is unfrozen later will be trained. Loading does not report dropped keys
-    as missing.
+    has been trained before, and a weight that is unfrozen later will be trained, so the state dict keeps both. Loading
+    does not report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
-    It is a hook of the owner, the Lightning module, because the policy may be a user's model.
+    The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
     """
     at_start = frozen_names(owner)
 
@@ -148,7 +148,7 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
     weight of 0.02 changes by at least 1.2e-4 or not at all.
 
     Args:
-        settings: Adapters and dtype of the weights.
+        settings: The policy's settings, which give the dtype of the weights and the adapters.
         precision: `trainer.precision`.
         has_masters: True if the strategy updates 32-bit master copies of the trained weights, as DeepSpeed does.
 
@@ -178,10 +178,12 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 def compute_dtype(
     settings: PolicySettings, precision: str | int | None, deepspeed: Mapping[str, Any] | None = None
 ) -> str:
-    """The dtype of a run's matrix products: with mixed precision, a dtype of fewer bits than that of the weights.
+    """The dtype in which a run computes matrix products.
+
+    It is that of the trainer's or DeepSpeed's precision if this is bf16 or fp16, otherwise that of the weights.
 
     Args:
-        settings: Dtype of the weights.
+        settings: The policy's settings, which give the dtype of the weights.
         precision: `trainer.precision`.
         deepspeed: DeepSpeed's configuration, which may also set the precision; None without DeepSpeed.
     """

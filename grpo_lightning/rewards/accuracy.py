@@ -84,10 +84,10 @@ class Accuracy(AnswerReward):
     r"""1 if the completion's answer is mathematically equal to the ground truth, else 0: `\frac{1}{2}` equals 0.5.
 
     The answer of a completion is the content of the last `<answer>...</answer>`, or of a box inside these tags. Without
-    tags, it is the content of the last `\boxed{...}`. Without a box, it is the first of these that the completion has:
-    an announced answer ("the final answer is $x$") or the text after `####`, whichever comes last; bold text; the end
-    of the last line, if the completion is not truncated. A missing or unparsable answer is wrong, and so are several
-    answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
+    tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
+    answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
+    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong, and so are
+    several answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
     mathematics, or if the comparison fails or times out; a warning is then logged.
 
     math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
@@ -138,7 +138,14 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare an answer with the ground truth, as the function `compare` does; a long answer is wrong."""
+        """Compare an answer with the ground truth by the function `compare`.
+
+        Args:
+            gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
+            answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
+
+        Returns and raises the same as the function `compare`.
+        """
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None

@@ -94,10 +94,11 @@ def in_box(text: str) -> str | None:
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     r"""Extract the answer from the places where chat models write answers; None if there is no answer.
 
-    The first place that the text has is used: the last `<answer>...</answer>`; after the reasoning, the last
-    `\boxed{}`; the last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**) with no
-    number after it; the last line, after its last "=" or "is". The whole text at that place is the answer, whatever the
-    ground truth is: "3 or 4" equals neither 3 nor 4. A negated answer ("not 7") is no answer.
+    These places are tried in order, and the first that the text has is used: the last `<answer>...</answer>`, or a box
+    inside it; after the reasoning, the last `\boxed{}`; the last announcement ("The answer is 7.", "Answer: 7") or
+    `#### 7`; the last bold text (**7**), if no number follows it; the last line, after its last "=" or "is". The whole
+    text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated answer
+    ("not 7") is no answer.
 
     Args:
         text: A completion.
@@ -136,7 +137,7 @@ def _announced(text: str) -> str | None:
 
 
 def _in_bold(text: str) -> str | None:
-    """The last bold text that is not a heading, if no number follows; its whole line if the line has several."""
+    """The last bold text that is not a heading, if no number follows; the whole line if it has several bold texts."""
     last = None
     for found in _BOLD.finditer(text):
         last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
@@ -311,11 +312,17 @@ _WRONG = re.compile(
 def choice(text: str) -> str | None:
     """Extract the option that a text chooses, as a capital letter; None if it chooses no option, or lists several.
 
-    The option is the first of these letters that the text has: the letter that is the whole text; the last letter that
-    is called the answer ("the answer is B"); the marked letter at the start of the text ("B) because", "A, because I
-    ..."), unless other letters have the same mark ("(A) 1 (B) 2"); the only letter that is marked ("(B)") or called an
-    option; the only capital letter that stands alone. A letter directly followed by another letter ("A, B", "A or B")
-    is part of a list. A letter that is called wrong ("not B", "B is wrong") is not chosen.
+    These rules are tried in order, and the first that finds a letter decides:
+
+    1. the letter that is the whole text;
+    2. the last letter that is called the answer ("the answer is B");
+    3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
+       mark ("(A) 1 (B) 2"), the result is None;
+    4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
+    5. the capital letters that stand alone; if they are different letters, the result is None.
+
+    If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
+    result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.
     """
     text = readable(text)
     if lone := _LONE.fullmatch(text):

@@ -29,9 +29,9 @@ not a file), `image_path` (as `images`, but None for rows without images), and `
 message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
 argument is.
 
-A call gets the completions of one prompt. A call of an async reward, or of a reward with `in_process = True`, gets the
-completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a reward, so a reward that runs
-there must keep no state between calls.
+By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
+`in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
+reward, so a reward that runs there must keep no state between calls.
 
 A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
 each row that it will score. It may load its own models in `connect`, which is called when the policy is loaded.
@@ -195,17 +195,17 @@ class TrainerState:
 
     @property
     def epoch(self) -> float:
-        """The name of `current_epoch` in the transformers Trainer."""
+        """`current_epoch`, under its name in the transformers Trainer."""
         return float(self.current_epoch)
 
     @property
     def num_train_epochs(self) -> int | None:
-        """The name of `max_epochs` in the transformers Trainer."""
+        """`max_epochs`, under its name in the transformers Trainer."""
         return self.max_epochs
 
     @property
     def is_world_process_zero(self) -> bool:
-        """The name of `global_rank == 0` in the transformers Trainer."""
+        """Whether `global_rank` is 0, under its name in the transformers Trainer."""
         return self.global_rank == 0
 
     @classmethod
@@ -288,12 +288,12 @@ class WeightedReward(Reward):
 
     @property
     def name(self) -> str:
-        """The name in logs: the `name` argument, or the reward's own."""
+        """The name in logs: the `name` argument, or the reward's own name."""
         return self._name
 
     @property
     def loads(self) -> bool:
-        """True if the reward, or one inside it, loads something in `connect`."""
+        """True if the reward runs in this process, and its class overrides `connect`."""
         inner = innermost(self.reward)
         return self.in_process and isinstance(inner, Reward) and type(inner).connect is not Reward.connect
 

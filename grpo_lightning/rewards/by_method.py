@@ -82,7 +82,7 @@ class MultipleChoice(Method):
 
 
 class YesNo(Method):
-    """1 if the answer has the same one of the words "yes" and "no" as the ground truth, and not the other word.
+    """1 if the answer has the word of the ground truth, "yes" or "no", and does not have the opposite word.
 
     A row whose ground truth has neither or both of these words is not scorable.
     """
@@ -116,7 +116,7 @@ class Counting(Method):
 
 
 class TextSimilarity(Method):
-    """Similarity of the answer to the ground truth: 2 * LCS / (len(a) + len(b)), in characters.
+    """Similarity of the answer a and the ground truth b: 2 * LCS / (len(a) + len(b)), in characters.
 
     LCS is the length of the longest common subsequence. Case, whitespace and a full stop at the end are ignored.
     VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling get a
@@ -222,7 +222,7 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError if `default` is unknown, or a method cannot be inside another reward; ImportError."""
+        """Raises: ValueError if `default` is unknown, or as `inner_reward`; ImportError if its package is missing."""
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
         for name, make in shipped_methods().items():

@@ -127,7 +127,7 @@ class Cosine(Reward):
         max_len: int | None = None,
         accuracy: RewardLike | None = None,
     ) -> None:
-        """Raises: ValueError if a value is not finite, `max_len` below 1, or `accuracy` cannot be inside another."""
+        """Raises: ValueError if a value is not finite or `max_len` is below 1; as `inner_reward` for `accuracy`."""
         self.correct = (min_len_correct, max_len_correct)
         self.wrong = (min_len_wrong, max_len_wrong)
         if not all(math.isfinite(value) for value in (*self.correct, *self.wrong)):

@@ -63,7 +63,8 @@ class LLMJudge(AnswerReward):
             are replaced by the texts.
         temperature: Sampling temperature of the reply; None uses the endpoint's default, which some reasoning models
             require.
-        timeout_seconds: Time limit of one attempt.
+        timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
+            query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
         max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
         concurrency: Maximum number of concurrent queries.
     """
@@ -208,10 +209,10 @@ class LLMJudge(AnswerReward):
 
 
 def score_in(reply: str) -> float | None:
-    """Parse the score of a reply; None if there is no number in [0, 1].
+    """Parse the score of a reply; None if it is not a number from 0 to 1.
 
     The text up to the last `</think>` is ignored. The score is the rest of the line after the last "Score:"; without
-    "Score:", it is the whole text.
+    "Score:", it is the whole remaining text.
     """
     final = reply.rpartition("</think>")[2]
     _, found, rest = final.lower().rpartition("score:")

@@ -229,7 +229,8 @@ class RewardModel(Reward):
 
         Raises:
             FileNotFoundError: If the model or its tokenizer does not exist.
-            ValueError: If the model is not a sequence classifier with one label, or `max_length` exceeds its limit.
+            ValueError: If the model is not a sequence classifier with one label, or `max_length` is above the limit of
+                model and tokenizer.
         """
         self.source.check()
         limit = longest(self.source.load_config(), self.tokenizer, self.max_length)

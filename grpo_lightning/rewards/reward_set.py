@@ -74,7 +74,7 @@ class RewardSet:
 
     @property
     def success(self) -> str:
-        """The name of the reward that decides what is solved: the first with `says_solved`, otherwise the first one."""
+        """The reward that decides what is solved: the first one with `says_solved`; if there is none, the first one."""
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
@@ -120,7 +120,7 @@ class RewardSet:
             sharding: The sharding of the policy; models of rewards are not sharded.
             num_local_ranks: Ranks on this machine.
         """
-        self.pool.start(num_local_ranks)  # runs in the background while the others load
+        self.pool.start(num_local_ranks)  # the workers start in the background while models load
         with (sharding or Sharding()).beside():
             for reward in self.rewards:
                 reward.connect(device)
@@ -209,8 +209,8 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
         ValueError: If a reward with `on_error` "raise" cannot score a row; the message names file, line and reward.
     """
     refused: dict[tuple[str | int, str], str] = {}
-    """Problems by row and reward. The row is its file and line, because a row may be in both training and validation
-    data; without file and line, it is the id of the prompt."""
+    """Problems by row and reward. A row is identified by its file and line, because it may be in both training and
+    validation data; a row without file and line is identified by the id of the prompt."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()

@@ -159,8 +159,8 @@ class Scoring:
 
         Raises:
             RuntimeError: If a reward failed and its `on_error` is "raise"; the cause is chained.
-            ValueError: If a reward returned an invalid value and its `on_error` is "raise", or if a reward logs a
-                metric under a reserved name.
+            ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
+                "raise", or if a reward logs a metric under a reserved name.
         """
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
@@ -292,7 +292,8 @@ class RewardCall:
 
         Raises:
             RuntimeError: If a call raised an error, timed out or its worker crashed, and `on_error` is "raise".
-            ValueError: If the reward returned an invalid value, and `on_error` is "raise".
+            ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
+                "raise".
         """
         size = len(self.groups[0].completions)
         numbers: list[list[float]] = []

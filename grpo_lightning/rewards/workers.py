@@ -484,7 +484,7 @@ class Worker:
     is_ready: bool = False
 
     def send(self) -> None:
-        """Send the current call to the worker; its time limit starts."""
+        """Send the current call to the worker, and start the call's time limit."""
         assert self.call is not None
         self.limit = min(time.monotonic() + self.call.seconds, self.call.deadline)
         with contextlib.suppress(OSError):  # it has died, which its connection reports next

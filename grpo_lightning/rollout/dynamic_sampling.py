@@ -31,9 +31,9 @@ class DynamicSampling:
     """Maximum number of rounds of new prompts per rollout."""
 
     reward: str | None = None
-    """Name of a reward that must vary within a group, where this reward applies, in addition to the combined rewards of
-    which advantages are computed. Null requires only the combined rewards to vary. DAPO tests the accuracy reward,
-    because combined rewards with a length reward vary in almost every group."""
+    """Name of a reward that must vary within a group, in addition to the combined rewards from which advantages are
+    computed. If this is null, or the reward does not apply to a group, only the combined rewards must vary. DAPO tests
+    the accuracy reward, because combined rewards with a length reward vary in almost every group."""
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
@@ -42,7 +42,7 @@ class DynamicSampling:
         check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout) -> Tensor:
-        """Find groups to replace in a scored rollout: [N] bool. Raises: ValueError if `reward` has no values there."""
+        """Find groups to replace in a scored rollout: [N] bool. Raises: ValueError if `reward` has no scores."""
         assert rollout.rewards is not None
         assert rollout.scores is not None
         is_idle = zero_variance_groups(rollout.rewards) | is_emptied(rollout.groups)
@@ -84,9 +84,9 @@ def resample(
     """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
 
     Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
-    sharded weights together. Prompts and seeds follow from the global index of a group, so that completions do not
-    depend on the number of ranks. If ranks share groups, the first member of a team decides for the others, which hold
-    no group but sample their part of the new ones.
+    sharded weights together. Prompts and seeds follow from the global index of a group (its index among the groups of
+    all ranks), so that completions do not depend on the number of ranks. If ranks share groups, the first member of a
+    team decides for the others, which hold no group but sample their part of the new groups.
 
     Args:
         rollout: N groups of this rank, with their rewards.

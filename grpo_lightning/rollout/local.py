@@ -465,7 +465,7 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Number of waves to run: the maximum over ranks, of which all beyond this rank's `own` are dummy waves."""
+        """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummy waves."""
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
     def continues(self, has_open_rows: bool) -> bool:  # noqa: FBT001 - a question about one truth value

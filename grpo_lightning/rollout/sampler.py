@@ -26,7 +26,7 @@ from transformers import (
 from grpo_lightning.core.types import SamplingParams
 
 BLOCK_STEPS = 256
-"""Decoding steps per block of random numbers. Another number would change the completions of a seed."""
+"""Decoding steps per block of random numbers. Another block size would change the completions of a seed."""
 
 BLOCK_TOKENS = 128
 """Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
@@ -51,7 +51,7 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """Numbers of a decoding step, [N x part]. Request the steps in order; a step may be requested repeatedly."""
+        """Random numbers of a decoding step, [N x part]. Request steps in order; a step may be requested repeatedly."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
@@ -200,7 +200,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=64)
 def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
-    """Split suppressed ids into the end of the vocabulary, which is sliced off the logits, and ids to be masked.
+    """Split suppressed ids into ids at the end of the vocabulary, to be sliced off the logits, and ids to be masked.
 
     Many vocabularies are padded beyond the tokenizer's last token. Slicing the padding off costs nothing.
 

@@ -128,7 +128,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def num_trained(content: Mapping[str, Any]) -> int | None:
-    """Number of parameters the optimizer trained; None if the checkpoint has no optimizer."""
+    """Number of parameter tensors that the optimizer trained; None if the checkpoint has no optimizer."""
     states = content.get("optimizer_states")
     if not isinstance(states, list) or not states or "param_groups" not in states[0]:
         return None

@@ -251,7 +251,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
     if not trainer.limit_val_batches:
         return
-    is_given = seconds is not None or every != 1.0 or type(every) is int  # 1 is every micro-step
+    is_given = seconds is not None or every != 1.0 or type(every) is int  # the integer 1: every micro-step
     if is_given and not has_validation_data(trainer):
         log.warning(
             "trainer.val_check_interval is %s, but there is no validation data, so validation does not run. Set "

@@ -258,7 +258,7 @@ class EvaluationTable(Metric):
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the deciding reward has several values, but none that counts as solved."""
+        """Warn if the deciding reward has more than two different values, but none that counts as solved."""
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
         minimum = self.validation.success_value
@@ -335,7 +335,7 @@ def means(evaluations: Sequence[Evaluation], validation: Validation | None = Non
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Iterate over one record per completion. A reward that is not scorable is None; an image is only its name."""
+    """Iterate over one record per completion. A missing reward value is None; images are replaced by their names."""
     scores = evaluation.scores
     for n, group in enumerate(evaluation.groups):
         prompt = group.prompt

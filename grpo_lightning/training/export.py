@@ -41,7 +41,7 @@ KEPT = (
     "quantization",
     "trust_remote_code",
 )
-"""Settings of the run's policy that also apply to a policy given explicitly."""
+"""Settings of the run's policy that also apply to a policy given to `export` by name or folder."""
 
 
 @dataclass

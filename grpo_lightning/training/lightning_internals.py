@@ -79,7 +79,7 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Tell a checkpoint callback that this step is already saved: Lightning forgets it when it resumes."""
+    """Tell a checkpoint callback that this step is already saved, which Lightning forgets in a resumed run."""
     callback._last_global_step_saved = step
 
 
@@ -135,8 +135,8 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Recompute the batch count of a resumed epoch for this run's batch size and number of ranks.
 
-    Lightning continues from the batch count in the checkpoint. If this run has another batch size or number of ranks,
-    Lightning would end the epoch too early, with prompts left over, or too late.
+    Lightning continues from the batch count in the checkpoint. If this run has a different batch size or number of
+    ranks, Lightning would end the epoch too early, with prompts left over, or too late.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or not loader.has_length or loader.resume_from is None:

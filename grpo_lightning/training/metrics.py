@@ -30,8 +30,9 @@ from grpo_lightning.training.lightning_internals import last_value, logged_items
 log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
-"""How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds,
-summed over the step on each rank, of the slowest rank. "rate" is the total of all ranks divided by a "slowest" time."""
+"""How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
+each rank sums its time over the step, and the largest of these sums is logged. "rate" is the total of all ranks divided
+by a "slowest" time."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "mean": sum,
@@ -150,7 +151,7 @@ def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
 
 
 def entropy_of(completion: Completion) -> float:
-    """Entropy in nats, summed over a completion's tokens; -log-probs estimate entropies that are not known."""
+    """Entropy in nats, summed over a completion's tokens; unknown entropies are estimated by minus the log-probs."""
     entropies = completion.entropies or []
     if len(entropies) != len(completion.token_ids):  # the engine returns none, or the completion was edited
         return -sum(completion.logprobs)

@@ -58,7 +58,7 @@ class Turn:
 
     batch: MicroBatch
     counts: StepCounts
-    """Numbers of trained tokens and completions in the update that the micro-batch belongs to."""
+    """Counts of trained tokens and completions in the update that the micro-batch belongs to."""
 
     closes_update: bool
     """True for the last micro-batch before the optimizer steps."""
@@ -132,7 +132,7 @@ class Cycle:
 
     Args:
         micro_batches: updates x accumulate micro-batches, in training order.
-        counts: Numbers of trained tokens and completions of each update.
+        counts: Counts of trained tokens and completions of each update.
         num_iterations: Epochs over the rollout.
         position: Micro-steps done.
     """

@@ -95,7 +95,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         # With states on the CPU, DeepSpeed by default requires its own optimizer, which has to be compiled.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
-        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # with stage 1: another optimizer
+        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would choose another optimizer
             # Otherwise gradients are accumulated in 16 bits, and small gradients are lost to rounding.
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:

@@ -108,7 +108,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         report.print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
         return
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # Only the rule that needs no weights: a run's probe at the start may still choose the dense path.
+    # Chosen without weights: the probe at the start of a run may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
@@ -228,7 +228,7 @@ def seed(config: Namespace) -> None:
 
 
 def use_known_config(loader: PolicyLoader) -> None:
-    """If the config of a published policy cannot be loaded (no network), use the one in this package."""
+    """If the config of a published policy cannot be loaded (no network), use this package's copy."""
     from grpo_lightning.cli.plan.model import known_config
 
     if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
@@ -396,7 +396,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Maximum positions of the policy. None if the policy has no limit, or is missing (an error that comes later)."""
+    """Maximum positions of the policy; None if it has no limit, or cannot be found, which is reported later."""
     from grpo_lightning.policy.hf import num_positions
 
     try:

@@ -315,7 +315,7 @@ class MemorySettings:
     is_eager: bool = False
     has_reference: bool = True
     accumulates: bool = False
-    """True with several micro-batches per step: gradients of the first exist during the passes of the others."""
+    """True with several micro-batches per step: the gradients of the first exist during the passes of all others."""
 
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
@@ -358,7 +358,10 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The policy, its adapters and its reference. With new adapters, the reference is the policy without adapters."""
+    """The policy, its adapters and its reference.
+
+    With new adapters, the reference is the policy without adapters, and needs no memory.
+    """
     ranks, width, on_cpu = settings.division.weights, settings.widths.weights, settings.division.offloads_weights
     plain = (model.num_weights - model.num_quantized) * width + model.num_quantized * model.quantized_bytes
     how = f"{width} bytes per weight"
@@ -534,7 +537,7 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     width, i the feed-forward width, and there are a heads of size d. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      copies read by the matrix products after them  2 c h; under autocast 5 c h
+                      copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h
         attention     queries and output                             2 c a d
                       keys and values, per token of the context      2 c a d
                       the softmax's sum, the mask                    4 a, c per token of the context
@@ -585,6 +588,8 @@ def activation_bytes(
 
 def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
     """Bytes of the float32 logits: (kept for the backward pass, temporary while the entropy is computed).
+
+    T is the completion length, V the vocabulary size, and S the `head_chunk_size`.
 
     unsliced   kept = 4 R T V, with R the number of all completions, or of completions in the largest chunk if chunks
                are recomputed; temporary = 16 C T V, with C the number of completions in the largest chunk

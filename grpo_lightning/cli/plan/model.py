@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.settings import PolicySettings
 
 QUANTIZED_BYTES = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
-"""Bytes per quantized weight. "4bit" is nf4: each block of 64 weights has an 8-bit scale, and each 256 of these scales
-have a 32-bit scale (QLoRA, arXiv:2305.14314, section 3). For "8bit", the scale of each row is ignored."""
+"""Bytes per quantized weight. "4bit" is nf4: each block of 64 weights has an 8-bit scale, and each block of 256
+such scales has a 32-bit scale (QLoRA, arXiv:2305.14314, section 3). For "8bit", the scale of each row is ignored."""
 
 NUMBERED = re.compile(r"(^|\.)\d+\.")
 """Matches names of parameters in numbered layers."""
@@ -31,7 +31,7 @@ NUMBERED = re.compile(r"(^|\.)\d+\.")
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a policy's decoder, and numbers of the policy's weights. Tied weights count once."""
+    """Sizes of a policy's decoder, and counts of the policy's weights. Tied weights count once."""
 
     num_layers: int
     hidden_size: int
@@ -100,7 +100,7 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     Args:
         model: The policy, on any device. It is changed in place: parameters are frozen as in the run, and the initial
             adapter (`lora.adapter`) is inserted if there is one.
-        settings: Freezing, LoRA and quantization settings.
+        settings: The policy's settings, of which those of freezing, LoRA and quantization are used.
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.
@@ -170,7 +170,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products: all matrices except embeddings. The head is included, even if it is tied."""
+    """Weights used in matrix products: all matrices except embeddings. A head counts even if it is tied to them."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -199,7 +199,7 @@ def intermediate_size(config: Any) -> int:
 
 
 def count_adapters(model: Any, lora: LoRA) -> int:
-    """Count the weights of LoRA adapters. An initial adapter has its own layers and ranks; peft builds it on meta."""
+    """Count the weights of LoRA adapters. An initial adapter has its own layers and ranks."""
     if lora.adapter is None:
         layers: list[Any] = list(targets(model, lora.target_modules).values())
         return sum(lora.rank * sum(layer.weight.shape) for layer in layers)

@@ -26,8 +26,8 @@ NORM = 1000
 """Width and height of every image in `norm1000` coordinates."""
 
 ROUNDING = 1
-"""Pixels by which a box may exceed the image, because some annotations are rounded or count their last pixel. Rewards
-clip boxes to the image, so a part of the box must lie inside the image."""
+"""Pixels by which a box may exceed the image, because the coordinates of some annotations are rounded or off by one.
+Rewards clip boxes to the image, so a part of the box must lie inside the image."""
 
 
 def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:

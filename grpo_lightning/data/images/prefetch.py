@@ -66,7 +66,7 @@ class ImageReader:
         self.ahead: WeakSet[SharedRead] = WeakSet()  # submitted to the threads and not used yet
 
     def take(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of a batch with shared images; images that were read in advance are not read again."""
+        """Return the prompts of a batch; prompts with the same image share one read, which may already be done."""
         counts = Counter(image.key for image in _images(prompts))
         if not counts:
             return list(prompts)
@@ -101,7 +101,7 @@ class ImageReader:
         self._start()
 
     def release(self, read: SharedRead) -> None:
-        """Free the slot of a used image for the next one."""
+        """Free the slot of a used image for the next image."""
         with self.lock:
             self.ahead.discard(read)
         self._start()

@@ -118,8 +118,8 @@ class Preflight:
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Check that the images of prompts can be read, for prompts that do not come from a mixture.
 
-    The boxes of these prompts are checked by the rewards. If all images have been read in full before, nothing is read
-    again. A known image size does not prove that an image can be read: a truncated file may have an intact header.
+    The boxes of these prompts are checked by the rewards. The check is skipped only if all images have been read in
+    full before. It is not enough that their sizes are known, because a truncated file may have an intact header.
 
     Args:
         prompts: The prompts, the same on every rank.

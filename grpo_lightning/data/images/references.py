@@ -22,7 +22,7 @@ class RowsWithCells:
 
     Args:
         dataset: A `datasets.Dataset`.
-        images: Names of its columns that hold images or lists of images.
+        images: Names of the dataset's columns that hold images or lists of images.
         label: Name of the dataset in errors.
     """
 
@@ -93,7 +93,7 @@ class Cell:
         return openable_value((cell if self.place is None else cell[self.place]).as_py())
 
     def __str__(self) -> str:
-        """Name the column, and the number in its list."""
+        """Name the column; for an image in a list, also its position in the list, counted from 1."""
         return f"of column {self.column!r}" + ("" if self.place is None else f", number {self.place + 1}")
 
     def __reduce__(self) -> Any:
@@ -102,7 +102,7 @@ class Cell:
 
 
 def _cell(key: str, table: Any, row: int, column: str, place: int | None) -> Cell:
-    """Unpickle a cell, with this process's table of its key."""
+    """Unpickle a cell. If this process already has a table with the same key, the cell uses that table."""
     return Cell(key, _TABLES.setdefault(key, table), row, column, place)
 
 
@@ -338,7 +338,7 @@ def _of_data_uri(text: str, what: str) -> bytes:
 
 
 def expand_home(path: Path) -> Path:
-    """Expand `~` and `~user` to the home folder; a path without such a user is returned unchanged."""
+    """Expand `~` and `~user` to the home folder; if there is no such user, return the path unchanged."""
     try:
         return path.expanduser()
     except RuntimeError:  # a file name may start with `~`, a lock file for example

@@ -35,7 +35,7 @@ class BoxFrame(NamedTuple):
         return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def right(self, boxes: Sequence[Box]) -> Tensor:
-        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError if a box is outside."""
+        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError as `check_inside`."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._placed(boxes, self.right_scale)
