@@ -93,7 +93,7 @@ from grpo_lightning.training.metrics import (
     empty_reason,
     num_empty_updates,
 )
-from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
+from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, find_prompts, give_images
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
@@ -419,6 +419,7 @@ class GRPOLightningModule(L.LightningModule):
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
         groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts), shared=False)
+        find_prompts(cycle.micro_batches, prompts)
         give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
 
     @contextlib.contextmanager
@@ -481,8 +482,7 @@ class GRPOLightningModule(L.LightningModule):
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
-        names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
-        seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
+        seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
         groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
         return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
 

@@ -79,6 +79,9 @@ class Actor:
             num_generations=self.num_generations,
             teams=self.teams,
         )
+        if self.encoder.sees_images:
+            for batch in micro_batches:
+                batch.prompt_keys = [groups[number].prompt.key if number >= 0 else "" for number in batch.groups]
         give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
         return [batch.to(self.device) for batch in micro_batches], counts
 

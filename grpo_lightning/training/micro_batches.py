@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.ranks import Teams
-from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, PromptVision, VisionInputs
 from grpo_lightning.data.batch import PromptBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.hf import left_pad
@@ -306,6 +306,25 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
         assert vision is not None
         prompts = [vision.prompts[number] if number >= 0 else PromptVision() for number in batch.groups]
         batch.vision = VisionInputs(prompts, vision.blank)
+
+
+def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
+    """Point the micro-batches of a resumed cycle (`MicroBatch.groups`) to their prompts in the loader's batch.
+
+    The groups of the rollout may have been selected or reordered, so they are found by `Prompt.key`.
+
+    Raises:
+        ValueError: If the loader's batch lacks a prompt of the cycle.
+    """
+    positions: dict[int | str, int] = {prompt.key: i for i, prompt in enumerate(prompts)} | {"": -1}
+    for batch in micro_batches:
+        if missing := [key for key in batch.prompt_keys if key not in positions]:
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle that trains on the prompt {missing[0]!r}, which the data "
+                "loader does not yield for this cycle, so its images cannot be read. Resume from a checkpoint at the "
+                "end of a cycle."
+            )
+        batch.groups = [positions[key] for key in batch.prompt_keys]
 
 
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
