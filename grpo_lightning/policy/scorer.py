@@ -66,8 +66,8 @@ class Scorer:
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
         logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
-        never: Ids of tokens that are never sampled (`Encoder.never_sampled`), and therefore excluded from the
-            distribution.
+        never: Ids of tokens that are never sampled (`Encoder.never_sampled`). Log-probs and entropies are computed over
+            the vocabulary without them.
     """
 
     path: ScoringPath = "extended"
@@ -245,7 +245,8 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Aligns the outputs with the tokens they predict, and adds the states of the prompts.
+            aligned: Aligns the outputs with the tokens they predict. On the extended path, it also puts the output at
+                the last prompt token first.
             ids: [rows, T] tokens.
             mask: [rows, T] True at real tokens; the scores of padding are arbitrary.
         """
@@ -258,7 +259,7 @@ class FullHead:
 
     Args:
         temperature: Divides the logits.
-        never: Token ids that are never sampled: excluded from the distribution.
+        never: Ids of tokens that are never sampled, as in `Scorer`.
         trains_entropy: True if entropies need a gradient.
     """
 
@@ -284,7 +285,7 @@ class SlicedHead:
         temperature: Divides the logits.
         chunk_size: Tokens per slice. If all tokens fit into one slice, its logits are kept for the backward pass.
         scale: Factor by which the model multiplies its head's output (`logit_scale`).
-        never: Token ids that are never sampled: excluded from the distribution.
+        never: Ids of tokens that are never sampled, as in `Scorer`.
         trains_entropy: True if entropies need a gradient.
     """
 
