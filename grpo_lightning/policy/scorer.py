@@ -367,8 +367,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         model: The policy; its weights stay unchanged.
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
-        scale: Factor by which the model multiplies its head's output. `logits` multiplies by this factor. The model
-            also multiplies the result of `forward` by this factor, which the caller must undo.
+        scale: Factor by which the model multiplies its head's output. `logits` already multiplies by this factor,
+            and the model then multiplies the result of `forward` by it: the caller must undo the second multiplication.
     """
     head, config = base_model(model).get_output_embeddings(), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)
