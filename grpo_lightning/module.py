@@ -121,8 +121,8 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Ranks that share the completions of a prompt; each samples and trains on its part of the G. For
-            rollouts of fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt; each samples and trains on its part of
+            the G. For rollouts of fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
@@ -456,8 +456,9 @@ class GRPOLightningModule(L.LightningModule):
             num_generations: G.
             sampling: Sampling settings.
             seeds: N seeds, one per prompt.
-            shared: With `ranks_per_group`, sample this rank's part of each group, and return the complete groups on the
-                first rank of the team and none on the others. False samples all G completions on this rank.
+            shared: True: if `ranks_per_group` is above 1, sample this rank's part of each group, and return the
+                complete groups on the first rank of the team and none on the others. False: sample all G completions on
+                this rank.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
@@ -478,7 +479,7 @@ class GRPOLightningModule(L.LightningModule):
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
         No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
-        from its content if it has no index. It does not depend on batch and rank.
+        from its content if it has no index. The seed does not depend on the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)

@@ -242,8 +242,8 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     works without its validation data. A time interval may be longer than an epoch.
 
     Raises:
-        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch without
-            length.
+        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch and the
+            loader has no length.
     """
     seconds = validation_seconds(trainer)
     every = 1.0 if seconds is not None else trainer.val_check_interval
@@ -354,7 +354,7 @@ def check_loader(
         trainer: Trainer with the training loader.
         shape: Shape of a cycle.
         num_generations: Completions per prompt.
-        ranks_per_group: Ranks that share the completions of a prompt.
+        ranks_per_group: Number of ranks that share the completions of a prompt.
         needs_more: True if cycles request further prompts (dynamic sampling).
 
     Raises:

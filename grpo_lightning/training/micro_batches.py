@@ -225,7 +225,7 @@ def plan_micro_batches(
     Args:
         groups: N groups of G completions.
         advantages: [N, G] advantages of the completions.
-        updates: Optimizer steps that the rollout is split into.
+        updates: Number of optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
         pad_id: Token id that fills up sequences; any id, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
