@@ -505,7 +505,8 @@ def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -
     remarks = []
     if model.num_adapters:
         remarks.append(
-            "activations of the adapters are not counted: 32-bit adapters in a 16-bit model add up to half as much"
+            "activations of the adapters are not counted: 32-bit adapters in a 16-bit model add up to half of the "
+            "activations above"
         )
     if model.num_linear_layers:
         remarks.append(f"{model.num_linear_layers} layers keep a recurrent state, which is not counted")
