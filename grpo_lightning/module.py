@@ -341,14 +341,15 @@ class GRPOLightningModule(L.LightningModule):
         """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
 
         Raises:
-            ValueError: If `compute_advantages` did not return one advantage per completion.
+            ValueError: If `compute_advantages` did not return one advantage per completion, or `split_rollout`
+                returned the wrong number of micro-batches.
         """
         per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.run.cycle = self.split_rollout(self.shared_groups.spread(rollout))
+        self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)

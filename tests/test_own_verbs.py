@@ -168,3 +168,38 @@ def test_a_verb_that_gives_the_wrong_shape_is_named(given):
     for kind, verb, name in ((Rewards, "score_rewards", "rewards"), (Advantages, "compute_advantages", "advantages")):
         with pytest.raises(ValueError, match=rf"`{verb}` must return the Rollout with `{name}` \[4, 4\].* got {got}"):
             fit(make_module(kind), max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "num_counts", "got"),
+    [
+        (3, 2, "3 micro-batches and counts of 2 updates"),
+        (8, 4, "8 micro-batches and counts of 4 updates"),
+        (0, 0, "0 micro-batches and counts of 0 updates"),
+    ],
+)
+def test_a_cycle_of_the_wrong_length_is_named(num_batches, num_counts, got):
+    class Split(GRPOLightningModule):
+        def split_rollout(self, rollout):
+            cycle = super().split_rollout(rollout)
+            batches, counts = cycle.micro_batches * 2, cycle.counts * 2
+            return Cycle(batches[:num_batches], counts[:num_counts], self.num_iterations)
+
+    expected = (
+        r"`split_rollout` must return a Cycle with 4 micro-batches \(accumulate_grad_batches 2 x updates_per_rollout "
+        r"2\) and the counts of 2 updates; got "
+    )
+    with pytest.raises(ValueError, match=f"{expected}{got}"):
+        fit(make_module(Split, updates_per_rollout=2), max_steps=2, accumulate_grad_batches=2)
+
+
+def test_a_rollout_without_completions_is_reported(caplog):
+    class Nothing(GRPOLightningModule):
+        def resample(self, rollout):
+            return rollout.select([])
+
+    history = History()
+    fit(make_module(Nothing), max_steps=1, callbacks=[history])
+    assert history.steps[0]["rollout/empty_updates"] == 1
+    (message,) = [record.getMessage() for record in caplog.records if "advantages" in record.getMessage()]
+    assert "the rollout has no completions. Check what `sample` and `resample` return" in message

@@ -121,7 +121,7 @@ class RewardSet:
             num_local_ranks: Ranks on this machine.
         """
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
-        with (sharding or Sharding()).beside():
+        with (sharding or Sharding()).unsharded():
             for reward in self.rewards:
                 reward.connect(device)
 

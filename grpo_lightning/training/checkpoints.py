@@ -141,7 +141,7 @@ def save_complete(
     if trainer.is_global_zero:
         if path.is_dir():
             is_interrupted = run.is_interrupted(trainer)
-            mark_complete(path, beside=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
+            mark_complete(path, other_files=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
         RankFiles(path).tidy(moment)
 
 

@@ -96,6 +96,22 @@ class CycleShape:
             )
         )
 
+    def check_cycle(self, cycle: Cycle) -> Cycle:
+        """Check that `split_rollout` returned a cycle of the right length, and return the cycle.
+
+        Raises:
+            ValueError: If the number of micro-batches or of updates is wrong.
+        """
+        given, expected = len(cycle.micro_batches), self.accumulate_grad_batches * self.updates_per_rollout
+        if (given, len(cycle.counts)) != (expected, self.updates_per_rollout):
+            raise ValueError(
+                f"`split_rollout` must return a Cycle with {expected} micro-batches (accumulate_grad_batches "
+                f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout}) and the counts of "
+                f"{self.updates_per_rollout} updates; got {given} micro-batches and counts of {len(cycle.counts)} "
+                "updates."
+            )
+        return cycle
+
     def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
         """Check that a micro-step can be trained.
 

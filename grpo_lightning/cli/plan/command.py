@@ -507,6 +507,11 @@ def resolve_gathering(
 def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -> list[str]:
     """Remarks on memory that is not counted, and on the training of the vision tower."""
     remarks = []
+    if model.num_adapters:
+        remarks.append(
+            "activations of the adapters are not counted: 32-bit adapters in a 16-bit model add up to half of the "
+            "activations above"
+        )
     if model.num_linear_layers:
         remarks.append(f"{model.num_linear_layers} layers keep a recurrent state, which is not counted")
     if not sampling_rows:

@@ -211,6 +211,9 @@ def test_lora_is_planned(recipe, said):
     assert re.search(r"adapters │ 0\.04 │ 0\.04 │ 0\.04 │ 11,272,192 LoRA weights, 4 bytes each", out)
     assert re.search(r"optimizer states │ 0\.08 │", out)
     assert "│ reference │" not in out
+    uncounted = "Activations of the adapters are not counted: 32-bit adapters in a 16-bit model add up to half of"
+    assert uncounted in out
+    assert uncounted not in said(recipe(policy=policy_of(dtype="bfloat16")))
     out = said(recipe(policy=policy_of(lora={"rank": 16}, dtype="bfloat16", quantization="4bit")))
     # 973,078,528 weights of linear layers in 0.516 bytes, the others in 2
     assert re.search(r"weights │ 0\.96 │ 0\.96 │ 0\.96 │ 973,078,528 in 0\.516 bytes, the others in 2", out)
