@@ -233,8 +233,8 @@ def unset_argument(settings: Any, key: str = "") -> str | None:
             if value is None and (owner := owner_of_untyped(kind, name)):
                 return (
                     f"{key}: {values['class_path']} requires the argument {name!r}, which has no value. Set it: "
-                    f"init_args: {{{name}: ...}}. If null is meant, annotate the argument in {owner.__name__}.__init__, "
-                    f"for example `{name}: float | None`."
+                    f"init_args: {{{name}: ...}}. If null is meant, annotate the argument in "
+                    f"{owner.__name__}.__init__, for example `{name}: float | None`."
                 )
     found = (unset_argument(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
     return next(filter(None, found), None)

@@ -451,7 +451,8 @@ def test_a_required_argument_without_a_type_must_have_a_value(kind, form):
     reward = {"name": path_of(kind), "class": alone, "weighted": weighted}[form]
     place = r"model\.rewards\[1\]" + (r"\.init_args\.reward" if form == "weighted" else "")
     said = rf"{place}: .*\.{kind.__name__} requires the argument 'bonus', which has no value\. Set it: init_args: "
-    with pytest.raises(ConfigurationError, match=said + r".*annotate the argument in Untyped.__init__, .*`bonus: float \| None`"):
+    remedy = r".*annotate the argument in Untyped.__init__, for example `bonus: float \| None`"
+    with pytest.raises(ConfigurationError, match=said + remedy):
         parsed(f"--model.rewards={json.dumps([FIRST[1], reward])}")
 
 
