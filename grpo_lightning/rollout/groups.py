@@ -185,5 +185,5 @@ def check_finite(values: Tensor, *, name: str, verb: str) -> None:
     if num_wrong := int((~values.isfinite()).sum()):
         raise ValueError(
             f"`{verb}` returned {num_wrong} of {values.numel()} `{name}` that are nan or infinite, which would make "
-            f"the weights nan. Rewards are nan where a completion is not scorable: give such a completion the advantage 0."
+            "the weights nan. The reward of a completion that is not scorable is nan: set its advantage to 0."
         )
