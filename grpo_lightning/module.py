@@ -60,6 +60,7 @@ from grpo_lightning.rollout.groups import (
     OverlongFilter,
     Rollout,
     SharedGroups,
+    check_finite,
     kl_to_reference,
     mask_truncated,
     per_completion,
@@ -208,6 +209,12 @@ class GRPOLightningModule(L.LightningModule):
         # `on_load_checkpoint` checks that all trained weights are there.
         self.strict_loading = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have each overridden step of the algorithm check the type of what it returns (`checks.STEPS`)."""
+        super().__init_subclass__(**kwargs)
+        for name in checks.STEPS.keys() & vars(cls).keys():
+            setattr(cls, name, checks.checked_step(name, vars(cls)[name]))
+
     # ------------------------------------------------------------------------------------------------------- the step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -341,10 +348,11 @@ class GRPOLightningModule(L.LightningModule):
         """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
 
         Raises:
-            ValueError: If `compute_advantages` did not return one advantage per completion, or `split_rollout`
+            ValueError: If `compute_advantages` did not return one finite advantage per completion, or `split_rollout`
                 returned the wrong number of micro-batches.
         """
-        per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
+        advantages = per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
+        check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)

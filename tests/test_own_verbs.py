@@ -203,3 +203,57 @@ def test_a_rollout_without_completions_is_reported(caplog):
     assert history.steps[0]["rollout/empty_updates"] == 1
     (message,) = [record.getMessage() for record in caplog.records if "advantages" in record.getMessage()]
     assert "the rollout has no completions. Check what `sample` and `resample` return" in message
+
+
+def test_advantages_as_a_list_are_named():
+    class Advantages(GRPOLightningModule):
+        def compute_advantages(self, rollout):
+            rollout.advantages = rollout.rewards.tolist()
+            return rollout
+
+    with pytest.raises(ValueError, match=r"`compute_advantages` must return .* got a list: use torch\.tensor"):
+        fit(make_module(Advantages), max_steps=1)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_advantages_must_be_finite(wrong):
+    class Advantages(OwnCompare):
+        def compute_advantages(self, rollout):
+            rollout = super().compute_advantages(rollout)
+            rollout.advantages[1, 2] = rollout.advantages[3, 0] = wrong
+            return rollout
+
+    module = make_module(Advantages)
+    with pytest.raises(ValueError, match=r"`compute_advantages` returned 2 of 16 `advantages` that are nan or inf"):
+        fit(module, max_steps=1)
+    assert are_equal(weights_of(module), weights_of(fit_nothing()))
+
+
+def fit_nothing():
+    """A module whose weights are loaded and not trained."""
+    module = make_module()
+    module.configure_model()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("verb", "expected"),
+    [
+        ("sample", r"the Rollout \(add `return rollout`\)"),
+        ("score_rewards", r"the Rollout \(add `return rollout`\)"),
+        ("resample", r"the Rollout \(add `return rollout`\)"),
+        ("compute_advantages", r"the Rollout \(add `return rollout`\)"),
+        ("split_rollout", "a Cycle "),
+        ("update", "the loss, a Tensor "),
+    ],
+)
+@pytest.mark.parametrize("wrong", [None, 3.5])
+def test_a_verb_that_returns_something_else_is_named(verb, expected, wrong):
+    def override(self, *args, **kwargs):
+        getattr(GRPOLightningModule, verb)(self, *args, **kwargs)
+        return wrong
+
+    kind = type("Own", (GRPOLightningModule,), {verb: override})
+    got = "None" if wrong is None else "a value of type float"
+    with pytest.raises(ValueError, match=rf"^`{verb}` returned {got}; it must return {expected}"):
+        fit(make_module(kind), max_steps=1)

@@ -99,6 +99,17 @@ class StepEnds(L.Callback):
         """Record that callbacks may have replaced the weights."""
         self.has_ended = True
 
+    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Log that a resumed run had nothing left to train: Lightning then skips training and `on_train_end`."""
+        if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
+            log.info(
+                "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "
+                "trained. To continue, raise the limit.",
+                trainer.global_step,
+                trainer.max_steps,
+                trainer.max_epochs,
+            )
+
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
     """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""

@@ -84,11 +84,12 @@ class CycleShape:
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
         """Error message for a loader that yields every batch `given` times, not `num_micro_steps` times."""
+        times = "once" if given == 1 else f"{given} times"
         cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
         return (
             f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
             f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout} x num_iterations "
-            f"{self.num_iterations}), but the training loader yields every batch {given} time(s). "
+            f"{self.num_iterations}), but the training loader yields every batch {times}. "
             + (
                 f"Give the PromptSource {cycle}."
                 if is_from_source

@@ -404,6 +404,22 @@ def test_batches_are_planned_where_the_policy_is_not_known(recipe, said, capsys)
     assert "8 completions per rollout" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--device_gib", "-3"], r"--device_gib must be above 0, got -3\."),
+        (["--device_gib=nan"], r"--device_gib must be above 0, got nan\."),
+        (["--devices=0"], r"--devices must be above 0, got 0\."),
+        (["--nodes", "-1"], r"--nodes must be above 0, got -1\."),
+        (["--devicegib", "3"], r"There is no flag --devicegib\. Did you mean --device_gib\?"),
+        (["--prompt-tokens=300"], r"There is no flag --prompt-tokens\. Did you mean --prompt_tokens\?"),
+    ],
+)
+def test_wrong_flags_of_plan_itself_are_refused(recipe, said, flags, problem):
+    with pytest.raises(ValueError, match=problem):
+        said([*recipe(), *flags])
+
+
 def test_what_does_not_fit_names_what_would(recipe, said, capsys):
     """An update of 8 x 306 tokens needs activations; with fewer of them and nothing left to save, other levers."""
     args = [*recipe(policy="Qwen/Qwen2.5-1.5B", trainer={"accelerator": "auto"}), "--prompt_tokens=300"]
