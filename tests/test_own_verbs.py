@@ -257,3 +257,36 @@ def test_a_verb_that_returns_something_else_is_named(verb, expected, wrong):
     got = "None" if wrong is None else "a value of type float"
     with pytest.raises(ValueError, match=rf"^`{verb}` returned {got}; it must return {expected}"):
         fit(make_module(kind), max_steps=1)
+
+
+class BareAdvantages(GRPOLightningModule):
+    """Returns the groups and their advantages only."""
+
+    def compute_advantages(self, rollout):
+        return Rollout(rollout.groups, advantages=rollout.rewards - rollout.rewards.mean(dim=1, keepdim=True))
+
+
+class BareResample(GRPOLightningModule):
+    """Returns some groups and their rewards only."""
+
+    def resample(self, rollout):
+        return Rollout(rollout.groups[1:], rewards=rollout.rewards[1:])
+
+
+@pytest.mark.parametrize(("own", "num_groups"), [(BareAdvantages, 4), (BareResample, 3)])
+def test_what_a_step_leaves_out_is_filled_in(own, num_groups, tmp_path):
+    module = make_module(own)
+    fit(module, max_steps=1, callbacks=[CompletionLog(dirpath=str(tmp_path))], shuffle=False)
+    rewards = module.rollout.scores.total
+    assert rewards.shape == (num_groups, 4)
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == pytest.approx(rewards.flatten().tolist())
+
+
+def test_other_groups_without_rewards_are_named():
+    class Own(GRPOLightningModule):
+        def resample(self, rollout):
+            return Rollout(rollout.groups[1:])
+
+    with pytest.raises(ValueError, match="`resample` must return the Rollout with `rewards` of its groups; got none"):
+        fit(make_module(Own), max_steps=1)

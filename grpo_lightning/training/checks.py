@@ -8,7 +8,8 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
+from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
 from grpo_lightning.rollout.groups import OverlongFilter, Rollout
 from grpo_lightning.training import data_checks
@@ -63,9 +65,26 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(returned, kind):
             got = "None" if returned is None else f"a value of type {type(returned).__name__}"
             raise ValueError(f"`{name}` returned {got}; it must return {expected}.")
+        if name in ("resample", "compute_advantages"):
+            (given,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Rollout))
+            return with_scores(cast(Rollout, returned), given)
         return returned
 
     return checked
+
+
+def with_scores(returned: Rollout, given: Rollout) -> Rollout:
+    """Fill in the rewards and scores that an overridden step left out, for logs and callbacks.
+
+    They are those of the rollout that the step got, if it returned the same groups. For other groups, the scores are
+    made from the returned rewards.
+    """
+    if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
+        rewards = given.rewards if returned.rewards is None else returned.rewards
+        return replace(returned, rewards=rewards, scores=returned.scores or given.scores)
+    if returned.rewards is None:
+        raise ValueError("`resample` must return the Rollout with `rewards` of its groups; got none.")
+    return replace(returned, scores=returned.scores or Scores.of_totals(returned.rewards))
 
 
 @contextlib.contextmanager
