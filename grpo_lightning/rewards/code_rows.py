@@ -282,7 +282,7 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
     if not tolerance or len(given) > 100 or not _DECIMAL.fullmatch(expected):
         return False
     try:
-        return is_close(float(given), float(expected), tolerance)
+        return math.isfinite(float(given)) and is_close(float(given), float(expected), tolerance)
     except ValueError:
         return False
 

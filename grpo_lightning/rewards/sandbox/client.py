@@ -205,8 +205,8 @@ class Sandbox:
             seconds: Time limit.
 
         Returns:
-            How the job ended; "passed", "failed", or "unsupported" (the test passes a value that is not plain data); and
-            why.
+            How the job ended; "passed", "failed", or "unsupported" (the test passes a value that is not plain data);
+            and why.
 
         Raises:
             SandboxError: If the sandbox failed.

@@ -288,13 +288,13 @@ class Launcher:
                     if done and not self.entered[0]:
                         raise OSError("a child could not enter the sandbox")
                     if done:
-                        return {"ended": "exit", "status": os.waitstatus_to_exitcode(status)}, exchange.output
+                        return {"ended": "exit", "status": os.waitstatus_to_exitcode(status)}, bytes(exchange.output)
                     ended = ""
                 if not ended and count_threads(program) > MAX_THREADS:
                     ended = "threads"
                 if ended:
                     _end(pid)
-                    return {"ended": ended, "status": -signal.SIGKILL}, exchange.output
+                    return {"ended": ended, "status": -signal.SIGKILL}, bytes(exchange.output)
 
 
 class Exchange:
@@ -309,7 +309,7 @@ class Exchange:
 
     def __init__(self, take: int, limit: int, give: int = -1, body: bytes = b"") -> None:
         self.take, self.limit, self.give, self.left = take, limit, give, memoryview(body)
-        self.output = b""
+        self.output = bytearray()
         self.is_open = True
         """False once the child has closed its output."""
         self._poller = select.poll()
