@@ -140,7 +140,7 @@ class Sandbox:
             ready, _ = self._ask(setup, self._program.encode("utf-8", "surrogatepass"), START_SECONDS)
             if "problem" in ready:
                 raise SandboxError(f"programs cannot be sandboxed: {ready['problem']}.")
-        except EOFError:
+        except (EOFError, OSError):
             how = self._process.wait()
             raise SandboxError(f"the launcher of programs ended while it started (exit status {how}).") from None
         except SandboxError:

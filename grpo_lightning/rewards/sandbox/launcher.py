@@ -38,7 +38,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from grpo_lightning.rewards.sandbox import values
-from grpo_lightning.rewards.sandbox.isolation import MAX_THREADS, Isolation
+from grpo_lightning.rewards.sandbox.isolation import MAX_THREADS, Isolation, IsolationError
 
 PRELOADED = (
     *(
@@ -99,7 +99,8 @@ def _serve_jobs(control: int, tests: int, parent: int) -> Callable[[], None]:
         for name in PRELOADED:
             importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 (reported to the reward, which raises it)
-        _send(control, {"problem": f"{type(error).__name__}: {error}"})
+        kind = "" if isinstance(error, IsolationError) else f"{type(error).__name__}: "
+        _send(control, {"problem": f"{kind}{error}"})
         return _nothing
     gc.freeze()  # otherwise garbage collection would copy shared memory in every child
     _send(control, {"landlock": isolation.landlock_abi})
