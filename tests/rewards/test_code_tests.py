@@ -15,6 +15,7 @@ import pytest
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import CodeTests, RewardSet, RewardWorkers
 from grpo_lightning.rewards.code_tests import fenced_blocks, python_program
+from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
 
 # ------------------------------------------------------------------------------------------------------- the program
 
@@ -51,8 +52,8 @@ def test_the_program_of_a_completion(text, program):
 
 
 def test_blocks_with_their_languages():
-    text = "```python title\nnot a language\n```\n~~~\n```json\n{}\n```"
-    assert fenced_blocks(text) == [("json", "{}\n")] or fenced_blocks(text)[0][0] == ""
+    assert fenced_blocks("```JSON\n{}\n```\ntext\n```\nx\n```") == [("json", "{}\n"), ("", "x\n")]
+    assert fenced_blocks("```python\n```\n") == [("python", "")]
 
 
 # --------------------------------------------------------------------------------------------------------- the reward
@@ -291,9 +292,17 @@ def test_nothing_outlives_a_worker():
     assert not [pid for pid in deepest if is_alive(pid)]
 
 
-def test_a_killed_launcher_fails_its_test_and_starts_again(caplog):
-    from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
+def test_the_environment_is_empty_and_sets_have_one_order():
+    program = "import os, sys\nprint(sorted(os.environ), '' in sys.path, sys.path and 'site' in sys.modules, hash('a'))"
+    outputs = []
+    for _ in range(2):
+        with Sandbox(program, Limits(2**28)) as sandbox:
+            outputs.append(sandbox.run_main(b"", seconds=10, max_output=1000).output)
+    assert outputs[0].startswith(b"[] False False ")
+    assert outputs[0] == outputs[1]
 
+
+def test_a_killed_launcher_fails_its_test_and_starts_again(caplog):
     with Sandbox("import time; time.sleep(0.3); print(1)", Limits(2**28)) as sandbox:
         threading.Timer(0.1, os.kill, [sandbox._process.pid, signal.SIGKILL]).start()
         assert sandbox.run_main(b"", seconds=5, max_output=10).how == "lost"

@@ -35,6 +35,7 @@ GRACE_SECONDS = 5.0
 # Stubs in the place of the parent packages, which would import torch.
 START_LAUNCHER = """
 import sys, types
+sys.path[:] = [path for path in sys.path if path]
 for name in ("grpo_lightning", "grpo_lightning.rewards", "grpo_lightning.rewards.sandbox"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [sys.argv[1]] if name.endswith("sandbox") else []
@@ -120,13 +121,14 @@ class Sandbox:
                 os.write(tests, self._tests)
             self._process = subprocess.Popen(  # noqa: S603 (our own code and this interpreter)
                 [
-                    *(sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", START_LAUNCHER),
+                    *(sys.executable, "-S", "-s", "-B", "-X", "utf8", "-c", START_LAUNCHER),
                     *(str(Path(__file__).parent), str(theirs.fileno()), str(tests), str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno(), tests],
                 cwd=folder,
-                # Where modules of a cluster put the interpreter's own library; the launcher clears it for programs.
-                env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+                # Sets have the same order in every run. Clusters may need the path for the interpreter's own library.
+                env={"PYTHONHASHSEED": "0"}
+                | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
