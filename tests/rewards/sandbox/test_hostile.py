@@ -314,7 +314,6 @@ FAST_FORGERIES = (
         "written verdict",
         "exception of another name",
         "list of itself",
-        "large value",
         "sleep",
         "NUL",
     ),
