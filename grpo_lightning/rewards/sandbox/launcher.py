@@ -20,7 +20,6 @@ This module imports only the standard library and its siblings.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import gc
 import importlib
@@ -31,7 +30,6 @@ import select
 import signal
 import struct
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable
@@ -41,23 +39,13 @@ from grpo_lightning.rewards.sandbox import values
 from grpo_lightning.rewards.sandbox.isolation import MAX_THREADS, Isolation, IsolationError
 
 PRELOADED = (
-    *(
-        "array",
-        "ast",
-        "bisect",
-        "collections",
-        "copy",
-        "functools",
-        "heapq",
-        "io",
-        "itertools",
-        "math",
-        "operator",
-        "re",
-    ),
-    *("string", "threading", "typing"),
+    *("array", "ast", "bisect", "collections", "copy", "functools", "heapq", "io", "itertools", "math", "operator"),
+    *("re", "string", "threading", "typing"),
 )
 """Modules that the launcher imports once for all children."""
+
+PROGRAM, TESTS = 0, 1
+"""What a child does."""
 
 TICK_SECONDS = 0.01
 """Interval at which the threads of a program are counted."""
@@ -149,8 +137,8 @@ class Launcher:
     def __init__(self, isolation: Isolation, setup: dict[str, Any], source: str, tests: int) -> None:
         self.isolation, self.setup, self.source, self.tests = isolation, setup, source, tests
         self.process = os.getpid()
-        self.entered = mmap.mmap(-1, 1)
-        """1 once the last child is in the sandbox; the child then unmaps it."""
+        self.entered = mmap.mmap(-1, 2)
+        """1 once a child is in the sandbox, for the program and for its tests; the child then unmaps it."""
 
     def run(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a job.
@@ -172,9 +160,9 @@ class Launcher:
         feed, give = os.pipe()
         take, collect = os.pipe()
         if job["kind"] == "main":
-            pid = self._fork([feed, collect, None], seconds, self._run_main)
+            pid = self._fork(PROGRAM, [feed, collect, None], seconds, self._run_main)
         else:
-            pid = self._fork([None, None, None, feed, collect], seconds, self._serve)
+            pid = self._fork(PROGRAM, [None, None, None, feed, collect], seconds, self._serve)
         os.close(feed)
         os.close(collect)
         return self._watch(pid, Exchange(take, job["max_output"], give, body), pid, seconds)
@@ -183,13 +171,14 @@ class Launcher:
         """Run test code, which calls the program."""
         program_in, tests_out = os.pipe()
         tests_in, program_out = os.pipe()
-        program = self._fork([None, None, None, program_in, program_out], seconds, self._serve)
+        program = self._fork(PROGRAM, [None, None, None, program_in, program_out], seconds, self._serve)
         os.close(program_in)
         os.close(program_out)
         take, collect = os.pipe()
         place, size = job["place"], job["size"]
         try:
             judge = self._fork(
+                TESTS,
                 [None, None, None, tests_in, tests_out, self.tests, collect],
                 seconds,
                 lambda: _judge_program(place, size),
@@ -200,13 +189,16 @@ class Launcher:
         for descriptor in (tests_in, tests_out, collect):
             os.close(descriptor)
         try:
-            return self._watch(judge, Exchange(take, VERDICT_BYTES), program, seconds)
+            found = self._watch(judge, Exchange(take, VERDICT_BYTES), program, seconds)
+            if os.waitpid(program, os.WNOHANG)[0]:
+                self._check_entered(PROGRAM)
         finally:
             _end(program)
+        return found
 
-    def _fork(self, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
+    def _fork(self, role: int, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
         """Fork a sandboxed child with these file descriptors as 0, 1, 2, ...; None is `/dev/null`."""
-        self.entered[0] = 0
+        self.entered[role] = 0
         pid = os.fork()
         if pid:
             return pid
@@ -222,29 +214,20 @@ class Launcher:
             self.isolation.ruleset = None if ruleset is None else len(wanted)
             os.setsid()
             self.isolation.enter(self.setup["memory_bytes"], int(seconds) + 1)
-            self.entered[0] = 1
+            self.entered[role] = 1
             self.entered.close()
         except BaseException:  # noqa: BLE001 (nothing may run outside of the sandbox)
             os._exit(127)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
         raise Child(task)
 
     def _run_main(self) -> None:
-        """Run the program as a script, with its threads and exit handlers; skips the interpreter's slow teardown."""
+        """Run the program as a script; the interpreter then ends as always: threads, exit handlers, open files."""
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["program.py"]
-        status: Any = 0
-        try:
-            self._execute(module)
-        except SystemExit as error:
-            status = 0 if error.code is None else error.code
-        except BaseException:  # noqa: BLE001 (a program may raise anything)
-            status = 1
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(status & 255 if isinstance(status, int) else 1)
+        self._execute(module)
 
     def _serve(self) -> None:
         """Load the program, and serve requests."""
@@ -286,9 +269,8 @@ class Launcher:
                     ended = exchange.step(min(TICK_SECONDS, left))
                 else:
                     done, status = _poll_exit(pid, min(TICK_SECONDS, left))
-                    if done and not self.entered[0]:
-                        raise OSError("a child could not enter the sandbox")
                     if done:
+                        self._check_entered(PROGRAM if pid == program else TESTS)
                         return {"ended": "exit", "status": os.waitstatus_to_exitcode(status)}, bytes(exchange.output)
                     ended = ""
                 if not ended and count_threads(program) > MAX_THREADS:
@@ -296,6 +278,11 @@ class Launcher:
                 if ended:
                     _end(pid)
                     return {"ended": ended, "status": -signal.SIGKILL}, bytes(exchange.output)
+
+    def _check_entered(self, role: int) -> None:
+        """Raises: OSError if a child has ended without entering the sandbox."""
+        if not self.entered[role]:
+            raise OSError("a child could not enter the sandbox")
 
 
 class Exchange:

@@ -39,6 +39,24 @@ def test_how_programs_end():
     assert "ended by signal 9" in run("import os; os.kill(os.getpid(), 9)").problem
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "open(1, 'w').write('3')",
+        "import os\nf = os.fdopen(1, 'w')\nf.write('3')",
+        "import sys\nsys.__stdout__.write('3')",
+        "import io, sys\nold, sys.stdout = sys.stdout, io.StringIO()\nprint(3)\nold.write('3')",
+        "import os, sys\nsys.stdout = None\nos.write(1, b'3')",
+        "import sys\nsys.stdout.write('3')\nsys.stdout.close()",
+        "class A:\n def __init__(self): self.f = open(1, 'w'); self.f.write('3')\na = A()\na.me = a",
+        "import os, sys\ndata = os.read(0, os.fstat(0).st_size or 9)\nos.write(1, data)",
+        "import atexit, io, sys\nout = io.BytesIO()\natexit.register(lambda: sys.stdout.buffer.write(b'3'))",
+    ],
+)
+def test_everything_that_is_printed_arrives(program):
+    assert run(program, b"3") == Ended("exit", 0, b"3")
+
+
 def test_the_limit_of_the_output():
     assert run("print('x' * 99)", max_output=100) == Ended("exit", 0, b"x" * 99 + b"\n")
     assert run("print('x' * 100)", max_output=100).how == "output"
