@@ -314,7 +314,6 @@ FAST_FORGERIES = (
         "written verdict",
         "exception of another name",
         "list of itself",
-        "sleep",
         "NUL",
     ),
     *("surrogate", "look for the tests", "read the tests"),
