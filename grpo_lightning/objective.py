@@ -1,4 +1,4 @@
-"""The training objective: each paper is a row of settings, computed by pure functions of `functional/`.
+"""The training objective. Each paper's method is a choice of settings; pure functions of `functional/` compute it.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -13,7 +13,9 @@
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-Each row is a YAML file in `recipes/objectives/`; so is GDPO, which normalizes each reward separately.
+In the column surrogate, low and high (or low / high) stand for `epsilon` and `epsilon_high`, and the cap is the largest
+ratio. RLOO also sets `baseline: leave_one_out`, and REINFORCE++ `kl: k2`. Each row except the default is a YAML file in
+`recipes/objectives/`. That folder also has GDPO, which normalizes each reward separately.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ class StepCounts(NamedTuple):
 
 
 class ObjectiveTerms(NamedTuple):
-    """Loss of a micro-batch and its per-token terms, for the logs.
+    """Loss of a micro-batch, and its per-token terms for the logs.
 
-    Masked tokens are 0.
+    The terms are 0 or False at masked tokens.
     """
 
     loss: Tensor
@@ -81,7 +83,7 @@ class ObjectiveTerms(NamedTuple):
     """[B, T] off-policy correction weight; None without a correction."""
 
     is_corrected: Tensor | None = None
-    """[B, T] bool, True where that weight was out of range, or the completion was dropped as off-policy."""
+    """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
 
     ratio_clamped: Tensor | None = None
     """[B, T] bool, True where the log-ratio exceeded 20 nats in absolute value."""
@@ -101,12 +103,12 @@ class Objective:
     # Ratio and surrogate
 
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
-    log-prob (GSPO-token)."""
+    """`token` is one importance ratio per token. `sequence` is one per completion (GSPO). `sequence_token` has the
+    value of `sequence`, but the gradient of each token's own log-prob (GSPO-token)."""
 
     surrogate: Literal["clip", "cispo", "sapo"] = "clip"
-    """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), or a soft
-    sigmoid gate (SAPO)."""
+    """`clip` is the clipped ratio times the advantage (PPO). `cispo` is the capped, detached ratio times advantage
+    times log-prob (CISPO). `sapo` is a sigmoid of the ratio (a soft gate) times the advantage (SAPO)."""
 
     epsilon: float = 0.2
     """The ratio is clipped from below at 1 - epsilon; CISPO has no lower bound."""
@@ -115,27 +117,28 @@ class Objective:
     """The ratio is clipped from above at 1 + epsilon_high; null uses epsilon."""
 
     dual_clip: float | None = None
-    """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
+    """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
 
     # From tokens to the loss
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Mean over tokens, mean over completions of their token means, or sum over tokens divided by the number of
-    completions times the maximum completion length."""
+    """`token` is the mean over all tokens. `sequence` is the mean over completions of each completion's mean over
+    tokens. `constant` is the sum over all tokens, divided by (number of completions * maximum completion length)."""
 
     # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Subtracted from the reward: the mean of the group, or of the other completions in the group."""
+    """Subtracted from the reward: the mean reward of the group, or of the other completions in the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
     (GDPO, with `scale: batch_std`)."""
 
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
-    """Divisor of reward minus baseline: unbiased std + 1e-4 of the rewards in the group (`group_std`) or the rollout
-    (`batch_std`), or of all group-centred rewards of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the
-    group's mean reward (`group_mean`, MaxRL), a success rate: negative rewards raise an error."""
+    """Divisor of reward minus baseline. `group_std` and `batch_std` divide by the std of the rewards in the group or in
+    the rollout. `batch_advantage_std` divides by the std of reward minus baseline in the rollout
+    (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` divides by the group's mean
+    reward (MaxRL), and raises an error for negative rewards. `none` does not divide."""
 
     # KL to the reference, and entropy
 
@@ -146,21 +149,22 @@ class Objective:
     """KL estimator in the loss and in `policy/kl`; the KL in the rewards is always k1 (`kl_in`)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss of each token, or subtract it, summed over tokens, from the completion's reward (as in
-    PPO for RLHF, arXiv:2203.02155: k1, whatever `kl` is)."""
+    """`loss` adds the KL to the loss of each token. `reward` subtracts the KL, summed over a completion's
+    tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
-    """Multiply each token's KL by its importance ratio, which keeps it unbiased after the policy has moved
-    (DeepSeek-V3.2)."""
+    """Multiply each token's KL by the token's importance ratio, which keeps the KL estimate unbiased after updates of
+    the policy (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus: exact over the vocabulary, a mean over all tokens whatever `aggregate` is; 0
-    disables it."""
+    """Weight of the entropy bonus; 0 disables the bonus. The entropy is exact over the vocabulary, and averaged over
+    all tokens, whatever `aggregate` is."""
 
     # SAPO
 
     sapo_temperature: float = 1.0
-    """Temperature (tau) of SAPO's gate where the advantage is positive; larger closes it sooner."""
+    """Temperature (tau) of SAPO's gate where the advantage is positive; a larger tau closes the gate at ratios closer
+    to 1."""
 
     sapo_temperature_negative: float = 1.05
     """Temperature of SAPO's gate where the advantage is not positive."""
@@ -168,21 +172,22 @@ class Objective:
     # Off-policy corrections
 
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Off-policy correction: weight the loss by the policy's probability over the engine's, per token or per
-    completion. Weights out of range are truncated to it, or their tokens or completions are masked."""
+    """Off-policy correction: multiply the surrogate by a weight, the ratio of the policy's probability to the engine's,
+    per token or per completion (`sequence`). `truncate` clips weights to the range from `rollout_correction_low` to
+    `rollout_correction_high`. `mask` masks the tokens or completions whose weights are outside of this range."""
 
     rollout_correction_low: float = 0.0
-    """Minimum weight."""
+    """Minimum weight of `rollout_correction`."""
 
     rollout_correction_high: float = 2.0
-    """Maximum weight."""
+    """Maximum weight of `rollout_correction`."""
 
     off_policy_threshold: float | None = None
-    """Mask completions of negative advantage once the policy has moved away from them by more than this many nats per
-    token (DeepSeek-V3.2); null keeps all."""
+    """Mask a completion of negative advantage if its mean log-prob per token has fallen by more than this many nats
+    since it was sampled (DeepSeek-V3.2); null masks none."""
 
     def __post_init__(self) -> None:
-        """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
+        """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
         check_objective(self)
 
     @property
@@ -211,7 +216,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """Combine several rewards into the one that advantages are computed from.
+        """Combine several rewards into one, which advantages are computed from.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
@@ -219,7 +224,7 @@ class Objective:
             weights: One per reward.
 
         Returns:
-            [N, G], nan where the total is.
+            [N, G], nan where `total` is nan.
         """
         if self.multi_objective_aggregation == "sum_then_normalize":
             return total
@@ -244,12 +249,12 @@ class Objective:
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
             batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
-            counts: Divisors of the entire optimizer step over all ranks.
+            counts: Trained tokens and completions of the entire optimizer step over all ranks, used as divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 
         Raises:
-            ValueError: If the old log-probs are missing, or the entropy is although `trains_entropy` is set.
+            ValueError: If the batch has no old log-probs, or `trains_entropy` is True and no entropy is given.
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
@@ -309,7 +314,7 @@ class Objective:
         )
 
     def _clipped(self, ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Trained tokens clipped from below, and those clipped from above: two [B, T] bool."""
+        """Find the trained tokens whose ratio is clipped from below, and from above: two [B, T] bool."""
         if self.surrogate == "sapo":
             return torch.zeros_like(mask), torch.zeros_like(mask)
         # CISPO caps the ratio for either sign of the advantage, and has no lower bound.
@@ -344,7 +349,7 @@ class Objective:
 
 
 def check_objective(objective: Objective) -> None:
-    """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
+    """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
     for name, kind in get_type_hints(type(objective)).items():
         choices, value = get_args(kind), getattr(objective, name)
         if get_origin(kind) is Literal and value not in choices:
@@ -378,7 +383,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings that have no effect. Raises: ValueError naming the setting, and why it has none."""
+    """Refuse settings without an effect. Raises: ValueError if one is set; the message gives the reason."""
     if objective.surrogate != "clip" and objective.dual_clip is not None:
         raise ValueError(
             f"objective.dual_clip has no effect on the {objective.surrogate} surrogate, which is bounded: remove it."
@@ -401,7 +406,7 @@ def _check_unused(objective: Objective) -> None:
 
 
 def _check_scale(objective: Objective) -> None:
-    """Refuse `scale: group_mean` where the mean reward can be negative. Raises: ValueError naming both settings."""
+    """Refuse `scale: group_mean` if another setting can make the mean reward negative. Raises: ValueError."""
     if objective.scale != "group_mean":
         return
     others = {"kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"}
@@ -414,7 +419,7 @@ def _check_scale(objective: Objective) -> None:
 
 
 def warn_of_length_weights(objective: Objective) -> None:
-    """Warn about a sequence-level ratio with token aggregation, which is rarely intended."""
+    """Warn if a sequence-level ratio is combined with token aggregation, which is rarely intended."""
     if objective.ratio != "token" and objective.aggregate == "token":
         log.warning(
             "objective.ratio %r with objective.aggregate 'token' (the default) weights each completion by its length. "

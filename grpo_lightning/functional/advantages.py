@@ -1,6 +1,7 @@
-"""Advantages: how much better a completion is than the others of its prompt.
+"""Advantages: how much better a completion is than the other completions of its prompt.
 
-Several rewards are weighted and summed before these functions are called.
+`group_relative_advantages` takes one reward per completion. If a completion has several rewards, combine them first, by
+a weighted sum or by `normalized_sum`.
 """
 
 from __future__ import annotations
@@ -22,29 +23,34 @@ def group_relative_advantages(
 ) -> Tensor:
     """Compute advantages: each completion's reward relative to its group.
 
-        A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps),   "group_mean": / mean[n],   "none": no division
+        scale "group_std", "batch_std", "batch_advantage_std":  A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps)
+        scale "group_mean":                                     A[n, g] = (r[n, g] - baseline[n, g]) / mean[n]
+        scale "none":                                           A[n, g] =  r[n, g] - baseline[n, g]
 
-    A nan reward is not scorable: it is excluded from every mean and std, and its advantage is 0. Zero-variance groups
-    and groups with fewer than two scorable rewards get exactly 0 (rounding can make their std positive, and dividing
-    rounding errors by it would train on noise).
+    A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
+    is 0. The advantages of zero-variance groups, and of groups with fewer than two scorable rewards, are set to exactly
+    0. Otherwise, rounding could make both the differences and the std of such a group slightly different from 0, and
+    their quotient would be noise.
 
     Args:
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
-        baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2); "leave_one_out" is the mean of the other scorable
-            rewards, RLOO (arXiv:2402.14740): its advantages are K / (K - 1) times the former for K scorable rewards.
-        scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards in `rewards` (pass those of
-            all ranks, otherwise each rank divides by its own), "batch_advantage_std" by that of their differences from
-            the baseline, REINFORCE++-baseline (arXiv:2501.03262); "none" is Dr. GRPO (arXiv:2503.20783). Every std is
-            unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with rewards 1 and 0 the gradient is
-            that of the log success probability, so that rarely solved prompts weigh more.
+        baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2). "leave_one_out" is RLOO (arXiv:2402.14740), the
+            mean of the other scorable rewards of the group: with K scorable rewards, the difference from this baseline
+            is K / (K - 1) times the difference from the group's mean.
+        scale: "group_std" is GRPO. "batch_std" divides by the std of all scorable rewards in `rewards`: pass the
+            rewards of all ranks, otherwise each rank divides by the std of its own rewards. "batch_advantage_std"
+            divides by the std of all differences from the baseline (REINFORCE++-baseline, arXiv:2501.03262). Every std
+            is unbiased (K - 1 in the denominator). "none" is Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL
+            (arXiv:2602.02710): with rewards of 1 and 0, the gradient is that of the log success probability, so that
+            rarely solved prompts weigh more.
         eps: Added to the std, in units of reward.
 
     Returns:
-        [N, G] float32 (float64 if the rewards are); the rows of both baselines sum to 0.
+        [N, G] float32, or float64 if the rewards are float64. Every row sums to 0.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, for an unknown baseline or scale, or for rewards below 0
-            with "group_mean".
+        ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, or if a reward is
+            below 0 and the scale is "group_mean".
     """
     _check_shape(rewards)
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -67,7 +73,7 @@ def group_relative_advantages(
         std = (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
         scaled = numerator / (std + eps)
     elif scale == "batch_advantage_std":
-        # Every group's mean is 0, so no mean is subtracted.
+        # The differences of every group have mean 0, so no mean is subtracted from them.
         std = (numerator.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
         scaled = numerator / (std + eps)
     elif scale == "group_mean":
@@ -76,7 +82,7 @@ def group_relative_advantages(
                 f"scale 'group_mean' divides by the mean reward, a success rate: rewards must be at least 0, got "
                 f"{rewards[rewards < 0].min():g}. Use another scale, or rewards from 0 to 1."
             )
-        scaled = numerator / rewards.nanmean(dim=1, keepdim=True)  # 0 only where all are equal
+        scaled = numerator / rewards.nanmean(dim=1, keepdim=True)  # the mean is 0 only if all rewards are 0
     elif scale == "none":
         scaled = numerator
     else:
@@ -90,17 +96,17 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
-    If they were summed first, opposing rewards would cancel, and a reward in larger units would decide alone. GDPO
-    (arXiv:2601.05242) and TRL (`normalize_then_sum`) divide the sum by its std over the batch: `scale="batch_std"` of
-    `group_relative_advantages`.
+    If the rewards were summed first, opposing rewards would cancel, and a reward in larger units would dominate. GDPO
+    (arXiv:2601.05242) and TRL (`normalize_then_sum`) then divide the sum by its std over the batch: pass the sum to
+    `group_relative_advantages` with `scale="batch_std"`.
 
     Args:
-        by_reward: [K, N, G]; nan where a reward does not apply or returned no value, which contributes 0.
+        by_reward: [K, N, G]; nan where a reward does not apply or returned no value. A nan adds 0 to the sum.
         weights: [K].
         eps: Added to each std.
 
     Returns:
-        [N, G], not yet an advantage; the mean of each group is 0.
+        [N, G], to be passed to `group_relative_advantages`; the mean of each group is 0.
     """
     compared = torch.stack([group_relative_advantages(values, eps=eps) for values in by_reward])
     return (compared * weights.to(compared)[:, None, None]).sum(dim=0)

@@ -1,8 +1,9 @@
-"""Checks of a run's settings, and that loader and trainer match its cycles."""
+"""Checks of a run's settings, and of its loader and trainer, which have to fit the length of a cycle."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.policy.sharding import Sharding
+    from grpo_lightning.rollout.engine import RolloutEngine
     from grpo_lightning.training.evaluation import Validation
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
-    """Raises: ValueError if a choice is unknown, or there is nothing for the off-policy correction to correct."""
+    """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
     for name, value, kind in (
         ("old_logprobs", old_logprobs, OldLogprobs),
         ("overlong_filter", overlong_filter, OverlongFilter),
@@ -85,10 +87,10 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check the distribution that training samples from, and warn if it is not the one that is trained.
+    """Check the sampling distribution of training, and warn if it differs from the distribution that is trained.
 
     Raises:
-        ValueError: If it is greedy.
+        ValueError: If sampling is greedy.
     """
     if sampling.is_greedy:
         raise ValueError(
@@ -105,7 +107,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
-    """Raises: ValueError if validation names an unknown reward, or a name twice."""
+    """Check the names in `validation`. Raises: ValueError if `success` is not a reward, or a metric's name is taken."""
     validation.check_names(reward_names)
     if validation.success is not None and validation.success not in reward_names:
         raise ValueError(
@@ -118,7 +120,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
     """Check `model.offload`. Raises: ValueError if something cannot be offloaded.
 
     Args:
-        offload: The requested names.
+        offload: Names of what to offload.
         has_copy: True if the reference is a second model.
     """
     if unknown := [name for name in offload if name not in get_args(Offloadable)]:
@@ -176,7 +178,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         ValueError: If a callback or the strategy is not supported, or the settings are invalid.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Every Trainer has a GradientAccumulationScheduler for its fixed accumulation: that one schedules nothing.
+        # Every Trainer has a GradientAccumulationScheduler for its fixed accumulation: this callback changes nothing.
         is_idle = getattr(callback, "scheduling", None) == {0: trainer.accumulate_grad_batches}
         for kind in type(callback).__mro__:
             if kind.__name__ in REFUSED_CALLBACKS and kind.__module__.startswith("lightning") and not is_idle:
@@ -195,11 +197,11 @@ def check_trainer(trainer: L.Trainer) -> None:
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
-    A limit that ends inside a cycle would discard part of a rollout, and end an accumulation window early with the
-    gradient divided by the wrong number. `fast_dev_run` therefore runs one complete cycle.
+    A limit that ends inside a cycle would discard part of a rollout. It could also end an accumulation window early,
+    and the gradient would be divided by the wrong number. `fast_dev_run` therefore runs one complete cycle.
 
     Args:
-        trainer: Its limits are changed in place.
+        trainer: Trainer whose limits are changed in place.
         cycle: Micro-steps per rollout.
     """
     steps = cycle // trainer.accumulate_grad_batches
@@ -211,7 +213,7 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
         trainer.fit_loop.epoch_loop.max_steps = rounded
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
-        # Convert a fraction now: after the loader is set up, neither it nor the validation interval can be changed.
+        # Convert a fraction now: once the loader is set up, neither limit nor validation interval can be changed.
         limit = int(num_batches(trainer) * requested)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
@@ -234,10 +236,10 @@ def num_batches(trainer: L.Trainer) -> int:
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
-    """Check that the validation interval fits an epoch, which Lightning checks only after the weights are loaded.
+    """Check that the validation interval fits an epoch. Lightning checks this only after the weights are loaded.
 
-    An interval without validation data only causes a warning, so that a recipe works without its validation data. A
-    time interval may be longer than an epoch.
+    If an interval is set but there is no validation data, a warning is logged and no error raised, so that a recipe
+    works without its validation data. A time interval may be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch without
@@ -249,7 +251,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
     if not trainer.limit_val_batches:
         return
-    is_given = seconds is not None or every != 1.0 or type(every) is int  # 1 is every micro-step
+    is_given = seconds is not None or every != 1.0 or type(every) is int  # the integer 1: every micro-step
     if is_given and not has_validation_data(trainer):
         log.warning(
             "trainer.val_check_interval is %s, but there is no validation data, so validation does not run. Set "
@@ -282,11 +284,11 @@ def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
     """Refuse a policy that was loaded unsharded if the strategy shards it: each rank would train its own weights.
 
     Args:
-        sharding: How the policy was loaded; None if it is not loaded yet.
+        sharding: How the loaded policy is sharded; None if it is not loaded yet.
         trainer: Trainer of the run.
 
     Raises:
-        ValueError: If it was loaded unsharded before the run.
+        ValueError: If the policy was loaded unsharded before the run, and the strategy shards it.
     """
     if sharding is not None and not sharding.is_sharded and sharding_of(trainer.strategy).is_sharded:
         raise ValueError(
@@ -303,7 +305,7 @@ def check_precision(loader: PolicyLoader, trainer: L.Trainer) -> None:
 
 
 def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: int) -> dict[str, Any]:
-    """Arguments of `PolicyLoader.load` that follow from the run."""
+    """Arguments of `PolicyLoader.load` that depend on the trainer and its data."""
     config = getattr(trainer.strategy, "config", None)
     return {
         "longest_row": data_checks.longest_row(loader, trainer, longest_completion),
@@ -312,17 +314,51 @@ def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: i
     }
 
 
-def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *, needs_more: bool) -> None:
-    """Check that the loader, if it is already known, repeats the prompts of a cycle and fills its micro-batches.
+def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngine, world_size: int) -> None:
+    """Check that the ranks can be divided into teams that share groups.
+
+    Raises:
+        ValueError: If the number of ranks is no multiple of `ranks_per_group`, a rank would have no completion, or the
+            engine cannot sample a part of a group.
+    """
+    if ranks_per_group == 1:
+        return
+    if world_size % ranks_per_group:
+        divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but the run has {world_size} rank(s), which cannot be "
+            f"divided into teams of {ranks_per_group}. Set it to {' or '.join(divisors)}, or change the number of "
+            "devices."
+        )
+    if ranks_per_group > num_generations:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but a group has only {num_generations} completions "
+            f"(model.num_generations): lower ranks_per_group to at most {num_generations}."
+        )
+    if "part" not in inspect.signature(engine.generate).parameters:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but `generate` of the engine {type(engine).__name__} has no "
+            "argument `part`, with which a rank samples its part of a group. Add it (see RolloutEngine.generate), or "
+            "set model.ranks_per_group to 1."
+        )
+
+
+def check_loader(
+    trainer: L.Trainer, shape: CycleShape, num_generations: int, ranks_per_group: int, *, needs_more: bool
+) -> None:
+    """Check that the training loader yields each batch once per micro-step of a cycle, and fills all micro-batches.
+
+    A loader that is not known yet is not checked.
 
     Args:
-        trainer: Trainer with the loader.
+        trainer: Trainer with the training loader.
         shape: Shape of a cycle.
-        num_generations: G.
+        num_generations: Completions per prompt.
+        ranks_per_group: Ranks that share the completions of a prompt.
         needs_more: True if cycles request further prompts (dynamic sampling).
 
     Raises:
-        ValueError: If it does not match.
+        ValueError: If the loader does not match the cycle.
     """
     loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:
@@ -331,13 +367,20 @@ def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *,
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))
+    found = getattr(loader, "ranks_per_group", 1)
+    if isinstance(loader, PromptSource | DataLoader | list) and found != ranks_per_group:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but the training loader gives the same prompts to {found} "
+            f"rank(s): wrap the data in grpo_lightning.PromptSource(data, ..., ranks_per_group={ranks_per_group})."
+        )
     owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
     batch_size = getattr(owner, "batch_size", None)
     micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout
-    if isinstance(batch_size, int) and batch_size * num_generations < micro_batches:
+    if isinstance(batch_size, int) and batch_size * (num_generations // ranks_per_group) < micro_batches:
+        of_rank = f", shared by {ranks_per_group} ranks (model.ranks_per_group)," if ranks_per_group > 1 else ""
         raise ValueError(
             f"A rollout of {batch_size} prompts (data.batch_size) x {num_generations} completions "
-            f"(model.num_generations) cannot be split into {micro_batches} micro-batches "
+            f"(model.num_generations){of_rank} cannot be split into {micro_batches} micro-batches "
             f"(trainer.accumulate_grad_batches {shape.accumulate_grad_batches} x model.updates_per_rollout "
             f"{shape.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
         )

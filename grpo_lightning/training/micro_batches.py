@@ -1,8 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
-A rollout of N groups becomes `updates x accumulate` micro-batches. The order of the data decides which completions
-share an update. Which of them share a micro-batch affects only memory and padding, not the gradient, because the loss
-is divided by the counts of the entire update.
+A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
+micro-batches each. The order of the data decides which completions belong to an update. Which completions of an update
+share a micro-batch affects only memory and padding, not the gradient: the loss is divided by the number of tokens or
+completions of the entire update.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
+from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, PromptVision, VisionInputs
 from grpo_lightning.data.batch import PromptBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.hf import left_pad
@@ -46,7 +48,7 @@ class CompletionRow:
 
     @property
     def mask(self) -> list[bool]:
-        """[T] True where trained on."""
+        """[T] True for tokens that are trained on."""
         return [True] * self.length if self.completion.mask is None else self.completion.mask
 
 
@@ -56,7 +58,7 @@ class Turn:
 
     batch: MicroBatch
     counts: StepCounts
-    """The counts of the update this micro-batch belongs to."""
+    """Counts of trained tokens and completions in the update that the micro-batch belongs to."""
 
     closes_update: bool
     """True for the last micro-batch before the optimizer steps."""
@@ -64,7 +66,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class CycleShape:
-    """Number of micro-steps, updates and epochs over each rollout."""
+    """Numbers of micro-steps, updates and epochs of a cycle, which is the training on one rollout."""
 
     accumulate_grad_batches: int
     """Micro-batches per update."""
@@ -81,7 +83,7 @@ class CycleShape:
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
-        """Error message for a loader that yields every batch `given` times."""
+        """Error message for a loader that yields every batch `given` times, not `num_micro_steps` times."""
         cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
         return (
             f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
@@ -103,8 +105,8 @@ class CycleShape:
             position: The trainer's index of the micro-step in its cycle.
 
         Raises:
-            RuntimeError: If the loader does not repeat the prompts of a cycle or is at another position, or the
-                cycle's rollout is missing.
+            RuntimeError: If the loader does not yield each batch once per micro-step of a cycle, if the loader is
+                at another micro-step than the trainer, or if the rollout of the cycle is missing.
         """
         cycle = self.num_micro_steps
         if batch.cycle != cycle:
@@ -124,13 +126,13 @@ class CycleShape:
 
 
 class Cycle:
-    """The micro-batches of one rollout, and the position of training in them.
+    """The micro-batches of one rollout, and the number of micro-steps that have been trained on them.
 
-    A cycle is `num_iterations` epochs over `updates x accumulate` micro-batches.
+    A cycle is the training on one rollout: `num_iterations` epochs over its `updates x accumulate` micro-batches.
 
     Args:
         micro_batches: updates x accumulate micro-batches, in training order.
-        counts: One per update.
+        counts: Counts of trained tokens and completions of each update.
         num_iterations: Epochs over the rollout.
         position: Micro-steps done.
     """
@@ -164,14 +166,14 @@ class Cycle:
         )
 
     def to(self, device: torch.device | str) -> Cycle:
-        """Move its micro-batches to `device`, in place."""
+        """Move the cycle's micro-batches to `device`, in place."""
         self.micro_batches = [batch.to(device) for batch in self.micro_batches]
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """State to resume inside the cycle: ids, masks, log-probs and advantages, without images.
+        """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
 
-        Images are read again (`give_images`).
+        Images are not included: a resumed run reads them again (`give_images`).
         """
         return {
             "micro_batches": [vars(replace(batch.to("cpu"), vision=None)) for batch in self.micro_batches],
@@ -193,11 +195,19 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of a global rollout: its i-th group is number `i * world_size + rank` of `num_groups`."""
+    """This rank's share of a rollout over all ranks.
+
+    The i-th group of this rank's team has the index `i * num_teams + team` among the `num_groups` groups of all teams.
+    """
 
     num_groups: int
-    rank: int = 0
-    world_size: int = 1
+    team: int = 0
+    num_teams: int = 1
+    first: int = 0
+    """Index of the first completion of a group that this rank has."""
+
+    num_generations: int | None = None
+    """G, if this rank has only a part of the completions of a group."""
 
 
 def plan_micro_batches(
@@ -214,15 +224,16 @@ def plan_micro_batches(
 
     Args:
         groups: N groups of G completions.
-        advantages: [N, G].
+        advantages: [N, G] advantages of the completions.
         updates: Optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
-        pad_id: Any token id.
-        skip_zero_advantages: Leave completions with advantage 0 out of the micro-batches; the counts include them.
-        share: This rank's share of the rollout of all ranks; None if the groups are the complete rollout.
+        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
+            include these completions.
+        share: This rank's share of the rollout of all ranks; None if `groups` is the complete rollout.
 
     Returns:
-        The micro-batches in order, and this rank's counts of every update.
+        This rank's micro-batches in order, and its numbers of trained tokens and completions in each update.
     """
     rows = [
         [
@@ -251,22 +262,32 @@ def plan_over_ranks(
     advantages: Tensor,
     *,
     num_chunks: Callable[[MicroBatch], int],
+    num_generations: int | None = None,
+    teams: Teams | None = None,
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
-    """Split the rollout of all ranks into micro-batches. Collective: every rank gets its own.
+    """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
+
+    Sharded weights are gathered by all ranks together. Micro-batches at the same place on different ranks therefore
+    get the same `num_chunks`: the largest number of forward passes that one of these micro-batches needs.
 
     Args:
-        groups: N groups of G completions, of this rank; may be empty.
-        advantages: [N, G].
+        groups: N groups of this rank, each with its part of the G completions; may be empty.
+        advantages: [N, part] advantages of the completions.
         num_chunks: Returns the number of forward passes that a micro-batch needs.
+        num_generations: G; needed if groups are shared.
+        teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
 
     Returns:
-        The micro-batches in order, with the maximum number of forward passes over all ranks (gathering sharded weights
-        is collective), and the counts of every update over all ranks.
+        This rank's micro-batches in order, and the numbers of trained tokens and completions in each update, summed
+        over all ranks.
     """
-    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups))))
-    share = Share(num_groups, ranks.rank(), ranks.world_size())
+    teams = teams or Teams()
+    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups)))) // teams.ranks_per_group
+    share = Share(num_groups, teams.team, teams.num_teams)
+    if teams.is_shared and num_generations:
+        share = replace(share, first=teams.part(num_generations).start, num_generations=num_generations)
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
     most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
     for batch, number in zip(micro_batches, most, strict=True):
@@ -275,7 +296,7 @@ def plan_over_ranks(
 
 
 def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:
-    """Add the images of their prompts to micro-batches.
+    """Add to each micro-batch the images of its prompts.
 
     Args:
         micro_batches: Micro-batches of one rollout.
@@ -287,16 +308,37 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
         batch.vision = VisionInputs(prompts, vision.blank)
 
 
-def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
-    """Split groups into updates, in order; single completions if all ranks together have fewer groups than updates.
+def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
+    """Point the micro-batches of a resumed cycle (`MicroBatch.groups`) to their prompts in the loader's batch.
 
-    Uses the indices among the groups of all ranks, so that a group's update does not depend on the number of ranks.
+    The groups of the rollout may have been selected or reordered, so they are found by `Prompt.key`.
+
+    Raises:
+        ValueError: If the loader's batch lacks a prompt of the cycle.
     """
-    numbers = range(share.rank, share.rank + len(groups) * share.world_size, share.world_size)
+    positions: dict[int | str, int] = {prompt.key: i for i, prompt in enumerate(prompts)} | {"": -1}
+    for batch in micro_batches:
+        if missing := [key for key in batch.prompt_keys if key not in positions]:
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle that trains on the prompt {missing[0]!r}, which the data "
+                "loader does not yield for this cycle, so its images cannot be read. Resume from a checkpoint at the "
+                "end of a cycle."
+            )
+        batch.groups = [positions[key] for key in batch.prompt_keys]
+
+
+def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
+    """Split this rank's groups among the updates, in order.
+
+    If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
+    split depends on a group's index among the groups of all ranks, so the number of ranks does not change the update
+    that a group belongs to.
+    """
+    numbers = range(share.team, share.team + len(groups) * share.num_teams, share.num_teams)
     units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
     if share.num_groups < updates:
-        size = len(groups[0]) if groups else 1
-        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group)]
+        size = share.num_generations or (len(groups[0]) if groups else 1)
+        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group, share.first)]
         num_units *= size
     bounds = [round(i * num_units / updates) for i in range(updates + 1)]
     return [
@@ -306,11 +348,12 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
 
 
 def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionRow]]:
-    """Split one update's completions into `parts` micro-batches of balanced padded cost.
+    """Split one update's completions into `parts` micro-batches of about the same number of tokens with padding.
 
-    Either complete groups share a micro-batch, so that each prompt runs once, or completions of similar length do,
-    which saves padding but may run a prompt in several micro-batches: whichever needs fewer tokens including padding.
-    With fewer groups than micro-batches, groups are always split, to keep micro-batches small.
+    There are two ways to split. Either each group stays in one micro-batch, so that the policy processes each prompt
+    once. Or completions of similar length share a micro-batch: this saves padding, but the policy may process a prompt
+    in several micro-batches. The function returns the split with fewer tokens, including padding. If there are fewer
+    groups than micro-batches, it always splits by length, to keep micro-batches small.
     """
     if parts == 1:
         return [rows]
@@ -331,7 +374,7 @@ def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionR
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Tokens of a micro-batch including padding: its prompts once, its completions padded to the longest."""
+    """Number of tokens of a micro-batch including padding. A prompt counts once for all its completions."""
     if not rows:
         return 0
     prompts = {row.group: len(row.prompt_ids) for row in rows}
@@ -339,7 +382,10 @@ def padded_cost(rows: list[CompletionRow]) -> int:
 
 
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
-    """Split a list into `parts` runs, minimising the cost of the most expensive run (bisection on its cost)."""
+    """Cut a list into `parts` pieces so that the most expensive piece costs as little as possible.
+
+    The cost of that piece is found by bisection.
+    """
 
     def cut(limit: int) -> list[list[Item]]:
         runs, start = [], 0
@@ -386,11 +432,14 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
 
 
 def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
-    """Make a fully masked micro-batch, which makes the same module calls as any other so that ranks stay in step.
+    """Make a micro-batch of one masked token, for a rank that has no completions left for this micro-step.
+
+    The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.
 
     Args:
-        groups: Groups of this rank; one of their tokens is the placeholder, or a padding token if there is none.
-        pad_id: Any token id.
+        groups: Groups of this rank. The masked token is the first token of their first completion, or `pad_id` if
+            this rank has no groups.
+        pad_id: Token id that fills up sequences; any id, because padding is masked.
     """
     row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])

@@ -41,12 +41,23 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
     """Format the batch arithmetic of a cycle."""
     b = batches
     update = f"{b.completions_per_update:,.6g}"
+    if b.ranks_per_group == 1:
+        where = f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')}"
+        shared = []
+    else:
+        where = f"{count(b.batch_size, 'prompt')} per team x {count(b.num_teams, 'team')} of {b.ranks_per_group} ranks"
+        each = f"{b.num_generations / b.ranks_per_group:.3g}"
+        shared = [
+            f"The {b.ranks_per_group} ranks of a team share their prompts: each samples and trains on {each} of the "
+            f"{b.num_generations} completions (model.ranks_per_group)."
+        ]
     return [
-        f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')} x {b.num_generations} completions = "
-        f"{b.completions_per_rollout:,} completions per rollout (ranks: {why_world_size}).",
-        f"Each rank splits its {b.batch_size * b.num_generations:,} into {b.accumulate_grad_batches} x "
+        f"{where} x {b.num_generations} completions = {b.completions_per_rollout:,} completions per rollout (ranks: "
+        f"{why_world_size}).",
+        *shared,
+        f"Each rank splits its {b.completions_per_rank:,} into {b.accumulate_grad_batches} x "
         f"{b.updates_per_rollout} = {count(b.micro_batches, 'micro-batch', 'es')} (accumulate_grad_batches x "
-        f"updates_per_rollout) of about {b.batch_size * b.num_generations / b.micro_batches:,.3g} completions.",
+        f"updates_per_rollout) of about {b.completions_per_rank / b.micro_batches:,.3g} completions.",
         f"Each rollout is used for {b.updates_per_rollout} x {b.num_iterations} = "
         f"{count(b.steps_per_rollout, 'optimizer step')} (updates_per_rollout x num_iterations), each on {update} "
         "completions over all ranks.",
@@ -156,7 +167,8 @@ def print_memory(
     """Print the table of parts, the peak, and the comparison with the device.
 
     Returns:
-        An error message with settings that reduce memory if it does not fit; None if it may fit, or there is no device.
+        If the run does not fit, an error message that lists settings which reduce memory. None if the run may fit, or
+        if there is no device to compare with.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -214,7 +226,7 @@ def cpu_lines(parts: list[Part]) -> list[str]:
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Memory of the given device size, otherwise of this machine's GPU; None if there is none."""
+    """Bytes in `device_gib`; if that is None, the memory of this machine's GPU, or None without a GPU."""
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -238,7 +250,7 @@ def verdict(share: float) -> str:
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Unused settings that reduce the memory of a phase, those with the lowest time cost first."""
+    """Settings that would reduce the memory of a phase; settings that cost the least time come first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [
@@ -276,6 +288,7 @@ def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) 
         f"  batch_size: {batches.batch_size}",
         "model:",
         f"  num_generations: {batches.num_generations}",
+        *([f"  ranks_per_group: {batches.ranks_per_group}"] if batches.ranks_per_group > 1 else []),
         f"  updates_per_rollout: {batches.updates_per_rollout}",
         f"  num_iterations: {batches.num_iterations}",
     ):
