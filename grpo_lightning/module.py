@@ -60,6 +60,7 @@ from grpo_lightning.rollout.groups import (
     OverlongFilter,
     Rollout,
     SharedGroups,
+    check_finite,
     kl_to_reference,
     mask_truncated,
     per_completion,
@@ -121,8 +122,8 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Ranks that share the completions of a prompt; each samples and trains on its part of the G. For
-            rollouts of fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt; each samples and trains on its part of
+            the G. For rollouts of fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
@@ -207,6 +208,12 @@ class GRPOLightningModule(L.LightningModule):
         # Not strict: checkpoints do not contain frozen weights and the reference, which are loaded or built again.
         # `on_load_checkpoint` checks that all trained weights are there.
         self.strict_loading = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have each overridden step of the algorithm check the type of what it returns (`checks.STEPS`)."""
+        super().__init_subclass__(**kwargs)
+        for name in checks.STEPS.keys() & vars(cls).keys():
+            setattr(cls, name, checks.checked_step(name, vars(cls)[name]))
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -341,14 +348,16 @@ class GRPOLightningModule(L.LightningModule):
         """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
 
         Raises:
-            ValueError: If `compute_advantages` did not return one advantage per completion.
+            ValueError: If `compute_advantages` did not return one finite advantage per completion, or `split_rollout`
+                returned the wrong number of micro-batches.
         """
-        per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
+        advantages = per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
+        check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.run.cycle = self.split_rollout(self.shared_groups.spread(rollout))
+        self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)
@@ -456,8 +465,9 @@ class GRPOLightningModule(L.LightningModule):
             num_generations: G.
             sampling: Sampling settings.
             seeds: N seeds, one per prompt.
-            shared: With `ranks_per_group`, sample this rank's part of each group, and return the complete groups on the
-                first rank of the team and none on the others. False samples all G completions on this rank.
+            shared: True: if `ranks_per_group` is above 1, sample this rank's part of each group, and return the
+                complete groups on the first rank of the team and none on the others. False: sample all G completions on
+                this rank.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
@@ -478,7 +488,7 @@ class GRPOLightningModule(L.LightningModule):
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
         No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
-        from its content if it has no index. It does not depend on batch and rank.
+        from its content if it has no index. The seed does not depend on the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """Trained tokens and completions of one optimizer step over all micro-batches and ranks: divisors of the loss."""
+    """Numbers of trained tokens and completions in an optimizer step, on all ranks together: divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
@@ -107,8 +107,9 @@ class Objective:
     value of `sequence`, but the gradient of each token's own log-prob (GSPO-token)."""
 
     surrogate: Literal["clip", "cispo", "sapo"] = "clip"
-    """`clip` is the clipped ratio times the advantage (PPO). `cispo` is the capped, detached ratio times advantage
-    times log-prob (CISPO). `sapo` is a sigmoid of the ratio (a soft gate) times the advantage (SAPO)."""
+    """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
+    capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
+    times the advantage (SAPO)."""
 
     epsilon: float = 0.2
     """The ratio is clipped from below at 1 - epsilon; CISPO has no lower bound."""
@@ -249,7 +250,8 @@ class Objective:
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
             batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
-            counts: Trained tokens and completions of the entire optimizer step over all ranks, used as divisors.
+            counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
+                divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 

@@ -256,6 +256,8 @@ class GRPOCLI(LightningCLI):
         settings = self.config[self.config.subcommand]
         if problem := config_errors.unknown_name(settings.trainer):
             raise ConfigurationError(config.with_origin(problem, given))
+        if problem := config.unset_argument(settings):
+            raise ConfigurationError(config.with_origin(problem, given))
         settings.run_name = runs.run_name(settings.run_name, config.config_files(args))
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()
@@ -268,9 +270,10 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def _parse_ckpt_path(self) -> None:
-        """Find the checkpoint of `auto` or of a folder, and log settings that differ from those of the checkpoint.
+        """Find the checkpoint if `--ckpt_path` is `auto` or a folder.
 
-        Lightning's own method would replace the settings of the command line by those in the checkpoint.
+        Settings that differ from those of the checkpoint's run are logged. Lightning's own method would replace the
+        settings of the command line by those in the checkpoint.
         """
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None

@@ -79,7 +79,7 @@ def _reduced(values: Tensor, operation: Any) -> Tensor:
 
 
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
-    """The completions that one of R ranks has of a group of G: parts of equal size, or of sizes that differ by one."""
+    """The completions of a group that a team's member has; the members' parts differ in size by one at most."""
     bounds = [i * num_generations // ranks_per_group for i in (member, member + 1)]
     return range(*bounds)
 

@@ -52,7 +52,7 @@ class PromptSource:
         num_workers: Threads that decode the images of the next cycle while the policy trains on the current cycle, and
             read the rows of a stream before they are used.
         draws_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
-        ranks_per_group: The module's `ranks_per_group`: so many ranks (a team) get the same prompts.
+        ranks_per_group: The module's `ranks_per_group`: the number of ranks in a team, which all get the same prompts.
 
     Raises:
         ValueError: If the dataset is empty, a size is below 1, or a row has no prompt.
@@ -118,7 +118,7 @@ class PromptSource:
 
     @property
     def rank(self) -> int:
-        """This rank's team (or rank), read at every use because a source may be created before the process group."""
+        """Index of this rank's team, read at every use because a source may be created before the process group."""
         rank = group_rank() if self.given_rank is None else self.given_rank
         return rank % self.world_size
 

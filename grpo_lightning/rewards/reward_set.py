@@ -121,7 +121,7 @@ class RewardSet:
             num_local_ranks: Ranks on this machine.
         """
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
-        with (sharding or Sharding()).beside():
+        with (sharding or Sharding()).unsharded():
             for reward in self.rewards:
                 reward.connect(device)
 
@@ -136,13 +136,13 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start every reward on all completions of the prompts to which it applies.
+        """Start every reward on all completions of the prompts that do not exclude it (`Prompt.rewards`).
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if the prompt does not exclude the reward (`Prompt.rewards`) and at least one
-        completion has a value. In such a group, a completion without a value is not scorable: its total is NaN. If no
-        reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        A reward applies to a group if the prompt does not exclude the reward and at least one completion has a value.
+        In such a group, a completion without a value is not scorable: its total is NaN. If no reward applies to a
+        group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Without groups (a rank without prompts), no reward is called.
 
@@ -232,7 +232,8 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
         # An explicit null is intended; a missing column may be a mistake.
         if others := have[source, name, column]:
             log.warning(
-                "%d of %d rows%s have no column %r: the reward %r gets None there, which most rewards do not score.",
+                "%d of %d rows%s have no column %r. In these rows, the reward %r gets None for this column, and "
+                "most rewards then give no value.",
                 count,
                 count + others,
                 f" of {source!r}" if source else "",

@@ -99,6 +99,17 @@ class StepEnds(L.Callback):
         """Record that callbacks may have replaced the weights."""
         self.has_ended = True
 
+    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Log that a resumed run had nothing left to train: Lightning then skips training and `on_train_end`."""
+        if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
+            log.info(
+                "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "
+                "trained. To continue, raise the limit.",
+                trainer.global_step,
+                trainer.max_steps,
+                trainer.max_epochs,
+            )
+
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
     """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""
@@ -141,7 +152,7 @@ def save_complete(
     if trainer.is_global_zero:
         if path.is_dir():
             is_interrupted = run.is_interrupted(trainer)
-            mark_complete(path, beside=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
+            mark_complete(path, other_files=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
         RankFiles(path).tidy(moment)
 
 
@@ -170,10 +181,10 @@ KEPT_ARGUMENTS = (
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` needs only the rewards.
+    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` need not be given them.
 
-    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. A policy that was passed as a
-    model object is not included.
+    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included, nor
+    is a policy that was passed as a model object.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():

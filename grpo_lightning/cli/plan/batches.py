@@ -29,8 +29,8 @@ class BatchPlan:
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         num_iterations: Epochs over each rollout.
-        world_size: Ranks.
-        ranks_per_group: Ranks that share the completions of a prompt.
+        world_size: Number of ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt.
     """
 
     batch_size: int
@@ -139,9 +139,9 @@ def plan_run(
 
     Args:
         batches: Batch arithmetic of a cycle.
-        num_prompts: Prompts in the training data; None if unknown.
-        max_steps: Optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
-        max_epochs: Epochs over the data; None or -1 for no limit.
+        num_prompts: Number of prompts in the training data; None if unknown.
+        max_steps: Maximum number of optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
+        max_epochs: Maximum number of epochs over the data; None or -1 for no limit.
         limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of them.
 
     Raises:
