@@ -42,6 +42,7 @@ from grpo_lightning.rewards import (
 from grpo_lightning.rewards.accuracy import UndecidedError
 from grpo_lightning.rewards.sandbox import client
 from tests.arguments.registry import case, case_of_each
+from tests.marks import NEEDS_LANDLOCK
 
 RIGHT = "<answer>4</answer>"
 
@@ -129,6 +130,7 @@ def test_countdown():
     assert rewards(target_column="want", uses="some") == [1]
 
 
+@NEEDS_LANDLOCK
 @case(CodeTests, "tests_columns", "setup_column", "entry_point_column", "preamble")
 def test_code_rows():
     check = "def check(candidate):\n    assert candidate(n) == 3\n"
@@ -152,6 +154,7 @@ def test_code_rows():
     assert found("def f(x): return x + one", preamble="one = 1") == 1
 
 
+@NEEDS_LANDLOCK
 @case(CodeTests, "score", "max_tests", "tolerance", "memory_mb")
 def test_code_scores():
     tests = {"inputs": ["3", "4", "5"], "outputs": ["1.5", "2.0", "3.5"]}
@@ -169,6 +172,7 @@ def test_code_scores():
     assert found("x = bytes(10**8); print(int(input()) / 2)", memory_mb=512) == pytest.approx(2 / 3)
 
 
+@NEEDS_LANDLOCK
 @case(CodeTests, "timeout_seconds", "call_seconds")
 def test_code_times():
     tests = {"inputs": [""] * 3, "outputs": [""] * 3}
@@ -184,6 +188,7 @@ def test_code_times():
     assert found(0.7, call_seconds=5.0) == 1
 
 
+@NEEDS_LANDLOCK
 @case(CodeTests, "allow_file_reads")
 def test_code_reads(monkeypatch):
     old = "from grpo_lightning.rewards.sandbox import isolation; isolation._CREATE_RULESET = 100_000\n"

@@ -16,6 +16,9 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import CodeTests, RewardSet, RewardWorkers
 from grpo_lightning.rewards.code_tests import fenced_blocks, python_program
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
+from tests.marks import NEEDS_LANDLOCK
+
+pytestmark = NEEDS_LANDLOCK
 
 # ------------------------------------------------------------------------------------------------------- the program
 

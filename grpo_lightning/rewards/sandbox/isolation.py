@@ -1,8 +1,7 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter` a process can compute, start threads, read its open pipes, and read Python's standard library and
-the system's shared libraries.
-The kernel refuses everything else:
+After `Isolation.enter` a process can compute, start threads, read its open pipes, and read Python's standard library
+and the system's shared libraries. The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_lightning.rewards.sandbox.client import Ended, Limits, Sandbox
+from tests.marks import NEEDS_LANDLOCK
+
+pytestmark = NEEDS_LANDLOCK
 
 
 def run(program: str, stdin: bytes = b"", seconds: float = 10.0, max_output: int = 10**8, **limits: Any) -> Ended:

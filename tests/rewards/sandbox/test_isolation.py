@@ -11,6 +11,9 @@ import pytest
 from grpo_lightning.rewards.sandbox import client, isolation
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox, SandboxError, check_sandbox
 from grpo_lightning.rewards.sandbox.isolation import Isolation, IsolationError, architecture, seccomp_filter
+from tests.marks import NEEDS_LANDLOCK
+
+pytestmark = NEEDS_LANDLOCK
 
 PID = 4321
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
