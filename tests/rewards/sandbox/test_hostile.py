@@ -15,7 +15,9 @@ import pytest
 
 from grpo_lightning.rewards import CodeTests
 from grpo_lightning.rewards.sandbox.client import Limits, Sandbox
-from tests.marks import only
+from tests.marks import NEEDS_LANDLOCK, only
+
+pytestmark = NEEDS_LANDLOCK
 
 SECONDS = 1.0
 """Time limit of a test."""
