@@ -110,10 +110,7 @@ class Preflight:
         num_bad = bad.total()
         if self.bad_images == "error":
             rows = "1 row has" if num_bad == 1 else f"{num_bad} rows have"
-            raise ValueError(
-                f"{rows} unreadable images or invalid boxes{counts}:\n"
-                f"{listed(problems)}\n{self.advice}"
-            )
+            raise ValueError(f"{rows} unreadable images or invalid boxes{counts}:\n{listed(problems)}\n{self.advice}")
         rows, verb = ("row", "is") if num_bad == 1 else ("rows", "are")
         log.warning("%d %s with bad images or boxes %s dropped%s:\n%s", num_bad, rows, verb, counts, listed(problems))
 
