@@ -19,12 +19,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
@@ -98,6 +99,9 @@ from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, find_
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +218,20 @@ class GRPOLightningModule(L.LightningModule):
         super().__init_subclass__(**kwargs)
         for name in checks.STEPS.keys() & vars(cls).keys():
             setattr(cls, name, checks.checked_step(name, vars(cls)[name]))
+
+    @_restricted_classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805 - a classmethod
+        """Load a module from a checkpoint, as Lightning does. Functions and models in memory have to be passed again.
+
+        Raises:
+            TypeError: If they are not passed; the message names them.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except TypeError as error:
+            if problem := checkpoints.missing_arguments(error):
+                raise TypeError(problem) from error
+            raise
 
     # ------------------------------------------------------------------------------------------------------- the step
 

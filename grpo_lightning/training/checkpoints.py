@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -192,6 +193,18 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
             plain[name] = dataclasses.asdict(value)
             plain[name].pop("metrics", None)  # objects, which have to be passed again like rewards
     return plain if loader.settings is None else plain | {"policy": loader.settings}
+
+
+def missing_arguments(error: TypeError) -> str | None:
+    """Error message if `error` says that `load_from_checkpoint` did not get policy or rewards; None if it does not."""
+    missing = re.search(r"__init__\(\) missing .*", str(error))
+    if missing is None or not (names := re.findall(r"'(policy|rewards)'", missing[0])):
+        return None
+    arguments = ", ".join("rewards=[...]" if name == "rewards" else f"{name}=..." for name in names)
+    return (
+        f"load_from_checkpoint: pass {arguments} again. A checkpoint contains no reward functions, and no policy that "
+        "was a model in memory."
+    )
 
 
 def check_keys(names: Collection[str], known: Collection[str], trained: Sequence[str]) -> None:
