@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -109,13 +109,16 @@ class Objective:
     sigmoid gate (SAPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped from below at 1 - epsilon; CISPO has no lower bound."""
+    """The ratio is clipped from below at 1 - epsilon; CISPO's only with `cispo_lower_bound`."""
 
     epsilon_high: float | None = None
     """The ratio is clipped from above at 1 + epsilon_high; null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
+
+    cispo_lower_bound: bool = False
+    """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
 
     # From tokens to the loss
 
@@ -256,7 +259,8 @@ class Objective:
         mask = batch.completion_mask
         advantages = batch.advantages[:, None]
         ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=self.ratio)
-        loss = self._surrogate(ratio, advantages, logprobs)
+        surrogate, tokens = SURROGATES[self.surrogate], Tokens(logprobs, batch.old_logprobs, mask, advantages, ratio)
+        loss = surrogate.loss(self, tokens)
         rollout_weight, is_corrected = self._correction(logprobs, batch) or (None, None)
         if rollout_weight is not None:
             loss = torch.where(mask, loss, 0.0) * rollout_weight
@@ -268,7 +272,9 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
+        clipped_low, clipped_high = (
+            is_clipped.expand_as(mask) & mask for is_clipped in surrogate.clipped(self, tokens)
+        )
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -292,30 +298,6 @@ class Objective:
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
         )
-
-    def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-        """Policy loss per token, before the KL: [B, T] or [B, 1]."""
-        if self.surrogate == "cispo":
-            return cispo_surrogate(ratio, advantages, logprobs, epsilon_high=self.high)
-        if self.surrogate == "sapo":
-            return sapo_surrogate(
-                ratio,
-                advantages,
-                temperature_positive=self.sapo_temperature,
-                temperature_negative=self.sapo_temperature_negative,
-            )
-        return clipped_surrogate(
-            ratio, advantages, epsilon=self.epsilon, epsilon_high=self.epsilon_high, dual_clip=self.dual_clip
-        )
-
-    def _clipped(self, ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Trained tokens clipped from below, and those clipped from above: two [B, T] bool."""
-        if self.surrogate == "sapo":
-            return torch.zeros_like(mask), torch.zeros_like(mask)
-        # CISPO caps the ratio for either sign of the advantage, and has no lower bound.
-        sign = torch.ones_like(advantages) if self.surrogate == "cispo" else advantages
-        low = is_clipped_low(ratio, sign, epsilon=self.epsilon).expand_as(mask) & mask
-        return low, is_clipped_high(ratio, sign, epsilon_high=self.high).expand_as(mask) & mask
 
     def _correction(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """Off-policy weight of each token [B, T], and whether it was out of range [B, T]; None if not configured."""
@@ -341,6 +323,83 @@ class Objective:
         for each, is_outside in corrections:
             weight, is_corrected = weight * each, is_corrected | is_outside
         return weight * mask, is_corrected & mask
+
+
+class Tokens(NamedTuple):
+    """What a surrogate is computed from."""
+
+    logprobs: Tensor
+    """[B, T] nats, of the current policy, with gradients."""
+
+    old_logprobs: Tensor
+    """[B, T] nats."""
+
+    mask: Tensor
+    """[B, T] bool, True where a token is trained on."""
+
+    advantages: Tensor
+    """[B, 1]."""
+
+    ratio: Tensor
+    """[B, T], or [B, 1] for sequences, with gradients."""
+
+
+class Surrogate(NamedTuple):
+    """One choice of `Objective.surrogate`."""
+
+    loss: Callable[[Objective, Tokens], Tensor]
+    """Returns the policy loss of each token, before the KL: [B, T], or [B, 1] if it is the same for all tokens."""
+
+    clipped: Callable[[Objective, Tokens], tuple[Tensor, Tensor]]
+    """Returns which tokens are clipped from below and from above: two bool tensors [B, T] or [B, 1]."""
+
+    settings: frozenset[str]
+    """Those settings of the surrogates that it uses; the others must keep their defaults."""
+
+
+def _clip(objective: Objective, tokens: Tokens) -> Tensor:
+    return clipped_surrogate(
+        tokens.ratio,
+        tokens.advantages,
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+        dual_clip=objective.dual_clip,
+    )
+
+
+def _clip_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    ratio = tokens.ratio.detach()
+    low = is_clipped_low(ratio, tokens.advantages, epsilon=objective.epsilon)
+    return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=objective.high)
+
+
+def _cispo(objective: Objective, tokens: Tokens) -> Tensor:
+    low = objective.epsilon if objective.cispo_lower_bound else None
+    return cispo_surrogate(tokens.ratio, tokens.advantages, tokens.logprobs, epsilon_high=objective.high, epsilon=low)
+
+
+def _cispo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The weight is capped whatever the sign of the advantage."""
+    ratio = tokens.ratio.detach()
+    low = (ratio < 1 - objective.epsilon) & objective.cispo_lower_bound
+    return low, ratio > 1 + objective.high
+
+
+def _sapo(objective: Objective, tokens: Tokens) -> Tensor:
+    positive, negative = objective.sapo_temperature, objective.sapo_temperature_negative
+    return sapo_surrogate(tokens.ratio, tokens.advantages, temperature_positive=positive, temperature_negative=negative)
+
+
+def _never_clipped(_: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(tokens.mask), torch.zeros_like(tokens.mask)
+
+
+SURROGATES = {
+    "clip": Surrogate(_clip, _clip_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "dual_clip"})),
+    "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
+    "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
+}
+"""Loss, clipped tokens and settings of every surrogate, by name."""
 
 
 def check_objective(objective: Objective) -> None:
@@ -379,16 +438,14 @@ def _check_ranges(objective: Objective) -> None:
 
 def _check_unused(objective: Objective) -> None:
     """Refuse settings that have no effect. Raises: ValueError naming the setting, and why it has none."""
-    if objective.surrogate != "clip" and objective.dual_clip is not None:
-        raise ValueError(
-            f"objective.dual_clip has no effect on the {objective.surrogate} surrogate, which is bounded: remove it."
-        )
-    is_sapo, is_corrected = objective.surrogate == "sapo", objective.rollout_correction != "none"
+    own = SURROGATES[objective.surrogate].settings
+    others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
+    has_low = not is_capped or objective.cispo_lower_bound
+    is_corrected = objective.rollout_correction != "none"
     uses = [
-        (not is_sapo, "the sapo surrogate does not clip", ["epsilon", "epsilon_high"]),
-        (not is_capped, "the cispo surrogate has a single bound, epsilon_high", ["epsilon"]),
-        (is_sapo, "the surrogate is not sapo", ["sapo_temperature", "sapo_temperature_negative"]),
+        (False, f"the {objective.surrogate} surrogate does not use it", others),
+        (has_low, "the cispo surrogate has a lower bound only with cispo_lower_bound", ["epsilon"]),
         (objective.beta > 0, "beta is 0, which disables the KL", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
         (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import textwrap
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -142,6 +143,7 @@ BASE = Objective(beta=0.1)
 CHANGES = [
     {"ratio": "sequence"},
     {"surrogate": "cispo"},
+    {"surrogate": "cispo", "cispo_lower_bound": True},
     {"epsilon": 0.3},
     {"epsilon_high": 0.3},
     {"dual_clip": 3.0},
@@ -180,6 +182,12 @@ def test_a_kl_in_the_reward_is_not_in_the_loss():
     torch.testing.assert_close(gradient, without)
     assert Objective(beta=0.1, kl_in="reward").needs_reference
     assert not Objective(beta=0.1, kl_in="reward").trains_on_zero_advantages
+
+
+def test_every_surrogate_is_in_the_table():
+    assert set(objective_file.SURROGATES) == set(get_args(get_type_hints(Objective)["surrogate"]))
+    settings = {field.name for field in dataclasses.fields(Objective)}
+    assert all(surrogate.settings <= settings for surrogate in objective_file.SURROGATES.values())
 
 
 def test_every_option_is_in_the_tests():
@@ -319,11 +327,17 @@ def test_unknown_old_logprobs_are_an_error():
         ({"beta": -1.0}, r"objective\.beta must be .*got -1\.0"),
         ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2 \(or null\), got 1\.2"),
         ({"dual_clip": 1.25, "epsilon_high": 0.28}, r"= 1\.28 \(or null\), got 1\.25"),
-        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no effect on the cispo"),
-        ({"dual_clip": 3.0, "surrogate": "sapo"}, "dual_clip has no effect on the sapo"),
-        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, but the sapo surrogate does not clip"),
+        (
+            {"dual_clip": 3.0, "surrogate": "cispo"},
+            r"objective\.dual_clip is 3\.0, but the cispo surrogate does not use it: remove",
+        ),
+        (
+            {"dual_clip": 3.0, "surrogate": "sapo"},
+            r"objective\.dual_clip is 3\.0, but the sapo surrogate does not use it",
+        ),
+        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, but the sapo surrogate does not use it"),
         ({"epsilon_high": 0.3, "surrogate": "sapo"}, r"objective\.epsilon_high is 0\.3, but the sapo surrogate"),
-        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, but the surrogate is not sapo"),
+        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, but the clip surrogate does not use it"),
         ({"sapo_temperature": 0.0, "surrogate": "sapo"}, r"sapo_temperature must be above 0, got 0\.0"),
         ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, but beta is 0"),
         ({"importance_corrected_kl": True, "kl_in": "reward"}, "or kl_in is reward: the loss has no KL"),
@@ -336,8 +350,9 @@ def test_unknown_old_logprobs_are_an_error():
         ({"kl": "k2", "beta": 0.0}, "kl is 'k2', but beta is 0"),
         (
             {"epsilon": 0.1, "epsilon_high": 4.0, "surrogate": "cispo"},
-            r"objective\.epsilon is 0\.1, but the cispo surrogate has a single bound, epsilon_high",
+            r"objective\.epsilon is 0\.1, but the cispo surrogate has a lower bound only with",
         ),
+        ({"cispo_lower_bound": True}, "cispo_lower_bound is True, but the clip surrogate does not use it"),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, but rollout_correction is none"),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
@@ -386,6 +401,10 @@ def test_cispo_reports_a_token_as_clipped_when_its_ratio_is_capped_whatever_the_
     terms = Objective(surrogate="cispo", epsilon_high=4.0, beta=0)(logprobs, batch, StepCounts(4, 2), 2)
     assert terms.clipped_high.tolist() == [[True, False], [True, False]]
     assert not terms.clipped_low.any()
+    bounded = Objective(surrogate="cispo", epsilon_high=4.0, epsilon=0.5, cispo_lower_bound=True, beta=0)
+    terms = bounded(logprobs, batch, StepCounts(4, 2), 2)
+    assert terms.clipped_high.tolist() == [[True, False], [True, False]]
+    assert terms.clipped_low.tolist() == [[False, True], [False, True]]
 
 
 def test_corrections_multiply_the_surrogate_and_not_the_kl():

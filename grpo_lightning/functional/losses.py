@@ -120,19 +120,22 @@ def clipped_surrogate(
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
+def cispo_surrogate(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float, epsilon: float | None = None
+) -> Tensor:
     """CISPO: weight each token's log-probability by its capped ratio, so that every token keeps a gradient.
 
-        loss = -stop_gradient( min(r, 1 + epsilon_high) ) A logprob
+        loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO (MiniMax-M1, arXiv:2506.13585) without the lower bound, which its authors do not use. The cap is
-    1 + `epsilon_high`; in code that caps at `epsilon_high` itself, the same value is larger by 1.
+    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5). Its authors do not use the lower bound, nor does TRL; verl does. The
+    cap is 1 + `epsilon_high`; in code that caps at `epsilon_high` itself, the same value is larger by 1.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
         advantages: [B, 1], or [B, T].
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
         epsilon_high: How far above 1 the weight may rise.
+        epsilon: How far below 1 the weight may fall; None means no lower bound.
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
@@ -141,7 +144,8 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio, advantages)
-    return -ratio.clamp(max=1 + epsilon_high).detach() * advantages * logprobs
+    weight = ratio.clamp(min=None if epsilon is None else 1 - epsilon, max=1 + epsilon_high)
+    return -weight.detach() * advantages * logprobs
 
 
 def sapo_surrogate(

@@ -58,6 +58,15 @@ def test_surrogate():
     assert loss(Objective(beta=0.0, surrogate="cispo")) == pytest.approx(by_hand / 5)
 
 
+@case(Objective, "cispo_lower_bound")
+def test_cispo_lower_bound():
+    first, second = NOW.tolist()
+    values = [loss(Objective(beta=0.0, surrogate="cispo", epsilon=0.25, cispo_lower_bound=b)) for b in (False, True)]
+    for value, lowest in zip(values, (0.5, 0.75), strict=True):
+        by_hand = -(1.25 * first[0] + lowest * first[1] + first[2]) + 1.25 * second[0] + second[1]
+        assert value == pytest.approx(by_hand / 5)
+
+
 @case(Objective, "epsilon")
 def test_epsilon():
     # the second completion's ratios are 3 and 1: bounded from below only. The first one's 1/2 counts where it is bad.
