@@ -9,6 +9,7 @@
 | GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std           | 0    |
 | CISPO       | token    | cispo, cap 1 + high | token     | group_std           | 0    |
 | SAPO        | token    | sapo                | sequence  | group_std           | 0    |
+| GMPO        | token    | gmpo, 0.4 nats      | sequence  | group_std           | 0    |
 | RLOO        | token    | clip                | constant  | none                | 0    |
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
@@ -33,6 +34,7 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    gmpo_surrogate,
     group_relative_advantages,
     importance_ratio,
     is_clipped_high,
@@ -104,15 +106,16 @@ class Objective:
     """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
     log-prob (GSPO-token)."""
 
-    surrogate: Literal["clip", "cispo", "sapo"] = "clip"
-    """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), or a soft
-    sigmoid gate (SAPO)."""
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = "clip"
+    """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), a soft
+    sigmoid gate (SAPO), or the geometric mean of a completion's clipped ratios times advantage (GMPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped from below at 1 - epsilon; CISPO's only with `cispo_lower_bound`."""
+    """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon); CISPO's only with
+    `cispo_lower_bound`."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped from above at 1 + epsilon_high; null uses epsilon."""
+    """The ratio is clipped from above at 1 + epsilon_high, GMPO's at exp(epsilon_high); null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
@@ -390,6 +393,18 @@ def _sapo(objective: Objective, tokens: Tokens) -> Tensor:
     return sapo_surrogate(tokens.ratio, tokens.advantages, temperature_positive=positive, temperature_negative=negative)
 
 
+def _gmpo(objective: Objective, tokens: Tokens) -> Tensor:
+    limits = {"epsilon": objective.epsilon, "epsilon_high": objective.high}
+    return gmpo_surrogate(tokens.logprobs, tokens.old_logprobs, tokens.mask, tokens.advantages, **limits)
+
+
+def _gmpo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The limits are in nats."""
+    ratio = tokens.ratio.detach()
+    low = is_clipped_low(ratio, tokens.advantages, epsilon=1 - math.exp(-objective.epsilon))
+    return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=math.exp(objective.high) - 1)
+
+
 def _never_clipped(_: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(tokens.mask), torch.zeros_like(tokens.mask)
 
@@ -398,6 +413,7 @@ SURROGATES = {
     "clip": Surrogate(_clip, _clip_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "dual_clip"})),
     "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
     "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
+    "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"})),
 }
 """Loss, clipped tokens and settings of every surrogate, by name."""
 
@@ -471,10 +487,17 @@ def _check_scale(objective: Objective) -> None:
 
 
 def warn_of_length_weights(objective: Objective) -> None:
-    """Warn about a sequence-level ratio with token aggregation, which is rarely intended."""
-    if objective.ratio != "token" and objective.aggregate == "token":
+    """Warn about a loss per completion with token aggregation, which is rarely intended."""
+    if objective.aggregate != "token":
+        return
+    if objective.ratio != "token":
         log.warning(
             "objective.ratio %r with objective.aggregate 'token' (the default) weights each completion by its length. "
             "Set objective.aggregate to 'sequence' for GSPO, or to 'constant' for LUSPO.",
             objective.ratio,
+        )
+    if objective.surrogate == "gmpo":
+        log.warning(
+            "objective.surrogate 'gmpo' with objective.aggregate 'token' (the default) weights each completion by its "
+            "length. Set objective.aggregate to 'sequence'."
         )

@@ -17,6 +17,7 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    gmpo_surrogate,
     group_relative_advantages,
     importance_ratio,
     keeps_sequence,
@@ -61,7 +62,18 @@ def loss_and_gradient(objective):
     return loss.item(), logprobs.grad
 
 
-def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, is_sapo=False, by="token", beta=0.0, dual_clip=None):
+def composed(
+    *,
+    level="token",
+    low=0.2,
+    high=0.2,
+    is_cispo=False,
+    is_sapo=False,
+    is_gmpo=False,
+    by="token",
+    beta=0.0,
+    dual_clip=None,
+):
     """Loss and gradient of the pieces, put together here."""
     logprobs, batch = make_batch()
     mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
@@ -70,6 +82,8 @@ def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, is_sapo=False,
         tokens = cispo_surrogate(ratio, advantages, logprobs, epsilon_high=high)
     elif is_sapo:
         tokens = sapo_surrogate(ratio, advantages)
+    elif is_gmpo:
+        tokens = gmpo_surrogate(logprobs, batch.old_logprobs, mask, advantages, epsilon=low, epsilon_high=high)
     else:
         tokens = clipped_surrogate(ratio, advantages, epsilon=low, epsilon_high=high, dual_clip=dual_clip)
     tokens = tokens + beta * kl_divergence(logprobs, batch.ref_logprobs, mask, estimator="k3")
@@ -90,6 +104,10 @@ ROWS = {
     "cispo": ({"surrogate": "cispo", "epsilon_high": 4.0, "beta": 0.0}, {"is_cispo": True, "high": 4.0}),
     "dual clip": ({"dual_clip": 3.0, "beta": 0.0}, {"dual_clip": 3.0}),
     "sapo": ({"surrogate": "sapo", "aggregate": "sequence", "beta": 0.0}, {"is_sapo": True, "by": "sequence"}),
+    "gmpo": (
+        {"surrogate": "gmpo", "epsilon": 0.4, "aggregate": "sequence", "beta": 0.0},
+        {"is_gmpo": True, "low": 0.4, "high": 0.4, "by": "sequence"},
+    ),
     "rloo": ({"aggregate": "constant", "scale": "none", "baseline": "leave_one_out", "beta": 0.0}, {"by": "constant"}),
     "maxrl": ({"aggregate": "constant", "scale": "group_mean", "beta": 0.0}, {"by": "constant"}),
     "gspo token": (
@@ -109,7 +127,7 @@ def test_a_row_is_its_pieces(row):
     torch.testing.assert_close(gradient, want_gradient)
 
 
-@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "maxrl"])
+@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "maxrl"])
 def test_the_fragments_are_the_rows(row):
     fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
     assert Objective(**fragment) == Objective(**ROWS[row][0])
@@ -128,7 +146,7 @@ def test_the_table_in_the_docstring_is_true():
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
-        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++", "MaxRL")
+        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "RLOO", "REINFORCE++", "MaxRL")
     ]
     for name, ratio, surrogate, by, scale, beta in table:
         path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus')}.yaml"
@@ -157,6 +175,8 @@ CHANGES = [
     {"importance_corrected_kl": True},
     {"ratio": "sequence_token"},
     {"surrogate": "sapo"},
+    {"surrogate": "gmpo"},
+    {"surrogate": "gmpo", "epsilon": 0.4},
     {"surrogate": "sapo", "sapo_temperature": 2.0},
     {"surrogate": "sapo", "sapo_temperature_negative": 2.0},
     {"rollout_correction": "token_truncate"},
@@ -290,7 +310,14 @@ def test_without_a_reference_there_is_no_kl():
 
 def test_zero_advantages_may_be_left_out_only_without_kl():
     """What `trains_on_zero_advantages` promises, checked on the gradient."""
-    for settings in ({}, {"beta": 0.1}, {"surrogate": "cispo"}, {"surrogate": "sapo"}, {"entropy_coefficient": 0.1}):
+    for settings in (
+        {},
+        {"beta": 0.1},
+        {"surrogate": "cispo"},
+        {"surrogate": "sapo"},
+        {"surrogate": "gmpo"},
+        {"entropy_coefficient": 0.1},
+    ):
         objective = Objective(**{"beta": 0.0} | settings)
         logprobs, batch = make_batch(objective.needs_reference)
         batch.advantages = torch.zeros(4)
@@ -352,6 +379,8 @@ def test_unknown_old_logprobs_are_an_error():
             {"epsilon": 0.1, "epsilon_high": 4.0, "surrogate": "cispo"},
             r"objective\.epsilon is 0\.1, but the cispo surrogate has a lower bound only with",
         ),
+        ({"ratio": "sequence", "surrogate": "gmpo"}, "ratio is 'sequence', but the gmpo surrogate does not use it"),
+        ({"dual_clip": 3.0, "surrogate": "gmpo"}, "dual_clip is 3.0, but the gmpo surrogate does not use it"),
         ({"cispo_lower_bound": True}, "cispo_lower_bound is True, but the clip surrogate does not use it"),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, but rollout_correction is none"),
         (
@@ -405,6 +434,16 @@ def test_cispo_reports_a_token_as_clipped_when_its_ratio_is_capped_whatever_the_
     terms = bounded(logprobs, batch, StepCounts(4, 2), 2)
     assert terms.clipped_high.tolist() == [[True, False], [True, False]]
     assert terms.clipped_low.tolist() == [[False, True], [False, True]]
+
+
+def test_gmpo_reports_tokens_as_clipped_by_their_log_ratio():
+    logprobs, batch = make_batch()
+    terms = Objective(surrogate="gmpo", epsilon=0.25, epsilon_high=0.4)(logprobs, batch, COUNTS, LONGEST)
+    # Row 0, advantage 1: 0.5 nats up is clipped, 0.23 is not; row 1, advantage -1.5: 0.3 nats down is clipped.
+    assert terms.clipped_high.nonzero().tolist() == [[0, 0], [2, 0]]
+    assert terms.clipped_low.nonzero().tolist() == [[1, 2]]
+    terms = Objective(surrogate="gmpo", epsilon=0.35, epsilon_high=0.6)(logprobs, batch, COUNTS, LONGEST)
+    assert not (terms.clipped_low | terms.clipped_high).any()
 
 
 def test_corrections_multiply_the_surrogate_and_not_the_kl():

@@ -15,6 +15,7 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    gmpo_surrogate,
     group_relative_advantages,
     importance_ratio,
     is_clipped_high,
@@ -226,6 +227,17 @@ def test_cispo(trainer: Any, step: dict[str, Tensor], level: str, cap: float) ->
 def test_sapo(trainer: Any, step: dict[str, Tensor], level: str, beta: float) -> None:
     configure(trainer, "sapo", level=level, beta=beta)
     check(trainer, step)
+
+
+@pytest.mark.parametrize("epsilon_high", [0.3, 0.6])
+def test_gmpo(trainer: Any, step: dict[str, Tensor], epsilon_high: float) -> None:
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    configure(trainer, "grpo", epsilon_high=epsilon_high)
+    mask = step["completion_mask"].bool()
+    logprobs, _ = policy(trainer.model, step)
+    gain, limits = step["advantages"].unsqueeze(1), {"epsilon": 0.2, "epsilon_high": epsilon_high}
+    loss = gmpo_surrogate(logprobs, step["old_per_token_logps"], mask, gain, **limits).mean()
+    assert_same(trainer, loss, gmpo.GMPOTrainer._compute_loss(trainer, trainer.model, step))
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED)

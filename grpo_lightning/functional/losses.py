@@ -107,7 +107,7 @@ def clipped_surrogate(
         ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the trust region. If `ratio` or
             `advantages` does not have two dimensions.
     """
-    _check_columns(ratio, advantages)
+    _check_columns(ratio=ratio, advantages=advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
     if dual_clip is not None and dual_clip <= highest:
         raise ValueError(
@@ -143,7 +143,7 @@ def cispo_surrogate(
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
-    _check_columns(ratio, advantages)
+    _check_columns(ratio=ratio, advantages=advantages)
     weight = ratio.clamp(min=None if epsilon is None else 1 - epsilon, max=1 + epsilon_high)
     return -weight.detach() * advantages * logprobs
 
@@ -170,14 +170,54 @@ def sapo_surrogate(
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
-    _check_columns(ratio, advantages)
+    _check_columns(ratio=ratio, advantages=advantages)
     tau = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
-def _check_columns(ratio: Tensor, advantages: Tensor) -> None:
-    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming the shape."""
-    for name, tensor in (("ratio", ratio), ("advantages", advantages)):
+def gmpo_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.4,
+    epsilon_high: float | None = None,
+) -> Tensor:
+    """GMPO: the geometric mean of the clipped token ratios, which a single extreme ratio cannot dominate.
+
+        d = logprobs - old_logprobs
+        c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
+        loss = -exp( mean over trained t of c ) A
+
+    GMPO (geometric-mean policy optimization, arXiv:2507.20673, eq. 4 and its pseudo-code). The clip range is in nats:
+    the ratio of a token stays in exp(-epsilon) to exp(epsilon_high). Far outside of it on the side without a clip, the
+    mean is bounded as every log-ratio (`bounded_exp`).
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
+        advantages: [B, 1].
+        epsilon: How far the log-ratio of a token may fall, in nats.
+        epsilon_high: How far it may rise, in nats; None uses `epsilon`.
+
+    Returns:
+        [B, 1] the loss of each completion, to be minimised: average it over completions.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token")
+    high = epsilon if epsilon_high is None else epsilon_high
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-epsilon))
+    return -bounded_exp(masked_mean(clipped, mask, dim=1).unsqueeze(1)) * advantages
+
+
+def _check_columns(**tensors: Tensor) -> None:
+    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming tensor and shape."""
+    for name, tensor in tensors.items():
         if tensor.dim() != 2:
             raise ValueError(
                 f"{name} must have the shape [B, T] or [B, 1], got {list(tensor.shape)}: with one value per "

@@ -56,6 +56,9 @@ def test_surrogate():
     first, second = NOW.tolist()
     by_hand = -(1.2 * first[0] + 0.5 * first[1] + first[2]) + 1.2 * second[0] + second[1]
     assert loss(Objective(beta=0.0, surrogate="cispo")) == pytest.approx(by_hand / 5)
+    # 3 is clipped to exp(0.2) where the advantage is positive, 1/2 is not
+    gmpo = -((math.exp(0.2) * 0.5) ** (1 / 3)) * 3 + 3**0.5 * 2
+    assert loss(Objective(beta=0.0, surrogate="gmpo")) == pytest.approx(gmpo / 5)
 
 
 @case(Objective, "cispo_lower_bound")

@@ -1,0 +1,150 @@
+"""Surrogates that are computed from log-probs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from grpo_lightning.functional import clipped_surrogate, gmpo_surrogate, importance_ratio
+
+quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
+NAN, INF = float("nan"), float("inf")
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Draw log-probs before and after some updates: nan or infinite wherever nothing is trained."""
+    shape = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.4, 0.8, 1.0]))
+    logprobs = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    old_logprobs = (logprobs + torch.randn(shape, generator=generator)).clamp(max=0.0)
+    advantages = torch.randn(shape[0], 1, generator=generator, dtype=torch.float64)
+    return {
+        "logprobs": logprobs.masked_fill(~mask, draw(st.sampled_from([NAN, -INF, 0.0]))),
+        "old_logprobs": old_logprobs.masked_fill(~mask, draw(st.sampled_from([NAN, INF, 0.0]))),
+        "mask": mask,
+        "advantages": advantages,
+    }
+
+
+def slope(loss: Tensor, logprobs: Tensor) -> Tensor:
+    return torch.autograd.grad(loss.sum(), logprobs)[0]
+
+
+# --- GMPO
+
+
+def check_gmpo(gmpo_surrogate: Any) -> None:
+    # The tokens became e^0.5, e^-0.3 and (masked) e^9 times as likely: with limits of 0.2 and 0.4 nats, 0.4 - 0.3 where
+    # A > 0, 0.5 - 0.2 where A < 0.
+    moved = torch.tensor([[0.5, -0.3, 9.0], [0.5, -0.3, 9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    gain = torch.tensor([[2.0], [-2.0]])
+    loss = gmpo_surrogate(moved, torch.zeros(2, 3), mask, gain, epsilon=0.2, epsilon_high=0.4)
+    up, down = math.exp(0.05), math.exp(0.15)
+    assert_close(loss, torch.tensor([[-2 * up], [2 * down]]))
+    # Each of the two tokens that is not clipped has half of the slope of the mean.
+    assert_close(slope(loss, moved), torch.tensor([[0.0, -up, 0.0], [down, 0.0, 0.0]]))
+    same = gmpo_surrogate(moved, torch.zeros(2, 3), mask, gain, epsilon=0.4)
+    assert_close(same, gmpo_surrogate(moved, torch.zeros(2, 3), mask, gain, epsilon=0.4, epsilon_high=0.4))
+
+
+def test_gmpo_by_hand() -> None:
+    check_gmpo(gmpo_surrogate)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("log_ratio.clamp(max=high)", "log_ratio", id="high not clipped"),
+        pytest.param("log_ratio.clamp(min=-epsilon)", "log_ratio", id="low not clipped"),
+        pytest.param("torch.where(advantages > 0, log", "torch.where(advantages < 0, log", id="sides exchanged"),
+        pytest.param("masked_mean(clipped, mask, dim=1)", "clipped.mean(dim=1)", id="padding counted"),
+        pytest.param("masked_mean(clipped, mask, dim=1)", "clipped.sum(dim=1)", id="not a mean"),
+        pytest.param("return -bounded_exp(masked", "return bounded_exp(masked", id="sign flipped"),
+    ],
+)
+def test_a_broken_gmpo_is_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_gmpo(broken(gmpo_surrogate, old, new))
+
+
+@quick
+@given(rows())
+def test_gmpo_equals_a_loop(rows: dict[str, Tensor]) -> None:
+    """A product of clipped ratios, as the paper has it, to the power of one over the length."""
+    expected = []
+    for now, old, mask, gain in zip(*(rows[name].tolist() for name in rows), strict=True):
+        product, length = 1.0, 0
+        for n, o, is_trained in zip(now, old, mask, strict=True):
+            if is_trained:
+                ratio = math.exp(n) / math.exp(o)
+                product *= min(ratio, math.exp(0.5)) if gain[0] > 0 else max(ratio, math.exp(-0.3))
+                length += 1
+        expected.append([-gain[0] * product ** (1 / max(length, 1))])
+    found = gmpo_surrogate(**rows, epsilon=0.3, epsilon_high=0.5)
+    assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@quick
+@given(rows())
+def test_gmpo_of_one_token_is_the_clip(rows: dict[str, Tensor]) -> None:
+    """Clipped at 1 - epsilon, if GMPO's limit is the log of it."""
+    one = {name: value[:, :1] for name, value in rows.items()}
+    ratio = importance_ratio(one["logprobs"], one["old_logprobs"], one["mask"])
+    clip = clipped_surrogate(ratio, one["advantages"], epsilon=0.2, epsilon_high=0.28)
+    assert_close(gmpo_surrogate(**one, epsilon=-math.log(0.8), epsilon_high=math.log(1.28)), clip)
+
+
+@quick
+@given(rows())
+def test_gmpo_without_a_limit_is_the_sequence_ratio(rows: dict[str, Tensor]) -> None:
+    ratio = importance_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"], level="sequence")
+    assert_close(gmpo_surrogate(**rows, epsilon=99.0), -ratio * rows["advantages"])
+
+
+# --- all of them
+
+
+SURROGATES = {"gmpo": gmpo_surrogate}
+each = pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
+
+
+@each
+@quick
+@given(rows=rows())
+def test_padding_has_no_gradient_and_inputs_are_not_modified(surrogate: Any, rows: dict[str, Tensor]) -> None:
+    before = {name: tensor.clone() for name, tensor in rows.items()}
+    leaf = rows["logprobs"].clone().requires_grad_()
+    loss = surrogate(**{**rows, "logprobs": leaf})
+    kept = torch.where(rows["mask"], loss, 0.0)
+    found = slope(kept, leaf)
+    assert kept.isfinite().all()
+    assert (found[~rows["mask"]] == 0).all()
+    assert_close(rows, before, rtol=0, atol=0, equal_nan=True)
+
+
+@each
+def test_one_value_per_completion_is_a_column(surrogate: Any) -> None:
+    values = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"advantages must have the shape .*, got \[3\].* pass advantages\[:, None\]"):
+        surrogate(values, values, values.bool(), torch.ones(3))
+
+
+@each
+@pytest.mark.parametrize("far", [30.0, 89.0, 200.0, -30.0, -200.0])
+@pytest.mark.parametrize("gain", [2.0, -2.0])
+def test_a_token_that_has_moved_far_leaves_loss_and_gradient_finite(surrogate: Any, far: float, gain: float) -> None:
+    old = torch.tensor([[-300.0, -1.0], [-1.0, -2.0]])
+    logprobs = (old + torch.tensor([[far, far], [0.1, -0.1]])).requires_grad_()
+    loss = surrogate(logprobs, old, torch.ones(2, 2).bool(), torch.full((2, 1), gain))
+    assert loss.isfinite().all()
+    assert slope(loss, logprobs).isfinite().all()
