@@ -173,9 +173,19 @@ class Objective:
 
     # Off-policy corrections
 
-    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    rollout_correction: Literal[
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_truncate",
+        "geometric_mask",
+    ] = "none"
     """Off-policy correction: weight the loss by the policy's probability over the engine's, per token or per
-    completion. Weights out of range are truncated to it, or their tokens or completions are masked."""
+    completion, for which the tokens' weights are multiplied ("sequence") or averaged geometrically ("geometric", with
+    a range as narrow as 0.99 to 1.01). Weights out of range are truncated to it, or their tokens or completions are
+    masked."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight."""

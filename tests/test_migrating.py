@@ -521,17 +521,19 @@ def test_masked_completions_count_in_the_divisor_of_trls_grpo_alone(batch):
         assert_close(ours, loss_of_trl(masked, {"loss_type": loss_type}) * factor, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("outside", ["truncate", "mask"])
 def test_the_rollout_correction_is_a_product_over_a_sequence(batch, level, outside):
-    """TRL's modes; ms-swift's sequence modes take the mean of the log-ratios instead of the sum."""
+    """TRL's modes; ms-swift's sequence modes take the mean of the log-ratios instead of the sum: geometric here."""
     _, micro_batch, _ = batch
     mask = micro_batch.completion_mask
     log_ratio = (micro_batch.old_logprobs - micro_batch.rollout_logprobs).masked_fill(~mask, 0.0)
     weights = [[math.exp(d) for d in row] for row in log_ratio.tolist()]
     if level == "sequence":
         weights = [[math.prod(row)] * len(row) for row in weights]
-    low, high = 0.5, 1.5  # vllm_importance_sampling_clip_min and _max
+    elif level == "geometric":
+        weights = [[math.prod(row) ** (1 / n)] * len(row) for row, n in zip(weights, LENGTHS, strict=True)]
+    low, high = (0.6, 1.5) if level == "geometric" else (0.5, 1.5)  # vllm_importance_sampling_clip_min and _max
     if outside == "truncate":
         cut = [[min(max(w, low), high) for w in row] for row in weights]
     else:

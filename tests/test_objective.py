@@ -184,6 +184,8 @@ CHANGES = [
     {"rollout_correction": "token_mask", "rollout_correction_low": 0.9},
     {"rollout_correction": "sequence_truncate"},
     {"rollout_correction": "sequence_mask"},
+    {"rollout_correction": "geometric_truncate", "rollout_correction_high": 1.1},
+    {"rollout_correction": "geometric_mask", "rollout_correction_high": 1.1},
     {"off_policy_threshold": -1.0},
     {"entropy_coefficient": 0.1},
 ]

@@ -273,7 +273,7 @@ def rollout_weights(
     rollout_logprobs: Tensor,
     mask: Tensor,
     *,
-    level: Literal["token", "sequence"],
+    level: Literal["token", "sequence", "geometric"],
     outside: Literal["truncate", "mask"],
     low: float = 0.0,
     high: float = 2.0,
@@ -283,25 +283,29 @@ def rollout_weights(
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
         sequence:  w[b]    = exp( sum over trained t of d[b, t] )
+        geometric: w[b]    = exp( mean over trained t of d[b, t] )
         truncate:  min(max(w, low), high)
         mask:      w where low <= w <= high, else 0
 
     Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"); masked per token it is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is a product
-    over its tokens, so that long completions leave any fixed range. Exponents are clipped to -20 and 20
-    (`bounded_exp`).
+    over its tokens, so that long completions leave any fixed range. The geometric mean of its factors does not depend
+    on the length, but is no longer the ratio of two probabilities: masked, it drops completions that the policy would
+    not have sampled, and its range is narrow (0.99 to 1.01; Liu, Li et al. 2025, "When speed kills stability"; the
+    sequence modes of ms-swift; verl's `seq_mean_k1` keeps the same completions, with weight 1). Exponents are clipped
+    to -20 and 20 (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, of the policy at the start of the cycle.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: One weight per token, or one per completion.
+        level: One weight per token, or one per completion: the product or the geometric mean of its tokens' weights.
         outside: Truncate weights outside of [low, high] to that range, or set them to 0.
         low: Minimum weight.
         high: Maximum weight.
 
     Returns:
-        [B, T] for tokens, [B, 1] for sequences; detached. Exactly 1 where both distributions agree and 1 is in range.
+        [B, T] for tokens, otherwise [B, 1]; detached. Exactly 1 where both distributions agree and 1 is in range.
 
     Raises:
         ValueError: If level or outside is none of these.
@@ -309,8 +313,10 @@ def rollout_weights(
     difference = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
     if level == "sequence":
         difference = difference.sum(dim=1, keepdim=True)
+    elif level == "geometric":
+        difference = masked_mean(difference, mask, dim=1).unsqueeze(1)
     elif level != "token":
-        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}.")
+        raise ValueError(f"level must be 'token', 'sequence' or 'geometric', got {level!r}.")
     weights = bounded_exp(difference)
     if outside == "truncate":
         return weights.clamp(low, high)

@@ -188,6 +188,10 @@ def test_rollout_correction():
     assert corrected(rollout_correction="token_mask") == pytest.approx(by_hand([0, 1, 1.25], [1, 0.5]))
     assert corrected(rollout_correction="sequence_truncate") == pytest.approx(by_hand([2, 2, 2], [0.5, 0.5]))
     assert corrected(rollout_correction="sequence_mask") == pytest.approx(by_hand([0, 0, 0], [0.5, 0.5]))
+    mean = 3.75 ** (1 / 3), 0.5**0.5  # 1.55 and 0.71
+    assert corrected(rollout_correction="geometric_truncate") == pytest.approx(by_hand([mean[0]] * 3, [mean[1]] * 2))
+    narrow = corrected(rollout_correction="geometric_mask", rollout_correction_high=1.5)
+    assert narrow == pytest.approx(by_hand([0, 0, 0], [mean[1]] * 2))
     higher = corrected(rollout_correction="sequence_mask", rollout_correction_high=4.0)
     assert higher == pytest.approx(by_hand([3.75] * 3, [0.5, 0.5]))
     lower = corrected(rollout_correction="token_truncate", rollout_correction_low=0.75)
