@@ -60,6 +60,7 @@ from grpo_lightning.rollout.groups import (
     kl_to_reference,
     mask_truncated,
     per_completion,
+    trained_lengths,
     vision_of,
     without_truncated,
 )
@@ -252,9 +253,11 @@ class GRPOLightningModule(L.LightningModule):
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Compute the advantages [N, G]; a batch-wide scale covers the rewards of all ranks."""
-        everyone = ranks.gather_objects(rollout.rewards)
-        advantages = self.objective.compute_advantages(torch.cat(everyone)).split([len(part) for part in everyone])
-        return replace(rollout, advantages=advantages[ranks.rank()])
+        assert rollout.rewards is not None
+        lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
+        everyone = ranks.gather_objects((rollout.rewards, lengths))
+        advantages = self.objective.compute_advantages(*(torch.cat(parts) for parts in zip(*everyone, strict=True)))
+        return replace(rollout, advantages=advantages.split([len(part) for part, _ in everyone])[ranks.rank()])
 
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
@@ -495,6 +498,7 @@ class GRPOLightningModule(L.LightningModule):
             num_iterations=self.num_iterations,
             updates_per_rollout=self.updates_per_rollout,
         )
+        checks.check_pass_k(self.objective.pass_k, self.num_generations)
         checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
         checks.check_sampling(self.sampling)
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)

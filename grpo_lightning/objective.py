@@ -11,10 +11,14 @@
 | SAPO        | token    | sapo                | sequence  | group_std           | 0    |
 | GMPO        | token    | gmpo, 0.4 nats      | sequence  | group_std           | 0    |
 | RLOO        | token    | clip                | constant  | none                | 0    |
+| OPO         | token    | clip                | constant  | none                | 0    |
+| GPG         | token    | reinforce           | token     | nonzero_fraction    | 0    |
+| pass@k      | token    | clip                | token     | group_std           | 0    |
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-Each row is a YAML file in `recipes/objectives/`; so is GDPO, which normalizes each reward separately.
+Each row is a YAML file in `recipes/objectives/`; so is GDPO, which normalizes each reward separately. RLOO, OPO and
+pass@k have a `baseline` of their own.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from grpo_lightning.functional import (
     keeps_sequence,
     kl_divergence,
     normalized_sum,
+    reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
 )
@@ -106,9 +111,10 @@ class Objective:
     """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
     log-prob (GSPO-token)."""
 
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = "clip"
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "reinforce"] = "clip"
     """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), a soft
-    sigmoid gate (SAPO), or the geometric mean of a completion's clipped ratios times advantage (GMPO)."""
+    sigmoid gate (SAPO), the geometric mean of a completion's clipped ratios times advantage (GMPO), or advantage times
+    log-prob without a ratio (GPG)."""
 
     epsilon: float = 0.2
     """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon); CISPO's only with
@@ -131,17 +137,25 @@ class Objective:
 
     # From rewards to advantages
 
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Subtracted from the reward: the mean of the group, or of the other completions in the group."""
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
+    """Subtracted from the reward: the mean of the group, of the other completions in the group, or of the group with
+    completions weighted by their lengths (OPO). `pass_at_k` instead trains the best of k: the advantage is how much a
+    completion adds to the best of k - 1 others."""
+
+    pass_k: int | None = None
+    """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
     (GDPO, with `scale: batch_std`)."""
 
-    scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
+    scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
+        "group_std"
+    )
     """Divisor of reward minus baseline: unbiased std + 1e-4 of the rewards in the group (`group_std`) or the rollout
     (`batch_std`), or of all group-centred rewards of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the
-    group's mean reward (`group_mean`, MaxRL), a success rate: negative rewards raise an error."""
+    group's mean reward (`group_mean`, MaxRL), a success rate: negative rewards raise an error; or the fraction of
+    groups of the rollout that are not zero-variance (`nonzero_fraction`, GPG)."""
 
     # KL to the reference, and entropy
 
@@ -242,9 +256,11 @@ class Objective:
         summed = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor(weights))
         return summed.masked_fill(total.isnan(), torch.nan)
 
-    def compute_advantages(self, rewards: Tensor) -> Tensor:
-        """Compute advantages [N, G] from rewards [N, G]."""
-        return group_relative_advantages(rewards, baseline=self.baseline, scale=self.scale)
+    def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Compute advantages [N, G] from rewards [N, G] and, for `length_weighted`, trained tokens [N, G]."""
+        return group_relative_advantages(
+            rewards, baseline=self.baseline, scale=self.scale, lengths=lengths, k=self.pass_k
+        )
 
     def __call__(
         self,
@@ -415,6 +431,10 @@ def _gmpo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]
     return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=math.exp(objective.high) - 1)
 
 
+def _reinforce(_: Objective, tokens: Tokens) -> Tensor:
+    return reinforce_surrogate(tokens.advantages, tokens.logprobs)
+
+
 def _never_clipped(_: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(tokens.mask), torch.zeros_like(tokens.mask)
 
@@ -424,6 +444,7 @@ SURROGATES = {
     "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
     "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
     "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"})),
+    "reinforce": Surrogate(_reinforce, _never_clipped, frozenset()),
 }
 """Loss, clipped tokens and settings of every surrogate, by name."""
 
@@ -451,6 +472,7 @@ def _check_ranges(objective: Objective) -> None:
             objective.dual_clip is None or objective.dual_clip > 1 + high,
             f"above 1 + epsilon_high = {1 + high:g} (or null)",
         ),
+        ("pass_k", objective.pass_k is None or objective.pass_k >= 2, "at least 2 (or null)"),
         ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
         ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
         (
@@ -474,6 +496,7 @@ def _check_unused(objective: Objective) -> None:
         (has_low, "the cispo surrogate has a lower bound only with cispo_lower_bound", ["epsilon"]),
         (objective.beta > 0, "beta is 0, which disables the KL", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
+        (objective.baseline == "pass_at_k", "the baseline is not pass_at_k", ["pass_k"]),
         (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),
     ]
     unused = {name: why for is_used, why, names in uses if not is_used for name in names}
@@ -484,7 +507,12 @@ def _check_unused(objective: Objective) -> None:
 
 
 def _check_scale(objective: Objective) -> None:
-    """Refuse `scale: group_mean` where the mean reward can be negative. Raises: ValueError naming both settings."""
+    """Refuse a scale that is not defined for the baseline or the rewards. Raises: ValueError naming both settings."""
+    if objective.scale == "batch_advantage_std" and objective.baseline in ("length_weighted", "pass_at_k"):
+        raise ValueError(
+            "objective.scale 'batch_advantage_std' is a std around 0, which the advantages of objective.baseline "
+            f"{objective.baseline!r} are not centred on: change one of the two."
+        )
     if objective.scale != "group_mean":
         return
     others = {"kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"}

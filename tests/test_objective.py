@@ -23,6 +23,7 @@ from grpo_lightning.functional import (
     keeps_sequence,
     kl_divergence,
     normalized_sum,
+    reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
 )
@@ -70,6 +71,7 @@ def composed(
     is_cispo=False,
     is_sapo=False,
     is_gmpo=False,
+    is_reinforce=False,
     by="token",
     beta=0.0,
     dual_clip=None,
@@ -82,6 +84,8 @@ def composed(
         tokens = cispo_surrogate(ratio, advantages, logprobs, epsilon_high=high)
     elif is_sapo:
         tokens = sapo_surrogate(ratio, advantages)
+    elif is_reinforce:
+        tokens = reinforce_surrogate(advantages, logprobs)
     elif is_gmpo:
         tokens = gmpo_surrogate(logprobs, batch.old_logprobs, mask, advantages, epsilon=low, epsilon_high=high)
     else:
@@ -109,6 +113,12 @@ ROWS = {
         {"is_gmpo": True, "low": 0.4, "high": 0.4, "by": "sequence"},
     ),
     "rloo": ({"aggregate": "constant", "scale": "none", "baseline": "leave_one_out", "beta": 0.0}, {"by": "constant"}),
+    "opo": (
+        {"aggregate": "constant", "scale": "none", "baseline": "length_weighted", "beta": 0.0},
+        {"by": "constant"},
+    ),
+    "gpg": ({"surrogate": "reinforce", "scale": "nonzero_fraction", "beta": 0.0}, {"is_reinforce": True}),
+    "pass_at_k": ({"baseline": "pass_at_k", "beta": 0.0}, {}),
     "maxrl": ({"aggregate": "constant", "scale": "group_mean", "beta": 0.0}, {"by": "constant"}),
     "gspo token": (
         {"ratio": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregate": "sequence", "beta": 0.0},
@@ -127,7 +137,9 @@ def test_a_row_is_its_pieces(row):
     torch.testing.assert_close(gradient, want_gradient)
 
 
-@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "maxrl"])
+@pytest.mark.parametrize(
+    "row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "opo", "gpg", "pass_at_k", "maxrl"]
+)
 def test_the_fragments_are_the_rows(row):
     fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
     assert Objective(**fragment) == Objective(**ROWS[row][0])
@@ -146,10 +158,11 @@ def test_the_table_in_the_docstring_is_true():
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
-        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "RLOO", "REINFORCE++", "MaxRL")
+        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "RLOO"),
+        *("OPO", "GPG", "pass@k", "REINFORCE++", "MaxRL"),
     ]
     for name, ratio, surrogate, by, scale, beta in table:
-        path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus')}.yaml"
+        path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus').replace('@', '_at_')}.yaml"
         settings = {} if name == "default" else yaml.safe_load(path.read_text())["model"]["objective"]
         objective = Objective(**settings)
         assert (objective.ratio, objective.aggregate, objective.scale) == (ratio, by, scale), name
@@ -175,6 +188,7 @@ CHANGES = [
     {"importance_corrected_kl": True},
     {"ratio": "sequence_token"},
     {"surrogate": "sapo"},
+    {"surrogate": "reinforce"},
     {"surrogate": "gmpo"},
     {"surrogate": "gmpo", "epsilon": 0.4},
     {"surrogate": "sapo", "sapo_temperature": 2.0},
@@ -213,18 +227,31 @@ def test_every_surrogate_is_in_the_table():
 
 
 def test_every_option_is_in_the_tests():
-    tested = {name for change in CHANGES for name in change} | {"baseline", "scale", "multi_objective_aggregation"}
+    tested = {name for change in CHANGES for name in change} | {
+        "baseline",
+        "pass_k",
+        "scale",
+        "multi_objective_aggregation",
+    }
     assert tested == {field.name for field in dataclasses.fields(Objective)}
 
 
 REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
 
 
-@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted", "pass_at_k"])
+@pytest.mark.parametrize(
+    "scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"]
+)
 def test_compare_is_the_advantage(baseline, scale):
-    got = Objective(baseline=baseline, scale=scale).compute_advantages(REWARDS)
-    torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
+    if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
+        with pytest.raises(ValueError, match=f"scale 'batch_advantage_std' .* objective.baseline '{baseline}' are not"):
+            Objective(baseline=baseline, scale=scale)
+        return
+    lengths, k = torch.tensor([[1, 5, 2], [3, 1, 1]]), 2 if baseline == "pass_at_k" else None
+    got = Objective(baseline=baseline, scale=scale, pass_k=k).compute_advantages(REWARDS, lengths)
+    choices = {"baseline": baseline, "scale": scale, "lengths": lengths, "k": k}
+    torch.testing.assert_close(got, group_relative_advantages(REWARDS, **choices))
     if (baseline, scale) != ("group_mean", "group_std"):
         assert (got - Objective().compute_advantages(REWARDS)).abs().max() > 1e-3
 
@@ -318,6 +345,7 @@ def test_zero_advantages_may_be_left_out_only_without_kl():
         {"surrogate": "cispo"},
         {"surrogate": "sapo"},
         {"surrogate": "gmpo"},
+        {"surrogate": "reinforce"},
         {"entropy_coefficient": 0.1},
     ):
         objective = Objective(**{"beta": 0.0} | settings)
@@ -383,6 +411,9 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         ({"ratio": "sequence", "surrogate": "gmpo"}, "ratio is 'sequence', but the gmpo surrogate does not use it"),
         ({"dual_clip": 3.0, "surrogate": "gmpo"}, "dual_clip is 3.0, but the gmpo surrogate does not use it"),
+        ({"pass_k": 4}, "pass_k is 4, but the baseline is not pass_at_k"),
+        ({"pass_k": 1, "baseline": "pass_at_k"}, r"pass_k must be at least 2 \(or null\), got 1"),
+        ({"epsilon": 0.1, "surrogate": "reinforce"}, "epsilon is 0.1, but the reinforce surrogate does not use it"),
         ({"cispo_lower_bound": True}, "cispo_lower_bound is True, but the clip surrogate does not use it"),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, but rollout_correction is none"),
         (

@@ -27,6 +27,7 @@ from grpo_lightning.functional.losses import (
     keeps_sequence,
     kl_divergence,
     masked_mean,
+    reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "kl_divergence",
     "masked_mean",
     "normalized_sum",
+    "reinforce_surrogate",
     "rollout_weights",
     "sapo_surrogate",
     "token_entropy",

@@ -148,6 +148,28 @@ def cispo_surrogate(
     return -weight.detach() * advantages * logprobs
 
 
+def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """REINFORCE: the policy gradient itself, without ratio or clip.
+
+        loss = -A logprob
+
+    Williams 1992; the loss of GPG (arXiv:2504.02546, eq. 6). It is the gradient of every other surrogate as long as the
+    policy has not moved since it sampled: train on each rollout once.
+
+    Args:
+        advantages: [B, 1], or [B, T].
+        logprobs: [B, T] nats, of the current policy.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `advantages` or `logprobs` does not have two dimensions.
+    """
+    _check_columns(advantages=advantages, logprobs=logprobs)
+    return -advantages * logprobs
+
+
 def sapo_surrogate(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:

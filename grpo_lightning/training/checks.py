@@ -69,6 +69,15 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
         )
 
 
+def check_pass_k(pass_k: int | None, num_generations: int) -> None:
+    """Check that a group holds k completions. Raises: ValueError naming both settings."""
+    if pass_k is not None and pass_k > num_generations:
+        raise ValueError(
+            f"model.objective.pass_k must be at most model.num_generations ({num_generations}), got {pass_k}: lower "
+            "it, or sample more completions per prompt."
+        )
+
+
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
     """Raises: ValueError if a choice is unknown, or there is nothing for the off-policy correction to correct."""
     for name, value, kind in (

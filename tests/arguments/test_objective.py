@@ -56,6 +56,8 @@ def test_surrogate():
     first, second = NOW.tolist()
     by_hand = -(1.2 * first[0] + 0.5 * first[1] + first[2]) + 1.2 * second[0] + second[1]
     assert loss(Objective(beta=0.0, surrogate="cispo")) == pytest.approx(by_hand / 5)
+    plain = -sum(first) + sum(second[:2])
+    assert loss(Objective(beta=0.0, surrogate="reinforce")) == pytest.approx(plain / 5)
     # 3 is clipped to exp(0.2) where the advantage is positive, 1/2 is not
     gmpo = -((math.exp(0.2) * 0.5) ** (1 / 3)) * 3 + 3**0.5 * 2
     assert loss(Objective(beta=0.0, surrogate="gmpo")) == pytest.approx(gmpo / 5)
@@ -107,6 +109,26 @@ def test_baseline():
     torch.testing.assert_close(others[0], torch.tensor([0 - 3.0, 1 - 2.5, 5 - 0.5]))
 
 
+@case(Objective, "baseline")
+def test_baselines_by_length_and_by_subsets():
+    lengths = torch.tensor([[1, 1, 2], [3, 1, 4]])
+    weighted, means = (
+        Objective(scale="none", baseline=b).compute_advantages(REWARDS, lengths)
+        for b in ("length_weighted", "group_mean")
+    )
+    torch.testing.assert_close(weighted[0], torch.tensor([0.0, 1.0, 5.0]) - (0 + 1 + 2 * 5) / 4)
+    torch.testing.assert_close(means[0], torch.tensor([-2.0, -1.0, 3.0]))
+
+
+@case(Objective, "pass_k")
+def test_pass_k():
+    pairs, everyone = (
+        Objective(scale="none", baseline="pass_at_k", pass_k=k).compute_advantages(REWARDS) for k in (2, None)
+    )
+    torch.testing.assert_close(pairs[0], torch.tensor([0.0, (1 - 0) / 2, ((5 - 0) + (5 - 1)) / 2]))
+    torch.testing.assert_close(everyone[0], torch.tensor([0.0, 0.0, 5.0 - 1.0]))
+
+
 @case(Objective, "scale")
 def test_scale():
     centred = REWARDS - REWARDS.mean(1, keepdim=True)
@@ -120,6 +142,9 @@ def test_scale():
     torch.testing.assert_close(Objective(scale="none").compute_advantages(REWARDS), centred)
     by_mean = Objective(scale="group_mean").compute_advantages(REWARDS)
     torch.testing.assert_close(by_mean, centred / REWARDS.mean(1, keepdim=True))
+    with_equal = torch.cat([REWARDS, torch.ones(1, 3)])
+    found = Objective(scale="nonzero_fraction").compute_advantages(with_equal)
+    torch.testing.assert_close(found[:2], centred * 3 / 2)
 
 
 @case(Objective, "beta")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import clipped_surrogate, gmpo_surrogate, importance_ratio
+from grpo_lightning.functional import clipped_surrogate, gmpo_surrogate, importance_ratio, reinforce_surrogate
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")
@@ -109,6 +109,29 @@ def test_gmpo_of_one_token_is_the_clip(rows: dict[str, Tensor]) -> None:
 def test_gmpo_without_a_limit_is_the_sequence_ratio(rows: dict[str, Tensor]) -> None:
     ratio = importance_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"], level="sequence")
     assert_close(gmpo_surrogate(**rows, epsilon=99.0), -ratio * rows["advantages"])
+
+
+# --- REINFORCE
+
+
+def test_reinforce_by_hand() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)
+    loss = reinforce_surrogate(torch.tensor([[2.0], [-0.5]]), logprobs)
+    assert_close(loss, torch.tensor([[2.0, 4.0], [-1.5, -2.0]]))
+    assert_close(slope(loss, logprobs), torch.tensor([[-2.0, -2.0], [0.5, 0.5]]))
+
+
+@quick
+@given(rows())
+def test_where_nothing_has_moved_all_have_the_gradient_of_reinforce(rows: dict[str, Tensor]) -> None:
+    """Each by its own aggregation: GMPO's is the mean over the completion."""
+    mask, gain = rows["mask"], rows["advantages"]
+    leaf = rows["logprobs"].nan_to_num(0.0, neginf=0.0).requires_grad_()
+    plain = slope(torch.where(mask, reinforce_surrogate(gain, leaf), 0.0), leaf)
+    for name, surrogate in SURROGATES.items():
+        loss = surrogate(leaf, leaf.detach(), mask, gain)
+        per_token = plain / mask.sum(1, keepdim=True).clamp(min=1) if name == "gmpo" else plain
+        assert_close(slope(loss if name == "gmpo" else torch.where(mask, loss, 0.0), leaf), per_token)
 
 
 # --- all of them
