@@ -95,6 +95,7 @@ from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
+from grpo_lightning.training.token_selection import select_tokens
 
 log = logging.getLogger(__name__)
 
@@ -262,8 +263,9 @@ class GRPOLightningModule(L.LightningModule):
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference, completions of advantage 0 are kept for `policy/kl`; with the KL in the rewards, hardly any
-        # advantage is 0.
-        skips = not self.objective.trains_on_zero_advantages and not self.objective.needs_reference
+        # advantage is 0. Tokens are selected among all.
+        objective = self.objective
+        skips = not (objective.trains_on_zero_advantages or objective.needs_reference or objective.selection)
         micro_batches, counts = self.actor.micro_batches(
             rollout.groups, rollout.advantages, self.cycle_shape, skip_zero_advantages=skips
         )
@@ -351,10 +353,18 @@ class GRPOLightningModule(L.LightningModule):
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
         self.notify("on_phase", "update")
         self.policy.train()
+        if turn.opens_update and self.objective.selection is not None:
+            self.select_tokens(turn)
         loss = self.update(turn)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss
+
+    def select_tokens(self, turn: Turn) -> None:
+        """Select tokens of the update that begins (`Objective.selection`), in one more pass over its micro-batches."""
+        step = run_seed(self.seed), self.run.rollout_index, turn.number
+        with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
+            select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add reference log-probs to the rollout, if there is a reference and they are missing."""
@@ -414,7 +424,8 @@ class GRPOLightningModule(L.LightningModule):
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" starts.
+        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection" or "update"
+        starts.
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
         `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion are sampled.
         """

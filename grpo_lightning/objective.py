@@ -15,10 +15,12 @@
 | GPG         | token    | reinforce           | token     | nonzero_fraction    | 0    |
 | pass@k      | token    | clip                | token     | group_std           | 0    |
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
+| Clip-Cov    | token    | clip_cov            | token     | group_std           | 0    |
+| KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-Each row is a YAML file in `recipes/objectives/`; so is GDPO, which normalizes each reward separately. RLOO, OPO and
-pass@k have a `baseline` of their own.
+Each row is a YAML file in `recipes/objectives/`; so are GDPO, which normalizes each reward separately, and
+high_entropy, DAPO's loss on a fraction of the tokens. RLOO, OPO and pass@k have a `baseline` of their own.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from grpo_lightning.functional import (
     is_k3_clamped,
     is_ratio_clamped,
     keeps_sequence,
+    kl_cov_surrogate,
     kl_divergence,
     normalized_sum,
     reinforce_surrogate,
@@ -96,6 +99,9 @@ class ObjectiveTerms(NamedTuple):
     kl_clamped: Tensor | None = None
     """[B, T] bool, True where k3 was above 10 nats; None for the other estimators, and without a reference."""
 
+    selected: Tensor | None = None
+    """[B, T] bool, True at selected tokens; None if the objective does not select any."""
+
 
 @dataclass
 class Objective:
@@ -111,10 +117,11 @@ class Objective:
     """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
     log-prob (GSPO-token)."""
 
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "reinforce"] = "clip"
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov"] = "clip"
     """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), a soft
-    sigmoid gate (SAPO), the geometric mean of a completion's clipped ratios times advantage (GMPO), or advantage times
-    log-prob without a ratio (GPG)."""
+    sigmoid gate (SAPO), the geometric mean of a completion's clipped ratios times advantage (GMPO), advantage times
+    log-prob without a ratio (GPG), or the ratio times advantage with fewer tokens that lower the entropy (Clip-Cov,
+    KL-Cov: `covariance_fraction`)."""
 
     epsilon: float = 0.2
     """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon); CISPO's only with
@@ -128,6 +135,25 @@ class Objective:
 
     cispo_lower_bound: bool = False
     """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
+
+    # Which tokens
+
+    top_entropy_fraction: float = 1.0
+    """Fraction of the tokens of an optimizer step whose policy loss is trained: those of highest entropy
+    (arXiv:2506.01939). Below 1 it costs one more forward pass. KL and entropy bonus are not restricted."""
+
+    covariance_fraction: float = 2e-4
+    """Fraction of the tokens of an optimizer step, by covariance of log-prob and advantage: Clip-Cov removes as many
+    from the policy loss, at random among those between its limits; KL-Cov penalizes moving the highest."""
+
+    clip_cov_low: float = 1.0
+    """Lower limit of Clip-Cov's covariance, exclusive."""
+
+    clip_cov_high: float = 5.0
+    """Upper limit of Clip-Cov's covariance, exclusive."""
+
+    kl_cov_coefficient: float = 1.0
+    """Weight of KL-Cov's penalty, the absolute log-ratio."""
 
     # From tokens to the loss
 
@@ -233,7 +259,12 @@ class Objective:
     @property
     def trains_on_zero_advantages(self) -> bool:
         """False if completions of advantage 0 have no gradient and can be skipped in forward and backward passes."""
-        return self.has_kl_loss or self.trains_entropy
+        return self.has_kl_loss or self.trains_entropy or self.surrogate == "kl_cov"
+
+    @property
+    def selection(self) -> Literal["high_entropy", "high_covariance", "random_covariance"] | None:
+        """How the tokens of an optimizer step are selected before it; None if they are not."""
+        return "high_entropy" if self.top_entropy_fraction < 1 else SURROGATES[self.surrogate].selection
 
     @property
     def trains_entropy(self) -> bool:
@@ -285,11 +316,17 @@ class Objective:
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
+        if self.selection is not None and batch.selected is None:
+            raise ValueError(
+                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
+                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
+            )
         mask = batch.completion_mask
-        advantages = batch.advantages[:, None]
-        ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=self.ratio)
-        surrogate, tokens = SURROGATES[self.surrogate], Tokens(logprobs, batch.old_logprobs, mask, advantages, ratio)
-        loss = surrogate.loss(self, tokens)
+        tokens = self._tokens(logprobs, batch)
+        ratio = tokens.ratio
+        loss = SURROGATES[self.surrogate].loss(self, tokens)
+        if self.selection == "high_entropy":
+            loss = torch.where(tokens.selected, loss, 0.0)
         rollout_weight, is_corrected = self._correction(logprobs, batch) or (None, None)
         if rollout_weight is not None:
             loss = torch.where(mask, loss, 0.0) * rollout_weight
@@ -301,9 +338,7 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = (
-            is_clipped.expand_as(mask) & mask for is_clipped in surrogate.clipped(self, tokens)
-        )
+        clipped_low, clipped_high = self.clipped(logprobs, batch)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -326,7 +361,22 @@ class Objective:
             is_corrected=is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
+            selected=None if batch.selected is None else batch.selected & mask,
         )
+
+    def clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Find trained tokens clipped from below and from above: two [B, T] bool. Args: logprobs: [B, T] nats."""
+        low, high = SURROGATES[self.surrogate].clipped(self, self._tokens(logprobs.detach(), batch))
+        mask = batch.completion_mask
+        return low.expand_as(mask) & mask, high.expand_as(mask) & mask
+
+    def _tokens(self, logprobs: Tensor, batch: MicroBatch) -> Tokens:
+        """What the surrogate is computed from; without old log-probs the policy has not moved yet."""
+        mask = batch.completion_mask
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        selected = mask if batch.selected is None else batch.selected
+        ratio = importance_ratio(logprobs, old, mask, level=self.ratio)
+        return Tokens(logprobs, old, mask, batch.advantages[:, None], ratio, selected)
 
     def _correction(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """Off-policy weight of each token [B, T], and whether it was out of range [B, T]; None if not configured."""
@@ -372,6 +422,9 @@ class Tokens(NamedTuple):
     ratio: Tensor
     """[B, T], or [B, 1] for sequences, with gradients."""
 
+    selected: Tensor
+    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step."""
+
 
 class Surrogate(NamedTuple):
     """One choice of `Objective.surrogate`."""
@@ -384,6 +437,9 @@ class Surrogate(NamedTuple):
 
     settings: frozenset[str]
     """Those settings of the surrogates that it uses; the others must keep their defaults."""
+
+    selection: Literal["high_covariance", "random_covariance"] | None = None
+    """How it selects tokens of the optimizer step."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -435,6 +491,21 @@ def _reinforce(_: Objective, tokens: Tokens) -> Tensor:
     return reinforce_surrogate(tokens.advantages, tokens.logprobs)
 
 
+def _clip_cov(objective: Objective, tokens: Tokens) -> Tensor:
+    return torch.where(tokens.selected, 0.0, _clip(objective, tokens))
+
+
+def _kl_cov(objective: Objective, tokens: Tokens) -> Tensor:
+    return kl_cov_surrogate(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.mask,
+        tokens.advantages,
+        tokens.selected,
+        coefficient=objective.kl_cov_coefficient,
+    )
+
+
 def _never_clipped(_: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(tokens.mask), torch.zeros_like(tokens.mask)
 
@@ -445,6 +516,15 @@ SURROGATES = {
     "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
     "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"})),
     "reinforce": Surrogate(_reinforce, _never_clipped, frozenset()),
+    "clip_cov": Surrogate(
+        _clip_cov,
+        _clip_clipped,
+        frozenset({"epsilon", "epsilon_high", "covariance_fraction", "clip_cov_low", "clip_cov_high"}),
+        "random_covariance",
+    ),
+    "kl_cov": Surrogate(
+        _kl_cov, _never_clipped, frozenset({"covariance_fraction", "kl_cov_coefficient"}), "high_covariance"
+    ),
 }
 """Loss, clipped tokens and settings of every surrogate, by name."""
 
@@ -473,6 +553,14 @@ def _check_ranges(objective: Objective) -> None:
             f"above 1 + epsilon_high = {1 + high:g} (or null)",
         ),
         ("pass_k", objective.pass_k is None or objective.pass_k >= 2, "at least 2 (or null)"),
+        ("top_entropy_fraction", 0 < objective.top_entropy_fraction <= 1, "above 0 and at most 1"),
+        ("covariance_fraction", 0 < objective.covariance_fraction <= 1, "above 0 and at most 1"),
+        (
+            "clip_cov_low",
+            objective.clip_cov_low < objective.clip_cov_high,
+            f"below clip_cov_high ({objective.clip_cov_high})",
+        ),
+        ("kl_cov_coefficient", objective.kl_cov_coefficient >= 0, "at least 0"),
         ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
         ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
         (
@@ -493,6 +581,12 @@ def _check_unused(objective: Objective) -> None:
     is_corrected = objective.rollout_correction != "none"
     uses = [
         (False, f"the {objective.surrogate} surrogate does not use it", others),
+        (
+            SURROGATES[objective.surrogate].selection is None,
+            f"the {objective.surrogate} surrogate selects tokens itself",
+            ["top_entropy_fraction"],
+        ),
+        (objective.surrogate != "gmpo", "GMPO has one loss per completion", ["top_entropy_fraction"]),
         (has_low, "the cispo surrogate has a lower bound only with cispo_lower_bound", ["epsilon"]),
         (objective.beta > 0, "beta is 0, which disables the KL", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),

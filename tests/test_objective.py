@@ -1,9 +1,11 @@
 """An objective is one choice per column, put together right."""
 
+import contextlib
 import dataclasses
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -19,8 +21,11 @@ from grpo_lightning.functional import (
     clipped_surrogate,
     gmpo_surrogate,
     group_relative_advantages,
+    high_covariance_tokens,
+    high_entropy_tokens,
     importance_ratio,
     keeps_sequence,
+    kl_cov_surrogate,
     kl_divergence,
     normalized_sum,
     reinforce_surrogate,
@@ -28,6 +33,8 @@ from grpo_lightning.functional import (
     sapo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.training.token_selection import select_tokens
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)
 LONGEST = 9
@@ -52,12 +59,22 @@ def make_batch(with_reference=True):
         rollout_logprobs=old + torch.tensor([1.0, 0.2, 0.0, -0.9, -0.1] * 4).view(4, 5),
         old_logprobs=old,
         ref_logprobs=old - torch.rand(4, 5, generator=generator) if with_reference else None,
+        numbers=[0, 1, 0, 1],
     )
     return (old + moved).requires_grad_(), batch
 
 
+def with_selection(objective, logprobs, batch):
+    """Set what the objective selects, of this micro-batch as the whole step."""
+    if objective.selection is not None:
+        scores = TokenScores(logprobs.detach(), logprobs.detach() ** 2)
+        actor = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
+        select_tokens(actor, objective, [batch], seed=0)
+
+
 def loss_and_gradient(objective):
     logprobs, batch = make_batch(objective.needs_reference)
+    with_selection(objective, logprobs, batch)
     loss = objective(logprobs, batch, COUNTS, LONGEST, entropy=logprobs**2).loss
     loss.backward()
     return loss.item(), logprobs.grad
@@ -75,6 +92,8 @@ def composed(
     by="token",
     beta=0.0,
     dual_clip=None,
+    keep=None,
+    penalize=None,
 ):
     """Loss and gradient of the pieces, put together here."""
     logprobs, batch = make_batch()
@@ -86,10 +105,20 @@ def composed(
         tokens = sapo_surrogate(ratio, advantages)
     elif is_reinforce:
         tokens = reinforce_surrogate(advantages, logprobs)
+    elif penalize is not None:
+        spread = batch.advantages[:, None].expand_as(logprobs)
+        selected = torch.zeros_like(mask)
+        selected[mask] = penalize(logprobs.detach()[mask], spread[mask])
+        tokens = kl_cov_surrogate(logprobs, batch.old_logprobs, mask, advantages, selected)
     elif is_gmpo:
         tokens = gmpo_surrogate(logprobs, batch.old_logprobs, mask, advantages, epsilon=low, epsilon_high=high)
     else:
         tokens = clipped_surrogate(ratio, advantages, epsilon=low, epsilon_high=high, dual_clip=dual_clip)
+    if keep is not None:
+        kept = torch.zeros_like(mask)
+        kept[mask] = keep((logprobs.detach() ** 2)[mask], None)
+        assert kept.any()
+        tokens = tokens * kept
     tokens = tokens + beta * kl_divergence(logprobs, batch.ref_logprobs, mask, estimator="k3")
     loss = aggregate(tokens, mask, by=by, num_tokens=23, num_sequences=7, max_completion_length=9)
     loss.backward()
@@ -119,6 +148,15 @@ ROWS = {
     ),
     "gpg": ({"surrogate": "reinforce", "scale": "nonzero_fraction", "beta": 0.0}, {"is_reinforce": True}),
     "pass_at_k": ({"baseline": "pass_at_k", "beta": 0.0}, {}),
+    "high_entropy": (
+        {"epsilon_high": 0.28, "top_entropy_fraction": 0.2, "beta": 0.0},
+        {"high": 0.28, "keep": lambda entropy, _: high_entropy_tokens(entropy, 0.2)},
+    ),
+    "clip_cov": ({"surrogate": "clip_cov", "covariance_fraction": 2e-4, "beta": 0.0}, {}),
+    "kl_cov": (
+        {"surrogate": "kl_cov", "covariance_fraction": 2e-3, "beta": 0.0},
+        {"penalize": lambda logprobs, advantages: high_covariance_tokens(logprobs, advantages, 2e-3)},
+    ),
     "maxrl": ({"aggregate": "constant", "scale": "group_mean", "beta": 0.0}, {"by": "constant"}),
     "gspo token": (
         {"ratio": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregate": "sequence", "beta": 0.0},
@@ -137,9 +175,7 @@ def test_a_row_is_its_pieces(row):
     torch.testing.assert_close(gradient, want_gradient)
 
 
-@pytest.mark.parametrize(
-    "row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "rloo", "opo", "gpg", "pass_at_k", "maxrl"]
-)
+@pytest.mark.parametrize("row", sorted({path.stem for path in FRAGMENTS.glob("*.yaml")} & set(ROWS)))
 def test_the_fragments_are_the_rows(row):
     fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
     assert Objective(**fragment) == Objective(**ROWS[row][0])
@@ -159,10 +195,11 @@ def test_the_table_in_the_docstring_is_true():
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
         *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "RLOO"),
-        *("OPO", "GPG", "pass@k", "REINFORCE++", "MaxRL"),
+        *("OPO", "GPG", "pass@k", "REINFORCE++", "Clip-Cov", "KL-Cov", "MaxRL"),
     ]
     for name, ratio, surrogate, by, scale, beta in table:
-        path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus').replace('@', '_at_')}.yaml"
+        stem = name.lower().replace(". ", "_").replace("++", "_plus_plus").replace("@", "_at_").replace("-", "_")
+        path = FRAGMENTS / f"{stem}.yaml"
         settings = {} if name == "default" else yaml.safe_load(path.read_text())["model"]["objective"]
         objective = Objective(**settings)
         assert (objective.ratio, objective.aggregate, objective.scale) == (ratio, by, scale), name
@@ -189,6 +226,11 @@ CHANGES = [
     {"ratio": "sequence_token"},
     {"surrogate": "sapo"},
     {"surrogate": "reinforce"},
+    {"top_entropy_fraction": 0.5},
+    {"surrogate": "clip_cov", "clip_cov_low": 0.0},
+    {"surrogate": "clip_cov", "clip_cov_low": 0.0, "clip_cov_high": 0.5, "covariance_fraction": 1.0},
+    {"surrogate": "kl_cov"},
+    {"surrogate": "kl_cov", "kl_cov_coefficient": 2.0},
     {"surrogate": "gmpo"},
     {"surrogate": "gmpo", "epsilon": 0.4},
     {"surrogate": "sapo", "sapo_temperature": 2.0},
@@ -275,6 +317,7 @@ def test_one_token_that_has_moved_far_leaves_loss_and_gradient_finite(row, far):
     moved = logprobs.detach().clone()
     moved[0, 0] = -100.0 + far
     moved.requires_grad_()
+    with_selection(objective, moved, batch)
     terms = objective(moved, batch, COUNTS, LONGEST)
     terms.loss.backward()
     assert terms.loss.isfinite()
@@ -346,11 +389,15 @@ def test_zero_advantages_may_be_left_out_only_without_kl():
         {"surrogate": "sapo"},
         {"surrogate": "gmpo"},
         {"surrogate": "reinforce"},
+        {"surrogate": "kl_cov"},
+        {"surrogate": "clip_cov"},
+        {"top_entropy_fraction": 0.5},
         {"entropy_coefficient": 0.1},
     ):
         objective = Objective(**{"beta": 0.0} | settings)
         logprobs, batch = make_batch(objective.needs_reference)
         batch.advantages = torch.zeros(4)
+        with_selection(objective, logprobs, batch)
         objective(logprobs, batch, COUNTS, LONGEST, entropy=logprobs**2).loss.backward()
         assert bool(logprobs.grad.any()) == objective.trains_on_zero_advantages
 
@@ -411,6 +458,29 @@ def test_unknown_old_logprobs_are_an_error():
         ),
         ({"ratio": "sequence", "surrogate": "gmpo"}, "ratio is 'sequence', but the gmpo surrogate does not use it"),
         ({"dual_clip": 3.0, "surrogate": "gmpo"}, "dual_clip is 3.0, but the gmpo surrogate does not use it"),
+        ({"covariance_fraction": 0.1}, "covariance_fraction is 0.1, but the clip surrogate does not use it"),
+        (
+            {"surrogate": "clip_cov", "kl_cov_coefficient": 2.0},
+            "kl_cov_coefficient is 2.0, but the clip_cov surrogate does not use it",
+        ),
+        (
+            {"surrogate": "kl_cov", "top_entropy_fraction": 0.2},
+            "top_entropy_fraction is 0.2, but the kl_cov surrogate selects tokens itself",
+        ),
+        (
+            {"surrogate": "gmpo", "top_entropy_fraction": 0.2},
+            "top_entropy_fraction is 0.2, but GMPO has one loss per completion",
+        ),
+        ({"top_entropy_fraction": 0.0}, r"top_entropy_fraction must be above 0 and at most 1, got 0\.0"),
+        (
+            {"surrogate": "kl_cov", "covariance_fraction": 0.0},
+            r"covariance_fraction must be above 0 and at most 1, got 0\.0",
+        ),
+        ({"surrogate": "kl_cov", "kl_cov_coefficient": -1.0}, r"kl_cov_coefficient must be at least 0, got -1\.0"),
+        (
+            {"surrogate": "clip_cov", "clip_cov_low": 5.0},
+            r"clip_cov_low must be below clip_cov_high \(5\.0\), got 5\.0",
+        ),
         ({"pass_k": 4}, "pass_k is 4, but the baseline is not pass_at_k"),
         ({"pass_k": 1, "baseline": "pass_at_k"}, r"pass_k must be at least 2 \(or null\), got 1"),
         ({"epsilon": 0.1, "surrogate": "reinforce"}, "epsilon is 0.1, but the reinforce surrogate does not use it"),
@@ -477,6 +547,45 @@ def test_gmpo_reports_tokens_as_clipped_by_their_log_ratio():
     assert terms.clipped_low.nonzero().tolist() == [[1, 2]]
     terms = Objective(surrogate="gmpo", epsilon=0.35, epsilon_high=0.6)(logprobs, batch, COUNTS, LONGEST)
     assert not (terms.clipped_low | terms.clipped_high).any()
+
+
+def test_unselected_tokens_are_an_error():
+    logprobs, batch = make_batch()
+    for settings, name in (({"top_entropy_fraction": 0.5}, "high_entropy"), ({"surrogate": "kl_cov"}, "high_cov")):
+        with pytest.raises(ValueError, match=rf"has no selected tokens, which the objective needs \({name}"):
+            Objective(**settings)(logprobs, batch, COUNTS, LONGEST)
+
+
+def test_tokens_of_low_entropy_have_their_kl_and_nothing_else():
+    objective = Objective(beta=0.1, top_entropy_fraction=0.3)
+    _, gradient = loss_and_gradient(objective)
+    logprobs, batch = make_batch()
+    with_selection(objective, logprobs, batch)
+    terms = objective(logprobs, batch, COUNTS, LONGEST)
+    assert torch.equal(terms.selected, batch.selected)
+    assert 0 < batch.selected.sum() < batch.completion_mask.sum()
+    _, whole = loss_and_gradient(Objective(beta=0.1))
+    logprobs, batch = make_batch()
+    kl = kl_divergence(logprobs, batch.ref_logprobs, batch.completion_mask).sum() * 0.1 / 23
+    (alone,) = torch.autograd.grad(kl, logprobs)
+    torch.testing.assert_close(gradient, torch.where(terms.selected, whole, alone))
+
+
+def test_all_tokens_of_top_entropy_are_all():
+    want, got = (loss_and_gradient(Objective(top_entropy_fraction=f)) for f in (1.0, 1 - 1e-9))
+    assert torch.equal(want[1], got[1])
+
+
+def test_clip_cov_leaves_tokens_out():
+    logprobs, batch = make_batch()
+    batch.selected = batch.completion_mask & (torch.arange(5) == 0)
+    plain = Objective(beta=0.0)(logprobs, batch, COUNTS, LONGEST)
+    (whole,) = torch.autograd.grad(plain.loss, logprobs)
+    terms = Objective(beta=0.0, surrogate="clip_cov")(logprobs, batch, COUNTS, LONGEST)
+    (found,) = torch.autograd.grad(terms.loss, logprobs)
+    torch.testing.assert_close(found, torch.where(batch.selected, 0.0, whole))
+    assert whole[batch.selected].any()
+    assert torch.equal(terms.clipped_high, plain.clipped_high)
 
 
 def test_corrections_multiply_the_surrogate_and_not_the_kl():

@@ -315,6 +315,10 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     """[B, T] float32, reference; None when beta is 0."""
 
+    selected: Tensor | None = None
+    """[B, T] bool, True at tokens that the objective has selected in the optimizer step (of high entropy, say); None if
+    it selects none, or has not yet."""
+
     num_chunks: int | None = None
     """Forward calls of phase 2: the maximum over ranks. None: as many as `chunk_size` requires."""
 

@@ -237,6 +237,40 @@ def gmpo_surrogate(
     return -bounded_exp(masked_mean(clipped, mask, dim=1).unsqueeze(1)) * advantages
 
 
+def kl_cov_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    selected: Tensor,
+    *,
+    coefficient: float = 1.0,
+) -> Tensor:
+    """KL-Cov: no clip, and a penalty for moving the few tokens that lower the entropy most.
+
+        loss = -r A + coefficient |logprobs - old_logprobs| where selected
+
+    KL-Cov (arXiv:2505.22617, eq. 13, with the absolute log-ratio of its code and of verl as the KL).
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
+        advantages: [B, 1].
+        selected: [B, T] bool, from `high_covariance_tokens` over the whole optimizer step.
+        coefficient: Of the penalty.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token")
+    return -bounded_exp(log_ratio) * advantages + coefficient * torch.where(selected, log_ratio.abs(), 0.0)
+
+
 def _check_columns(**tensors: Tensor) -> None:
     """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming tensor and shape."""
     for name, tensor in tensors.items():

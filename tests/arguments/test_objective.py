@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import case
 
 NOW = torch.log(torch.tensor([[0.9, 0.2, 0.5], [0.6, 0.3, 0.1]]))
@@ -34,8 +38,13 @@ def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0), dr
         rollout_logprobs=drawn,
         old_logprobs=OLD,
         ref_logprobs=OLD if objective.needs_reference else None,
+        numbers=[0, 1],
     )
     entropy = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])
+    if objective.selection is not None:
+        scores = TokenScores(NOW, entropy)
+        actor: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
+        select_tokens(actor, objective, [batch], seed=0)
     return objective(NOW, batch, StepCounts(5, 2), max_completion_length=10, entropy=entropy).loss.item()
 
 
@@ -221,6 +230,37 @@ def test_rollout_correction():
     assert higher == pytest.approx(by_hand([3.75] * 3, [0.5, 0.5]))
     lower = corrected(rollout_correction="token_truncate", rollout_correction_low=0.75)
     assert lower == pytest.approx(by_hand([2, 1, 1.25], [1, 0.75]))
+
+
+@case(Objective, "top_entropy_fraction")
+def test_top_entropy_fraction():
+    # 1, 2, 3 and 4, 5 nats; the losses are -1.2, -0.5, -1 and 3, 1
+    for fraction, kept in ((1.0, -2.7 + 4), (0.5, -1.0 + 4), (0.2, 1.0)):
+        assert loss(Objective(beta=0.0, top_entropy_fraction=fraction)) == pytest.approx(kept / 5)
+
+
+@case(Objective, "clip_cov_low", "clip_cov_high", "covariance_fraction")
+def test_clip_cov():
+    # The losses are -1.2 (clipped), -0.5, -1 and 3, 1; mean advantage 0.2, mean log-prob -0.907: covariances 0.64,
+    # -0.56, 0.17, -0.48, 0.36.
+    clip_cov = functools.partial(Objective, beta=0.0, surrogate="clip_cov")
+    wide = functools.partial(clip_cov, clip_cov_low=0.0)
+    assert loss(clip_cov()) == pytest.approx(1.3 / 5), "none is above 1"
+    assert loss(wide(covariance_fraction=1.0)) == pytest.approx((1.3 + 1 - 1) / 5), "the third and the last"
+    assert loss(wide(covariance_fraction=1.0, clip_cov_high=0.3)) == pytest.approx((1.3 + 1) / 5)
+    assert loss(clip_cov(covariance_fraction=1.0, clip_cov_low=0.3)) == pytest.approx((1.3 - 1) / 5)
+    assert loss(wide()) == pytest.approx((1.3 + 1) / 5) or loss(wide()) == pytest.approx((1.3 - 1) / 5), "one of them"
+
+
+@case(Objective, "kl_cov_coefficient", "covariance_fraction")
+def test_kl_cov():
+    # Without a clip: -3, -0.5, -1 and 3, 1. The first has the highest covariance, then the last (0.64 and 0.36).
+    kl_cov = functools.partial(Objective, beta=0.0, surrogate="kl_cov")
+    plain = (-3 - 0.5 - 1 + 3 + 1) / 5
+    assert loss(kl_cov()) == pytest.approx(plain + math.log(3) / 5)
+    assert loss(kl_cov(kl_cov_coefficient=2.0)) == pytest.approx(plain + 2 * math.log(3) / 5)
+    every = math.log(3) + math.log(2) + 0 + math.log(3) + 0
+    assert loss(kl_cov(covariance_fraction=1.0)) == pytest.approx(plain + every / 5)
 
 
 @case(Objective, "entropy_coefficient")

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_lightning.functional import clipped_surrogate, gmpo_surrogate, importance_ratio, reinforce_surrogate
+from grpo_lightning.functional import (
+    clipped_surrogate,
+    gmpo_surrogate,
+    importance_ratio,
+    kl_cov_surrogate,
+    reinforce_surrogate,
+)
 
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN, INF = float("nan"), float("inf")
@@ -134,10 +140,55 @@ def test_where_nothing_has_moved_all_have_the_gradient_of_reinforce(rows: dict[s
         assert_close(slope(loss if name == "gmpo" else torch.where(mask, loss, 0.0), leaf), per_token)
 
 
+# --- KL-Cov
+
+
+def check_kl_cov(kl_cov_surrogate: Any) -> None:
+    # Twice and half as likely, then padding: -r A = -2 A, -A / 2, and 0.5 x log 2 more where selected.
+    moved = torch.tensor([[0.2, 0.1, 0.5], [0.2, 0.1, 0.5]]).log().requires_grad_()
+    old = torch.tensor([[0.1, 0.2, 0.1], [0.1, 0.2, 0.1]]).log()
+    mask = torch.tensor([[True, True, False]] * 2)
+    selected = torch.tensor([[True, True, False], [False] * 3])
+    loss = kl_cov_surrogate(moved, old, mask, torch.tensor([[3.0], [-1.0]]), selected, coefficient=0.5)
+    half = 0.5 * math.log(2)
+    assert_close(loss, torch.tensor([[-6.0 + half, -1.5 + half, -3.0], [2.0, 0.5, 1.0]]))
+    assert_close(slope(loss, moved), torch.tensor([[-6.0 + 0.5, -1.5 - 0.5, 0.0], [2.0, 0.5, 0.0]]))
+
+
+def test_kl_cov_by_hand() -> None:
+    check_kl_cov(kl_cov_surrogate)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("log_ratio.abs()", "log_ratio", id="not absolute"),
+        pytest.param("torch.where(selected, log_ratio.abs(), 0.0)", "log_ratio.abs()", id="all penalized"),
+        pytest.param("return -bounded_exp(log_ratio)", "return -bounded_exp(log_ratio.clamp(max=0.2))", id="clipped"),
+        pytest.param("+ coefficient * torch", "+ torch", id="coefficient ignored"),
+    ],
+)
+def test_a_broken_kl_cov_is_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_kl_cov(broken(kl_cov_surrogate, old, new))
+
+
+@quick
+@given(rows())
+def test_kl_cov_without_selected_tokens_is_the_ratio(rows: dict[str, Tensor]) -> None:
+    ratio = importance_ratio(rows["logprobs"], rows["old_logprobs"], rows["mask"])
+    for options in ({"selected": rows["mask"] & False}, {"selected": rows["mask"], "coefficient": 0.0}):
+        assert_close(kl_cov_surrogate(**rows, **options), -ratio * rows["advantages"])
+
+
+def kl_cov_of_all(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    return kl_cov_surrogate(logprobs, old_logprobs, mask, advantages, mask)
+
+
 # --- all of them
 
 
-SURROGATES = {"gmpo": gmpo_surrogate}
+SURROGATES = {"gmpo": gmpo_surrogate, "kl_cov": kl_cov_of_all}
 each = pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
 
 
