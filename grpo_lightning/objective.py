@@ -10,6 +10,8 @@
 | CISPO       | token    | cispo, cap 1 + high | token     | group_std           | 0    |
 | SAPO        | token    | sapo                | sequence  | group_std           | 0    |
 | GMPO        | token    | gmpo, 0.4 nats      | sequence  | group_std           | 0    |
+| VESPO       | token    | vespo               | token     | group_std           | 0    |
+| DPPO        | token    | dppo_tv, 0.2        | token     | group_std           | 0    |
 | RLOO        | token    | clip                | constant  | none                | 0    |
 | OPO         | token    | clip                | constant  | none                | 0    |
 | GPG         | token    | reinforce           | token     | nonzero_fraction    | 0    |
@@ -40,6 +42,7 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    dppo_surrogate,
     gmpo_surrogate,
     group_relative_advantages,
     importance_ratio,
@@ -50,10 +53,12 @@ from grpo_lightning.functional import (
     keeps_sequence,
     kl_cov_surrogate,
     kl_divergence,
+    leaves_trust_region,
     normalized_sum,
     reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
+    vespo_surrogate,
 )
 
 log = logging.getLogger(__name__)
@@ -117,24 +122,36 @@ class Objective:
     """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
     log-prob (GSPO-token)."""
 
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov"] = "clip"
-    """Clipped ratio times advantage (PPO), capped and detached ratio times advantage times log-prob (CISPO), a soft
-    sigmoid gate (SAPO), the geometric mean of a completion's clipped ratios times advantage (GMPO), advantage times
-    log-prob without a ratio (GPG), or the ratio times advantage with fewer tokens that lower the entropy (Clip-Cov,
-    KL-Cov: `covariance_fraction`)."""
+    surrogate: Literal[
+        "clip", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "clip_cov", "kl_cov"
+    ] = "clip"
+    """The policy loss of a token: clipped ratio times advantage (PPO), or one of
+
+    - `cispo`: capped and detached ratio times advantage times log-prob.
+    - `sapo`: a soft sigmoid gate of the ratio instead of the clip.
+    - `gmpo`: the geometric mean of a completion's clipped ratios, times advantage.
+    - `vespo`: a soft function of the product of a completion's ratios, times advantage times log-prob.
+    - `dppo_tv`, `dppo_kl`: ratio times advantage within a trust region of probabilities, by total variation or KL.
+    - `reinforce`: advantage times log-prob, without a ratio (GPG).
+    - `clip_cov`, `kl_cov`: fewer tokens that lower the entropy (`covariance_fraction`).
+    """
 
     epsilon: float = 0.2
-    """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon); CISPO's only with
-    `cispo_lower_bound`."""
+    """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon), CISPO's only with `cispo_lower_bound`;
+    DPPO's maximum divergence of tokens that become less likely."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped from above at 1 + epsilon_high, GMPO's at exp(epsilon_high); null uses epsilon."""
+    """The ratio is clipped from above at 1 + epsilon_high, GMPO's at exp(epsilon_high); DPPO's maximum divergence of
+    tokens that become more likely; null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
 
     cispo_lower_bound: bool = False
     """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
+
+    dppo_max_ratio: float = 20.0
+    """Maximum ratio by which DPPO weights a token."""
 
     # Which tokens
 
@@ -211,6 +228,21 @@ class Objective:
     sapo_temperature_negative: float = 1.05
     """Temperature of SAPO's gate where the advantage is not positive."""
 
+    # VESPO
+
+    vespo_k: float = 2.0
+    """Exponent (k) of VESPO's weight where the advantage is not negative; larger fades out completions that became
+    unlikely sooner."""
+
+    vespo_lambda: float = 3.0
+    """Decay (lambda) of VESPO's weight there; larger fades out completions that became likely sooner."""
+
+    vespo_k_negative: float = 3.0
+    """Exponent of VESPO's weight where the advantage is negative."""
+
+    vespo_lambda_negative: float = 2.0
+    """Decay of VESPO's weight where the advantage is negative."""
+
     # Off-policy corrections
 
     rollout_correction: Literal[
@@ -225,7 +257,7 @@ class Objective:
     """Off-policy correction: weight the loss by the policy's probability over the engine's, per token or per
     completion, for which the tokens' weights are multiplied ("sequence") or averaged geometrically ("geometric", with
     a range as narrow as 0.99 to 1.01). Weights out of range are truncated to it, or their tokens or completions are
-    masked."""
+    masked. VESPO multiplies token weights into the ratio of its completion instead."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight."""
@@ -327,9 +359,9 @@ class Objective:
         loss = SURROGATES[self.surrogate].loss(self, tokens)
         if self.selection == "high_entropy":
             loss = torch.where(tokens.selected, loss, 0.0)
-        rollout_weight, is_corrected = self._correction(logprobs, batch) or (None, None)
-        if rollout_weight is not None:
-            loss = torch.where(mask, loss, 0.0) * rollout_weight
+        correction = self._correction(logprobs, batch)
+        if correction is not None:
+            loss = torch.where(mask, loss, 0.0) * correction.factor
         kl, kl_clamped = torch.zeros_like(logprobs), None
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
@@ -357,8 +389,8 @@ class Objective:
             clipped_low=clipped_low,
             clipped_high=clipped_high,
             ratio=ratio.detach().expand_as(mask) * mask,
-            rollout_weight=rollout_weight,
-            is_corrected=is_corrected,
+            rollout_weight=correction and correction.weight,
+            is_corrected=correction and correction.is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
             selected=None if batch.selected is None else batch.selected & mask,
@@ -376,32 +408,49 @@ class Objective:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         selected = mask if batch.selected is None else batch.selected
         ratio = importance_ratio(logprobs, old, mask, level=self.ratio)
-        return Tokens(logprobs, old, mask, batch.advantages[:, None], ratio, selected)
+        weights = self._rollout_weights(old, batch)
+        return Tokens(logprobs, old, mask, batch.advantages[:, None], ratio, selected, weights)
 
-    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """Off-policy weight of each token [B, T], and whether it was out of range [B, T]; None if not configured."""
-        mask, corrections = batch.completion_mask, []
-        if self.rollout_correction != "none":
-            assert batch.old_logprobs is not None
-            level: Any
-            outside: Any
-            level, outside = self.rollout_correction.split("_")
-            low, high = self.rollout_correction_low, self.rollout_correction_high
-            weights = functools.partial(
-                rollout_weights, batch.old_logprobs, batch.rollout_logprobs, mask, level=level, outside=outside
-            )
-            weight = weights(low=low, high=high)
-            corrections.append((weight, weight != weights(low=0.0, high=math.inf)))
+    def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
+        """Off-policy weights [B, T] or [B, 1], within their range or not; None without a `rollout_correction`."""
+        if self.rollout_correction == "none":
+            return None
+        level: Any
+        outside: Any
+        level, outside = self.rollout_correction.split("_")
+        low, high = (self.rollout_correction_low, self.rollout_correction_high) if bounded else (0.0, math.inf)
+        choices = {"level": level, "outside": outside, "low": low, "high": high}
+        return rollout_weights(old_logprobs, batch.rollout_logprobs, batch.completion_mask, **choices)
+
+    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> Correction | None:
+        """Off-policy correction of the policy loss; None if not configured."""
+        assert batch.old_logprobs is not None
+        mask = batch.completion_mask
+        kept = torch.ones_like(mask)
         if (threshold := self.off_policy_threshold) is not None:
             advantages = batch.advantages[:, None]
-            is_kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
-            corrections.append((is_kept.float(), ~is_kept))
-        if not corrections:
-            return None
-        weight, is_corrected = torch.ones_like(logprobs).detach(), torch.zeros_like(mask)
-        for each, is_outside in corrections:
-            weight, is_corrected = weight * each, is_corrected | is_outside
-        return weight * mask, is_corrected & mask
+            kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
+            kept = kept.expand_as(mask)
+        weight, unbounded = (self._rollout_weights(batch.old_logprobs, batch, bounded=b) for b in (True, False))
+        if weight is None or unbounded is None:
+            factor = (kept & mask).to(logprobs.dtype)
+            return None if threshold is None else Correction(factor, factor, ~kept & mask)
+        is_folded = SURROGATES[self.surrogate].folds_rollout_weights
+        factor = kept & mask if is_folded else weight * (kept & mask)
+        return Correction(factor, weight * (kept & mask), ((weight != unbounded) | ~kept) & mask)
+
+
+class Correction(NamedTuple):
+    """Off-policy correction of a micro-batch."""
+
+    factor: Tensor
+    """[B, T] multiplies the policy loss; 0 where a token or completion is dropped."""
+
+    weight: Tensor
+    """[B, T] the same with all weights, for the logs."""
+
+    is_corrected: Tensor
+    """[B, T] bool, True where the weight was out of range, or the completion was dropped as off-policy."""
 
 
 class Tokens(NamedTuple):
@@ -425,6 +474,9 @@ class Tokens(NamedTuple):
     selected: Tensor
     """[B, T] bool, True at the tokens that the objective has selected in the optimizer step."""
 
+    rollout_weights: Tensor | None
+    """[B, T] or [B, 1] off-policy weights; None without a correction."""
+
 
 class Surrogate(NamedTuple):
     """One choice of `Objective.surrogate`."""
@@ -440,6 +492,9 @@ class Surrogate(NamedTuple):
 
     selection: Literal["high_covariance", "random_covariance"] | None = None
     """How it selects tokens of the optimizer step."""
+
+    folds_rollout_weights: bool = False
+    """True if the loss already contains the off-policy weights, which must be those of tokens."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -491,6 +546,41 @@ def _reinforce(_: Objective, tokens: Tokens) -> Tensor:
     return reinforce_surrogate(tokens.advantages, tokens.logprobs)
 
 
+def _vespo(objective: Objective, tokens: Tokens) -> Tensor:
+    return vespo_surrogate(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.mask,
+        tokens.advantages,
+        rollout_weights=tokens.rollout_weights,
+        positive=(objective.vespo_k, objective.vespo_lambda),
+        negative=(objective.vespo_k_negative, objective.vespo_lambda_negative),
+    )
+
+
+def _dppo(objective: Objective, tokens: Tokens) -> Tensor:
+    low, high = _dppo_clipped(objective, tokens)
+    return dppo_surrogate(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.mask,
+        tokens.advantages,
+        low | high,
+        max_ratio=objective.dppo_max_ratio,
+    )
+
+
+def _dppo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    return leaves_trust_region(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.advantages,
+        divergence="tv" if objective.surrogate == "dppo_tv" else "kl",
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+    )
+
+
 def _clip_cov(objective: Objective, tokens: Tokens) -> Tensor:
     return torch.where(tokens.selected, 0.0, _clip(objective, tokens))
 
@@ -515,6 +605,14 @@ SURROGATES = {
     "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
     "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
     "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"})),
+    "vespo": Surrogate(
+        _vespo,
+        _never_clipped,
+        frozenset({"vespo_k", "vespo_lambda", "vespo_k_negative", "vespo_lambda_negative"}),
+        folds_rollout_weights=True,
+    ),
+    "dppo_tv": Surrogate(_dppo, _dppo_clipped, frozenset({"epsilon", "epsilon_high", "dppo_max_ratio"})),
+    "dppo_kl": Surrogate(_dppo, _dppo_clipped, frozenset({"epsilon", "epsilon_high", "dppo_max_ratio"})),
     "reinforce": Surrogate(_reinforce, _never_clipped, frozenset()),
     "clip_cov": Surrogate(
         _clip_cov,
@@ -538,6 +636,7 @@ def check_objective(objective: Objective) -> None:
     _check_ranges(objective)
     _check_unused(objective)
     _check_scale(objective)
+    _check_correction(objective)
 
 
 def _check_ranges(objective: Objective) -> None:
@@ -560,6 +659,11 @@ def _check_ranges(objective: Objective) -> None:
             objective.clip_cov_low < objective.clip_cov_high,
             f"below clip_cov_high ({objective.clip_cov_high})",
         ),
+        ("dppo_max_ratio", objective.dppo_max_ratio > 1, "above 1"),
+        ("vespo_k", objective.vespo_k >= 0, "at least 0"),
+        ("vespo_k_negative", objective.vespo_k_negative >= 0, "at least 0"),
+        ("vespo_lambda", objective.vespo_lambda > 0, "above 0"),
+        ("vespo_lambda_negative", objective.vespo_lambda_negative > 0, "above 0"),
         ("kl_cov_coefficient", objective.kl_cov_coefficient >= 0, "at least 0"),
         ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
         ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
@@ -616,6 +720,17 @@ def _check_scale(objective: Objective) -> None:
                 f"objective.scale 'group_mean' divides by the mean reward, which objective.{name} {value!r} can make "
                 "negative: remove one of the two."
             )
+
+
+def _check_correction(objective: Objective) -> None:
+    """Refuse weights of completions where those of tokens are needed. Raises: ValueError naming both settings."""
+    allowed = ("none", "token_truncate", "token_mask")
+    if SURROGATES[objective.surrogate].folds_rollout_weights and objective.rollout_correction not in allowed:
+        raise ValueError(
+            f"objective.rollout_correction must be one of {', '.join(allowed)} with objective.surrogate "
+            f"{objective.surrogate!r}, which multiplies the weights of the tokens itself; got "
+            f"{objective.rollout_correction!r}."
+        )
 
 
 def warn_of_length_weights(objective: Objective) -> None:

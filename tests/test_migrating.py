@@ -417,6 +417,7 @@ def loss_of_trl(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Map
         _entropy_bonus_enabled=config.entropy_coef != 0,
         _metrics={"train": defaultdict(list)},
         get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
         get_high_entropy_mask=functools.partial(
             trl.GRPOTrainer.get_high_entropy_mask,
             SimpleNamespace(
@@ -473,6 +474,24 @@ EQUIVALENT = {
             "aggregate": "sequence",
             "sapo_temperature": 2.0,
             "sapo_temperature_negative": 0.7,
+        },
+        1,
+    ),
+    "vespo": ({"loss_type": "vespo"}, {"surrogate": "vespo"}, 1),
+    "vespo_k_pos": (
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.0,
+            "vespo_lambda_pos": 1.5,
+            "vespo_k_neg": 2.0,
+            "vespo_lambda_neg": 1.0,
+        },
+        {
+            "surrogate": "vespo",
+            "vespo_k": 1.0,
+            "vespo_lambda": 1.5,
+            "vespo_k_negative": 2.0,
+            "vespo_lambda_negative": 1.0,
         },
         1,
     ),

@@ -19,6 +19,7 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    dppo_surrogate,
     gmpo_surrogate,
     group_relative_advantages,
     high_covariance_tokens,
@@ -27,10 +28,12 @@ from grpo_lightning.functional import (
     keeps_sequence,
     kl_cov_surrogate,
     kl_divergence,
+    leaves_trust_region,
     normalized_sum,
     reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
+    vespo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.scorer import TokenScores
@@ -94,6 +97,7 @@ def composed(
     dual_clip=None,
     keep=None,
     penalize=None,
+    surrogate=None,
 ):
     """Loss and gradient of the pieces, put together here."""
     logprobs, batch = make_batch()
@@ -105,6 +109,8 @@ def composed(
         tokens = sapo_surrogate(ratio, advantages)
     elif is_reinforce:
         tokens = reinforce_surrogate(advantages, logprobs)
+    elif surrogate is not None:
+        tokens = surrogate(logprobs, batch.old_logprobs, mask, advantages)
     elif penalize is not None:
         spread = batch.advantages[:, None].expand_as(logprobs)
         selected = torch.zeros_like(mask)
@@ -123,6 +129,16 @@ def composed(
     loss = aggregate(tokens, mask, by=by, num_tokens=23, num_sequences=7, max_completion_length=9)
     loss.backward()
     return loss.item(), logprobs.grad
+
+
+def within_trust_region(divergence, max_ratio=20.0, **limits):
+    """DPPO's loss."""
+
+    def loss(logprobs, old_logprobs, mask, advantages):
+        low, high = leaves_trust_region(logprobs, old_logprobs, advantages, divergence=divergence, **limits)
+        return dppo_surrogate(logprobs, old_logprobs, mask, advantages, low | high, max_ratio=max_ratio)
+
+    return loss
 
 
 ROWS = {
@@ -151,6 +167,12 @@ ROWS = {
     "high_entropy": (
         {"epsilon_high": 0.28, "top_entropy_fraction": 0.2, "beta": 0.0},
         {"high": 0.28, "keep": lambda entropy, _: high_entropy_tokens(entropy, 0.2)},
+    ),
+    "vespo": ({"surrogate": "vespo", "beta": 0.0}, {"surrogate": vespo_surrogate}),
+    "dppo": ({"surrogate": "dppo_tv", "beta": 0.0}, {"surrogate": within_trust_region("tv", epsilon=0.2)}),
+    "dppo by kl": (
+        {"surrogate": "dppo_kl", "epsilon": 0.05, "epsilon_high": 0.1, "dppo_max_ratio": 1.5, "beta": 0.0},
+        {"surrogate": within_trust_region("kl", max_ratio=1.5, epsilon=0.05, epsilon_high=0.1)},
     ),
     "clip_cov": ({"surrogate": "clip_cov", "covariance_fraction": 2e-4, "beta": 0.0}, {}),
     "kl_cov": (
@@ -194,7 +216,7 @@ def test_the_table_in_the_docstring_is_true():
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
-        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "RLOO"),
+        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "VESPO", "DPPO", "RLOO"),
         *("OPO", "GPG", "pass@k", "REINFORCE++", "Clip-Cov", "KL-Cov", "MaxRL"),
     ]
     for name, ratio, surrogate, by, scale, beta in table:
@@ -226,6 +248,14 @@ CHANGES = [
     {"ratio": "sequence_token"},
     {"surrogate": "sapo"},
     {"surrogate": "reinforce"},
+    {"surrogate": "vespo"},
+    {"surrogate": "vespo", "vespo_k": 3.0},
+    {"surrogate": "vespo", "vespo_lambda": 2.0},
+    {"surrogate": "vespo", "vespo_k_negative": 1.0},
+    {"surrogate": "vespo", "vespo_lambda_negative": 0.2},
+    {"surrogate": "dppo_tv"},
+    {"surrogate": "dppo_kl", "epsilon": 0.05},
+    {"surrogate": "dppo_tv", "dppo_max_ratio": 1.1},
     {"top_entropy_fraction": 0.5},
     {"surrogate": "clip_cov", "clip_cov_low": 0.0},
     {"surrogate": "clip_cov", "clip_cov_low": 0.0, "clip_cov_high": 0.5, "covariance_fraction": 1.0},
@@ -389,6 +419,9 @@ def test_zero_advantages_may_be_left_out_only_without_kl():
         {"surrogate": "sapo"},
         {"surrogate": "gmpo"},
         {"surrogate": "reinforce"},
+        {"surrogate": "vespo"},
+        {"surrogate": "dppo_tv"},
+        {"surrogate": "dppo_kl"},
         {"surrogate": "kl_cov"},
         {"surrogate": "clip_cov"},
         {"top_entropy_fraction": 0.5},
@@ -481,6 +514,15 @@ def test_unknown_old_logprobs_are_an_error():
             {"surrogate": "clip_cov", "clip_cov_low": 5.0},
             r"clip_cov_low must be below clip_cov_high \(5\.0\), got 5\.0",
         ),
+        ({"vespo_k": 4.0}, "vespo_k is 4.0, but the clip surrogate does not use it"),
+        ({"surrogate": "vespo", "epsilon": 0.1}, "epsilon is 0.1, but the vespo surrogate does not use it"),
+        ({"surrogate": "vespo", "vespo_lambda": 0.0}, r"vespo_lambda must be above 0, got 0\.0"),
+        ({"surrogate": "vespo", "ratio": "sequence"}, "ratio is 'sequence', but the vespo surrogate does not use it"),
+        (
+            {"surrogate": "vespo", "rollout_correction": "sequence_mask"},
+            "must be one of none, token_truncate, token_mask with objective.surrogate 'vespo', .*got 'sequence_mask'",
+        ),
+        ({"surrogate": "dppo_tv", "dppo_max_ratio": 1.0}, r"dppo_max_ratio must be above 1, got 1\.0"),
         ({"pass_k": 4}, "pass_k is 4, but the baseline is not pass_at_k"),
         ({"pass_k": 1, "baseline": "pass_at_k"}, r"pass_k must be at least 2 \(or null\), got 1"),
         ({"epsilon": 0.1, "surrogate": "reinforce"}, "epsilon is 0.1, but the reinforce surrogate does not use it"),
@@ -547,6 +589,32 @@ def test_gmpo_reports_tokens_as_clipped_by_their_log_ratio():
     assert terms.clipped_low.nonzero().tolist() == [[1, 2]]
     terms = Objective(surrogate="gmpo", epsilon=0.35, epsilon_high=0.6)(logprobs, batch, COUNTS, LONGEST)
     assert not (terms.clipped_low | terms.clipped_high).any()
+
+
+def test_token_weights_are_part_of_vespos_ratio():
+    """And not a factor of its loss; the logs get them all the same, and off-policy completions are dropped."""
+    logprobs, batch = make_batch()
+    mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
+    objective = Objective(beta=0.0, surrogate="vespo", rollout_correction="token_mask", off_policy_threshold=-0.5)
+    terms = objective(logprobs, batch, COUNTS, LONGEST)
+    weights = rollout_weights(batch.old_logprobs, batch.rollout_logprobs, mask, level="token", outside="mask")
+    tokens = vespo_surrogate(logprobs, batch.old_logprobs, mask, advantages, rollout_weights=weights)
+    kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=-0.5)
+    assert kept.tolist() == [[True], [False], [True], [False]]  # the last has no tokens
+    want = aggregate(tokens * kept, mask, by="token", num_tokens=23, num_sequences=7, max_completion_length=9)
+    assert terms.loss.item() == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(terms.rollout_weight, weights * kept * mask)
+
+
+def test_dppo_reports_tokens_outside_of_the_trust_region():
+    logprobs, batch = make_batch()
+    terms = Objective(surrogate="dppo_tv", epsilon=0.01)(logprobs, batch, COUNTS, LONGEST)
+    p, q = logprobs.detach().exp(), batch.old_logprobs.exp()
+    gain = batch.advantages[:, None]
+    assert torch.equal(terms.clipped_high, (p - q > 0.01) & (gain > 0) & batch.completion_mask)
+    assert torch.equal(terms.clipped_low, (q - p > 0.01) & (gain < 0) & batch.completion_mask)
+    assert terms.clipped_high.any()
+    assert terms.clipped_low.any()
 
 
 def test_unselected_tokens_are_an_error():

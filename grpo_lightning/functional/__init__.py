@@ -18,6 +18,7 @@ from grpo_lightning.functional.losses import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    dppo_surrogate,
     gmpo_surrogate,
     importance_ratio,
     is_clipped_high,
@@ -27,10 +28,12 @@ from grpo_lightning.functional.losses import (
     keeps_sequence,
     kl_cov_surrogate,
     kl_divergence,
+    leaves_trust_region,
     masked_mean,
     reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
+    vespo_surrogate,
 )
 from grpo_lightning.functional.selection import (
     high_covariance_tokens,
@@ -43,6 +46,7 @@ __all__ = [
     "aggregate",
     "cispo_surrogate",
     "clipped_surrogate",
+    "dppo_surrogate",
     "gmpo_surrogate",
     "group_relative_advantages",
     "high_covariance_tokens",
@@ -55,6 +59,7 @@ __all__ = [
     "keeps_sequence",
     "kl_cov_surrogate",
     "kl_divergence",
+    "leaves_trust_region",
     "masked_mean",
     "normalized_sum",
     "random_covariance_tokens",
@@ -64,5 +69,6 @@ __all__ = [
     "token_covariances",
     "token_entropy",
     "token_logprobs",
+    "vespo_surrogate",
     "zero_variance_groups",
 ]

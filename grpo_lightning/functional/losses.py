@@ -7,6 +7,7 @@ split into micro-batches and ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -269,6 +270,137 @@ def kl_cov_surrogate(
     _check_columns(logprobs=logprobs, advantages=advantages)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token")
     return -bounded_exp(log_ratio) * advantages + coefficient * torch.where(selected, log_ratio.abs(), 0.0)
+
+
+def dppo_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    outside: Tensor,
+    *,
+    max_ratio: float = 20.0,
+) -> Tensor:
+    """DPPO: a trust region of probabilities instead of ratios; tokens outside have no gradient.
+
+        loss = -stop_gradient( min(r, max_ratio) ) A logprob   where inside, else 0
+
+    A ratio of 5 from 0.001 to 0.005 changes the policy less than one of 1.2 from 0.5 to 0.6, which a clip of ratios
+    does not see. DPPO (divergence proximal policy optimization, arXiv:2602.04879, eq. 11; the loss of verl). Its old
+    policy is the one that sampled: take the engine's log-probs.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
+        advantages: [B, 1].
+        outside: [B, T] bool, from `leaves_trust_region`.
+        max_ratio: Maximum weight of a token's gradient, far above 1: truncation is a bias.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    ratio = importance_ratio(logprobs, old_logprobs, mask).detach().clamp(max=max_ratio)
+    return torch.where(outside, 0.0, -ratio * advantages * logprobs)
+
+
+def leaves_trust_region(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Literal["tv", "kl"],
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find tokens that have moved too far in the direction of their advantage (DPPO, arXiv:2602.04879, eq. 12-14).
+
+        p = exp(logprobs), q = exp(old_logprobs)
+        tv:  D = |p - q|
+        kl:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+        low:  A <= 0, p < q and D > epsilon;   high:  A > 0, p > q and D > epsilon_high
+
+    The divergences are those of two outcomes, this token or any other: a lower bound of the divergence over the
+    vocabulary. 1e-8 is added to 1 - p and to 1 - q, as in verl.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy that sampled the tokens.
+        advantages: [B, 1].
+        divergence: Total variation, or the KL of the old policy to the current one.
+        epsilon: Maximum divergence of tokens that have become less likely: a probability ("tv") or nats ("kl").
+        epsilon_high: Maximum of those that have become more likely; None uses `epsilon`.
+
+    Returns:
+        Tokens that have moved down too far, and those that have moved up too far: two [B, T] bool, of any value at
+        padding.
+
+    Raises:
+        ValueError: If the divergence is neither.
+    """
+    new, old = logprobs.detach(), old_logprobs.detach()
+    p, q = new.exp().clamp(max=1), old.exp().clamp(max=1)
+    if divergence == "tv":
+        distance = (p - q).abs()
+    elif divergence == "kl":
+        distance = q * (old - new) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+    else:
+        raise ValueError(f"divergence must be 'tv' or 'kl', got {divergence!r}.")
+    high = epsilon if epsilon_high is None else epsilon_high
+    low_moved, high_moved = (advantages <= 0) & (p < q), (advantages > 0) & (p > q)
+    return low_moved & (distance > epsilon), high_moved & (distance > high)
+
+
+def vespo_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    rollout_weights: Tensor | None = None,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> Tensor:
+    """VESPO: weight each token's log-probability by a soft function of its completion's ratio, instead of a clip.
+
+        w = product over trained t of r[b, t] (times rollout_weights[b, t])
+        phi = exp(lambda) w^k exp(-lambda w),   k and lambda by the sign of A
+        loss = -stop_gradient(phi) A logprob
+
+    phi is 1 at w = 1, has its maximum at w = k / lambda and vanishes at 0 and for large w. VESPO (variational
+    sequence-level soft policy optimization, arXiv:2602.10693, eq. 12); bounds as in its code and TRL: log-ratios and
+    log w at most 20 nats, log w and the logs of `rollout_weights` at least log 1e-8, lambda at least 1e-4.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
+        advantages: [B, 1].
+        rollout_weights: [B, T] off-policy weights of the tokens, from the function of that name.
+        positive: k and lambda where A >= 0: a larger k fades low w out sooner, a larger lambda high w.
+        negative: k and lambda elsewhere.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    lowest = math.log(1e-8)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token").detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if rollout_weights is not None:
+        log_weights = rollout_weights.detach().log().clamp(lowest, MAX_LOG_RATIO)
+        log_ratio = log_ratio + torch.where(mask, log_weights, 0.0)
+    log_w = log_ratio.sum(dim=1, keepdim=True).clamp(lowest, MAX_LOG_RATIO)
+    k, decay = (torch.where(advantages >= 0, *values) for values in zip(positive, negative, strict=True))
+    decay = decay.clamp(min=1e-4)
+    phi = (decay + k * log_w - decay * log_w.exp()).exp()
+    return -phi * advantages * logprobs
 
 
 def _check_columns(**tensors: Tensor) -> None:

@@ -188,6 +188,35 @@ def test_sapo():
     assert loss(sapo(sapo_temperature_negative=2.0)) == pytest.approx(by_hand(1.0, 2.0))
 
 
+@case(Objective, "vespo_k", "vespo_lambda", "vespo_k_negative", "vespo_lambda_negative")
+def test_vespo():
+    first, second = NOW.tolist()
+
+    def by_hand(k: float = 2.0, decay: float = 3.0, k_negative: float = 3.0, decay_negative: float = 2.0) -> float:
+        # the products of the ratios are 1.5 and 3
+        up = math.exp(decay) * 1.5**k * math.exp(-decay * 1.5)
+        down = math.exp(decay_negative) * 3**k_negative * math.exp(-decay_negative * 3)
+        return (-up * sum(first) + down * sum(second[:2])) / 5
+
+    vespo = functools.partial(Objective, beta=0.0, surrogate="vespo")
+    assert loss(vespo()) == pytest.approx(by_hand(), rel=1e-5)
+    assert loss(vespo(vespo_k=1.0)) == pytest.approx(by_hand(k=1.0), rel=1e-5)
+    assert loss(vespo(vespo_lambda=1.0)) == pytest.approx(by_hand(decay=1.0), rel=1e-5)
+    assert loss(vespo(vespo_k_negative=1.0)) == pytest.approx(by_hand(k_negative=1.0), rel=1e-5)
+    assert loss(vespo(vespo_lambda_negative=1.0)) == pytest.approx(by_hand(decay_negative=1.0), rel=1e-5)
+
+
+@case(Objective, "dppo_max_ratio", "epsilon")
+def test_dppo():
+    # 0.3 to 0.9, 0.4 to 0.2, 0.5; and with a negative advantage 0.2 to 0.6, 0.3
+    first, second = NOW.tolist()
+    dppo = functools.partial(Objective, beta=0.0, surrogate="dppo_tv")
+    inside = -(0.5 * first[1] + first[2]) + 3 * second[0] + second[1]
+    assert loss(dppo()) == pytest.approx(inside / 5)
+    assert loss(dppo(epsilon=0.7)) == pytest.approx((inside - 3 * first[0]) / 5)
+    assert loss(dppo(dppo_max_ratio=2.0)) == pytest.approx((inside - second[0]) / 5)
+
+
 @case(Objective, "kl_in")
 def test_kl_in():
     in_loss, in_reward, without = (
