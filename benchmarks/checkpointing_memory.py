@@ -1,11 +1,12 @@
-"""Peak memory of one update with every `activation_checkpointing`, and what the recomputing costs.
+"""Peak memory of an optimizer step with every `activation_checkpointing`, and the time that recomputing costs.
 
     python benchmarks/checkpointing_memory.py             # prints the table
-    python benchmarks/checkpointing_memory.py --record    # and writes it into benchmarks/proofs.json
+    python benchmarks/checkpointing_memory.py --record    # also writes it to benchmarks/proofs.json
 
-8 layers of width 256 (7 million parameters), 2 prompts of 512 tokens x 8 completions of 256, float32, AdamW, one
-thread. Chunks are 2 completions. The peak is what forward, backward and optimizer step allocate at once, gradients and
-optimizer states among it; weights are there before. Exit code 1 if the gradients differ by more than 1e-5.
+The model has 8 layers of width 256 (7 million parameters). A step has 2 prompts of 512 tokens x 8 completions of 256,
+in float32 with AdamW, on one thread; `chunks` has 2 completions per chunk. The peak is the largest number of bytes that
+forward pass, backward pass and optimizer step allocate at once. It includes gradients and optimizer states, but not the
+weights, which are allocated before. Exit code 1 if the gradients differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MOST_DIFFERENCE = 1e-5
 
 
 def micro_batch() -> MicroBatch:
-    """Whole groups at their longest."""
+    """Make a micro-batch of whole groups with completions of the maximum length."""
     generator = torch.Generator().manual_seed(0)
     rows = NUM_PROMPTS * GENERATIONS
     mask = torch.ones(rows, COMPLETION_LENGTH, dtype=torch.bool)
@@ -58,13 +59,13 @@ def micro_batch() -> MicroBatch:
 
 
 def measure(mode: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """(peak, seconds and layer calls of one update; its gradient)."""
+    """Measure an optimizer step. Returns: (peak bytes, seconds and layer calls; the gradient)."""
     torch.manual_seed(0)
     model, batch = Qwen2ForCausalLM(Qwen2Config(**MODEL)).train(), micro_batch()
     if mode == "layers":
         checkpoint_layers(model)
     calls: list[int] = []
-    # What is inside a layer: a recomputed one is called past its own hooks.
+    # A hook inside the layer: recomputing a layer does not call the hooks of the layer itself.
     model.model.layers[-1].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
     scorer = Scorer(chunk_size=CHUNK_SIZE, checkpoint_chunks=mode == "chunks")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measure("none")  # the first run pays for set-up
+    measure("none")  # a first run, because it includes set-up
     outcome: dict[str, dict[str, Any]] = {}
     reference = torch.empty(0)
     for mode in MODES:

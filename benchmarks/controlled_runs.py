@@ -1,4 +1,4 @@
-"""The same quickstart on several seeds, and under controls that must not learn: what the proofs of learning run."""
+"""Runs of a quickstart on several seeds, and with controls that must not learn, for the proofs of learning."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from rich.table import Table
 
 Summary = dict[str, float]
 Runs = dict[str, list[Summary]]
-"""Summaries of each control, by its name."""
+"""Summaries of the runs, by the name of the control."""
 
 NUM_SEEDS = 8
-"""Of the quickstart itself, unless others are named."""
+"""Default number of seeds of the quickstart itself."""
 
 TRAINED = "trained"
-"""The control that is none."""
+"""Name of the runs without a control."""
 
 
 @dataclass(frozen=True)
 class ControlledRuns:
-    """A proof: its runs, and the bars that they have to clear."""
+    """A proof of learning: its runs, and the bars that they have to reach."""
 
     name: str
-    """Of the entry in `proofs.json`."""
+    """Name of the entry in `proofs.json`."""
 
     controls: Mapping[str, Callable[[int], None]]
-    """Each runs the quickstart once in the current folder, with the seed it is given; `TRAINED` is among them."""
+    """Functions by name; each runs the quickstart once in the current folder with a given seed. Includes `TRAINED`."""
 
     summary: str
-    """Where that writes its summary."""
+    """Path of the summary that a run writes."""
 
     numbers: Sequence[str]
-    """Of the summary: what the table shows."""
+    """Numbers of the summary that the table shows."""
 
     verdicts: Callable[[Runs], dict[str, bool]]
-    """Every bar, and whether it holds."""
+    """Returns every bar, and whether it is reached."""
 
     num_control_seeds: int = 1
-    """Of every control, unless others are named."""
+    """Default number of seeds of every control."""
 
     also_recorded: Sequence[str] = ("seed",)
-    """More of the summary's numbers, for `proofs.json`."""
+    """Further numbers of the summary that are written to `proofs.json`."""
 
     def main(self, description: str | None) -> int:
-        """Run everything, print the table, check the bars. Returns: the exit code, 1 if a bar does not hold."""
+        """Run everything, print the table, check the bars. Returns: the exit code, 1 if a bar is not reached."""
         formatter = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
         parser.add_argument("--seeds", type=int, nargs="+", default=[*range(NUM_SEEDS)])
@@ -66,7 +66,7 @@ class ControlledRuns:
             self.controls[options.child](options.seeds[0])
             return 0
 
-        console = Console(width=max(100, Console().width))  # the table, whole, in a file too
+        console = Console(width=max(100, Console().width))  # wide enough for the table, also if the output is a file
         table = Table("run", "seed", *self.numbers)
         runs: Runs = {control: [] for control in self.controls}
         for control in self.controls:
@@ -87,13 +87,13 @@ class ControlledRuns:
         return 0 if all(bars.values()) else 1
 
     def spread(self, trained: Sequence[Summary]) -> dict[str, Summary]:
-        """Mean, least and greatest value of every number over the seeds: a quickstart must hold for whoever runs it."""
+        """Mean, minimum and maximum of every number over the seeds: the bars must be reached with any seed."""
         values = {name: [summary[name] for summary in trained] for name in self.numbers}
         kinds = {"mean": statistics.fmean, "least": min, "greatest": max}
         return {kind: {name: reduce(some) for name, some in values.items()} for kind, reduce in kinds.items()}
 
     def run(self, control: str, seed: int) -> Summary:
-        """One quickstart in its own process and folder, with an empty cache: its summary."""
+        """Run a quickstart in a process and folder of its own, with an empty cache. Returns: its summary."""
         with tempfile.TemporaryDirectory() as folder:
             child = [sys.executable, str(Path(sys.argv[0]).resolve()), "--child", control, "--seeds", str(seed)]
             environment = os.environ | {"GRPO_LIGHTNING_CACHE": str(Path(folder) / "cache")}

@@ -1,12 +1,13 @@
-"""What a GRPO step on images costs, TRL's GRPOTrainer against ours: images read, preprocessed and encoded, CPU time.
+"""Cost of a GRPO step on images, with TRL's GRPOTrainer and here: images read, preprocessed and encoded, CPU time.
 
     python benchmarks/images_versus_trl.py              # about 3 minutes
-    python benchmarks/images_versus_trl.py --record     # and writes benchmarks/results/images_versus_trl.json
+    python benchmarks/images_versus_trl.py --record     # also writes benchmarks/results/images_versus_trl.json
 
-Both sides load the same folder, a Qwen2.5-VL with random weights and its real processor, and train on the same images
-(files in a data set of the hub's form), with the same reward, optimizer and loss (clipped, token mean, KL to the
-reference): 2 prompts of one image each, 8 completions, per optimizer step. Each side is a process of its own, in
-alternation; CPU seconds (user and system, all threads) and counts are per step, from the end of the first step on.
+Both sides load the same folder, a Qwen2.5-VL with random weights and its real processor. They train on the same images
+(files, in rows like those of a hub dataset), with the same reward, optimizer and loss (clipped, token mean, KL to the
+reference). An optimizer step has 2 prompts of one image each and 8 completions per prompt. Each side runs in a process
+of its own, and the processes of both sides alternate. Counts and CPU seconds (user and system, all threads) are means
+per step; the first step is not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COUNTS = ("read", "preprocessed", "encoded by the policy", "encoded by the refer
 
 
 def build(folder: Path) -> None:
-    """Save model, processor and images."""
+    """Save the model, the processor and the images."""
     import numpy as np
     import torch
     import transformers as tf
@@ -96,12 +97,12 @@ def build(folder: Path) -> None:
 
 
 def odd_length(completion_ids: list[Any], **columns: object) -> list[float]:
-    """The reward: costs nothing."""
+    """Return 1 for an odd sum of token ids, else 0: a reward that takes no time."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 class Counts:
-    """Counts per step, from the end of the first step on."""
+    """Counts images and CPU time, from the end of the first step on."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -136,7 +137,7 @@ class Counts:
         model.model.visual.register_forward_pre_hook(count, with_kwargs=True)
 
     def step_ended(self) -> None:
-        """An optimizer step is over; the first one is warm-up."""
+        """Record the end of an optimizer step; the first step is warm-up."""
         if self.steps < 0:
             self.counts = dict.fromkeys(COUNTS, 0)
             self.start = time.process_time()
@@ -144,7 +145,7 @@ class Counts:
         self.stop = time.process_time()
 
     def outcome(self) -> dict[str, float]:
-        """Per step."""
+        """The counts per step."""
         per_step = {name: count / self.steps for name, count in self.counts.items()}
         return per_step | {"cpu_seconds": (self.stop - self.start) / self.steps}
 
@@ -249,7 +250,7 @@ SIDES = {"trl": run_trl, "ours": run_ours}
 
 
 def measure(side: str, folder: Path, steps: int) -> dict[str, float]:
-    """One side, in a process of its own."""
+    """Measure one side in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--child", side, "--folder", str(folder)]
     quiet = {
         "OMP_NUM_THREADS": "1",
@@ -268,7 +269,7 @@ def measure(side: str, folder: Path, steps: int) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Measure in alternation, and print; 1 if ours runs an image more than once per pass."""
+    """Measure both sides alternately and print. Returns: 1 if our side handles an image more than once."""
     from rich.console import Console
     from rich.table import Table
 

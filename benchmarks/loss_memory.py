@@ -1,12 +1,13 @@
-"""Peak memory of the loss at a real vocabulary: the head in slices against whole logits, with the same gradients.
+"""Peak memory of the loss with a real vocabulary: the LM head in chunks of tokens against all logits at once.
 
     python benchmarks/loss_memory.py             # prints the table
-    python benchmarks/loss_memory.py --record    # and writes it into benchmarks/proofs.json
+    python benchmarks/loss_memory.py --record    # also writes it to benchmarks/proofs.json
 
-One decoder layer of width 64 under a head of 151,936 tokens (Qwen2.5's), 4,096 completion tokens, float32, one thread.
-Each variant runs in a process of its own. Its peak is the largest sum of what was allocated in the forward and backward
-pass, gradients among them, as torch's profiler saw it; beside it the growth of the process's resident memory.
-Exit code 1 if slices of 512 tokens need more than a quarter of whole logits, or if gradients differ by more than 1e-5.
+The model is one decoder layer of width 64 under an LM head of 151,936 tokens (Qwen2.5's); there are 4,096 completion
+tokens, in float32, on one thread. Each variant runs in a process of its own. The peak is the largest number of bytes
+that forward and backward pass allocate at once, including gradients, as measured by torch's profiler; the table also
+has the growth of the process's resident memory. Exit code 1 if chunks of 512 tokens need more than a quarter of the
+memory of all logits, or if the gradients differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from grpo_lightning.policy.scorer import Scorer
 VOCAB = 151_936
 NUM_PROMPTS, GENERATIONS, PROMPT_LENGTH, COMPLETION_LENGTH = 2, 8, 32, 256
 SLICES = [None, 1024, 512, 256]
-"""Tokens per slice; None: whole logits."""
+"""Tokens per chunk; None: all logits at once."""
 
 PROVEN, MOST = 512, 0.25
 MOST_DIFFERENCE = 1e-5
 
 
 def policy() -> Qwen2ForCausalLM:
-    """The model, always the same."""
+    """Make the model, with the same weights in every call."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=VOCAB, num_key_value_heads=1, initializer_range=0.3, **shape)
@@ -48,7 +49,7 @@ def policy() -> Qwen2ForCausalLM:
 
 
 def micro_batch() -> MicroBatch:
-    """Completions without padding, so that the number of tokens is that of the shape."""
+    """Make completions without padding, so that every position is a token."""
     generator = torch.Generator().manual_seed(0)
     rows = NUM_PROMPTS * GENERATIONS
     mask = torch.ones(rows, COMPLETION_LENGTH, dtype=torch.bool)
@@ -65,13 +66,13 @@ def micro_batch() -> MicroBatch:
 
 
 def loss_of(model: torch.nn.Module, batch: MicroBatch, size: int | None) -> torch.Tensor:
-    """Advantage-weighted log-probs, averaged over tokens."""
+    """Average the advantage-weighted log-probs over the tokens."""
     logprobs = Scorer(head_chunk_size=size)(model, batch, temperature=1.0).logprobs
     return -(logprobs * batch.advantages[:, None]).sum() / batch.attention_mask.sum()
 
 
 def measure(size: int | None, gradients: Path) -> None:
-    """What the child prints: one forward and backward; its gradients go into a file."""
+    """Run forward and backward once, and save the gradients to a file. Returns: what the child prints."""
     torch.set_num_threads(1)
     model, batch = policy(), micro_batch()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,7 +86,7 @@ def measure(size: int | None, gradients: Path) -> None:
 
 
 def difference(one: Path, other: Path) -> float:
-    """The largest difference of a parameter's gradients, relative to the norm of the second."""
+    """The largest difference of a parameter's two gradients, relative to the norm of the second gradient."""
     ours, theirs = torch.load(one), torch.load(other)
     return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
 

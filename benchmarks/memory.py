@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes, as torch's profiler sees it."""
+"""Peak memory of a function, as measured by torch's profiler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
-    """The largest number of bytes on the CPU that were allocated at once, beyond those there before."""
-    gc.collect()  # what is freed inside would be subtracted, though it was allocated before
+    """The largest number of bytes that `work` has allocated on the CPU at once, beyond those allocated before."""
+    gc.collect()  # garbage that is freed during `work` would be subtracted, although it was allocated before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""`proofs.json`: what the long proofs measured, with date, versions and command."""
+"""`proofs.json`: the results of the long proofs, with date, versions and command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "transformers", "lightning", "trl", "reasoning-gym")
 
 
 def record(name: str, outcome: dict[str, Any]) -> None:
-    """Replace one proof's entry."""
+    """Replace the entry of one proof."""
     proofs = json.loads(PATH.read_text()) if PATH.exists() else {}
     proofs[name] = {
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),

@@ -1,16 +1,16 @@
-"""Proves that dynamic sampling pays: the accuracy of plain GRPO for at most two thirds of the trained tokens.
+"""Proves that dynamic sampling reaches plain GRPO's accuracy with at most two thirds of the trained tokens.
 
     python benchmarks/prove_dapo.py            # seeds 0 1 2
-    python benchmarks/prove_dapo.py --record   # and writes the outcome into benchmarks/proofs.json
+    python benchmarks/prove_dapo.py --record   # also writes the outcome to benchmarks/proofs.json
 
-The quickstart's task, of whose prompts 35 % are always right and 35 % always wrong, whatever the completion: 70 % of
-the groups teach nothing. Plain GRPO (`recipes/objectives/grpo.yaml`) trains for 100 steps of 4 prompts x 8
-completions; what counts is the accuracy on held-out prompts of the other kind, the mean of the last five validations.
-DAPO's loss alone, and DAPO with dynamic sampling, train with the same batch, learning rate and number of completions
-until the mean of five validations is that accuracy. Counted are the tokens of all completions that updates were made
-of, also those of groups that stayed equal.
+The task is that of the quickstart, but for 35 % of the prompts every completion is right and for another 35 % every
+completion is wrong, so 70 % of the groups have no gradient. Plain GRPO (`recipes/objectives/grpo.yaml`) trains for 100
+steps of 4 prompts x 8 completions. Its accuracy is the mean of the last five validations, on held-out prompts of the
+ordinary kind. DAPO's loss alone, and DAPO with dynamic sampling, train with the same batch size, learning rate and
+number of completions until the mean of five validations reaches that accuracy. The trained tokens are those of all
+completions in the trained rollouts, including the zero-variance groups among them.
 
-The bar: for every seed, DAPO takes at most two thirds of plain GRPO's tokens. Exit code 1 if it does not hold.
+The bar: for every seed, DAPO needs at most two thirds of plain GRPO's tokens. Exit code 1 if it does not.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 SHARE_SETTLED = 0.7
 RECIPES = Path(__file__).parents[1] / "recipes" / "objectives"
 RUNS = {"GRPO": ("grpo", False), "DAPO's loss alone": ("dapo", False), "DAPO": ("dapo", True)}
-"""The objective's fragment, and whether further prompts are drawn."""
+"""By name of a run: the recipe fragment of the objective, and whether dynamic sampling is on."""
 
 
 class SettledOrExact:
-    """The value that the row says, else 1 for the right answer."""
+    """The reward in the row's column `settled`, if there is one; otherwise 1 for the right answer."""
 
     def __init__(self) -> None:
         self.exact = ExactMatch(extract="answer_tag")
@@ -57,28 +57,28 @@ class SettledOrExact:
 
 
 class Curve(L.Callback):
-    """Accuracy over trained tokens; stops the run once it is as good as `target`."""
+    """Records accuracy and trained tokens; stops the run once the accuracy reaches `target`."""
 
     def __init__(self, target: float) -> None:
         self.target, self.tokens, self.accuracies = target, 0, []
 
     @property
     def accuracy(self) -> float:
-        """The mean of the last five validations; 0 before there are as many."""
+        """The mean of the last five validations; 0 before five validations."""
         return statistics.fmean(self.accuracies[-5:]) if len(self.accuracies) >= 5 else 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Add a rollout's tokens: every one is trained on for one step."""
+        """Add the tokens of a rollout: every rollout is trained on for one step."""
         self.tokens += sum(counts.num_tokens for counts in pl_module.run.cycle.counts)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the accuracy; enough is enough."""
+        """Record the accuracy, and stop the run if the target is reached."""
         self.accuracies.append(float(trainer.callback_metrics["val/reward"]))
         trainer.should_stop = self.accuracy >= self.target
 
 
 def rows_of(path: Path, seed: int, share_settled: float) -> list[dict[str, Any]]:
-    """The rows of a file, of which a share is settled: half of them right, half wrong."""
+    """Read the rows of a file, and make a part of them always right or always wrong, in equal numbers."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     draw = random.Random(seed)
     draw.shuffle(rows)
@@ -89,14 +89,14 @@ def rows_of(path: Path, seed: int, share_settled: float) -> list[dict[str, Any]]
 
 
 def run(kind: str, seed: int, options: argparse.Namespace, target: float) -> dict[str, Any]:
-    """Train until the accuracy is reached, or for as many steps as plain GRPO. Returns: what it took and came to."""
+    """Train until the target accuracy or the last step. Returns: the accuracy, trained tokens and steps."""
     fragment, is_dynamic = RUNS[kind]
     files = DemoRecipe().prepare(seed)
     objective = yaml.safe_load((RECIPES / f"{fragment}.yaml").read_text())["model"]["objective"]
     module = GRPOLightningModule(
         str(files.model),
         rewards=[SettledOrExact()],
-        reward_workers=RewardWorkers(num_workers=0),  # strings are compared in no time
+        reward_workers=RewardWorkers(num_workers=0),  # comparing strings takes no time
         sampling=SamplingParams(max_completion_length=48),
         objective=Objective(**objective),
         dynamic_sampling=DynamicSampling(options.rounds) if is_dynamic else None,

@@ -1,13 +1,14 @@
-"""Proves that the grounding quickstart learns to point, and that it learns it from the images.
+"""Proves that the grounding quickstart learns to point, and that it learns this from the images.
 
     python benchmarks/prove_grounding.py            # seeds 0 to 7 and the two controls
-    python benchmarks/prove_grounding.py --record   # and writes the outcome into benchmarks/proofs.json
+    python benchmarks/prove_grounding.py --record   # also writes the outcome to benchmarks/proofs.json
 
-The bars, for every seed: mean IoU over held-out images at most 0.35 before and at least 0.80 after, of sampled and of
-greedy answers, in at most 10 minutes (images and the model's warm-up included). Held-out questions name colours with
-shapes, and ask for boxes, that no image of the warm-up or the training has; after training, answers are nearer to these
-than any box that was trained on, by 0.05 of IoU. With all images blank, or with the boxes of the training data
-shuffled between the images, mean IoU stays below 0.35. Exit code 1 if one does not hold.
+The bars for every seed: the mean IoU over held-out images is at most 0.35 before training and at least 0.80 after, for
+sampled and for greedy answers, and a run takes at most 10 minutes (including the drawing of the images and the warm-up
+of the model). The held-out questions combine colours and shapes, and ask for boxes, that appear in no image of the
+warm-up or the training. After training, the mean IoU exceeds by at least 0.05 what answering with the nearest training
+box would reach. In the controls, all images are blank, or the boxes of the training data are shuffled between the
+images: the mean IoU then stays below 0.35. Exit code 1 if a bar does not hold.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ NUMBERS = ["iou_before", "iou_after", "greedy_before", "greedy_after", "seconds"
 
 
 class BlankImages(GroundingQuickstart):
-    """The same questions about images of one colour."""
+    """The same questions about blank images."""
 
     def __call__(self) -> None:
-        """Build, then wipe every image."""
+        """Build the data, then make every image blank."""
         super().__call__()
         for path in (self.folder / "images").glob("*.png"):
             with Image.open(path) as image:
                 size = image.size
             Image.new("RGB", size, (127, 127, 127)).save(path)
-        (self.folder / RECIPE).write_text("blank images")  # whoever comes next shall not take it for the task
+        (self.folder / RECIPE).write_text("blank images")  # otherwise a later run would use these images
 
 
 class ShuffledBoxes(GroundingQuickstart):
-    """The right boxes of the training data belong to other images."""
+    """The boxes of the training data are shuffled between the images."""
 
     def __call__(self) -> None:
-        """Build, then shuffle the boxes that are trained on; those that are evaluated on stay."""
+        """Build the data, then shuffle the boxes of the training data; the held-out boxes stay."""
         super().__call__()
         path = self.folder / "train.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -69,7 +70,7 @@ CONTROLS: dict[str, type[GroundingQuickstart]] = {
 
 
 def nearest_known(seed: int) -> float:
-    """What only saying boxes of the training would reach: mean IoU of the right boxes and the ones nearest to them."""
+    """Mean IoU of answering every held-out question with the best training box."""
     task = SceneTask(seed=seed)
     known = [task.pixels(box) for box in task.boxes if box not in task.heldout_boxes]
     scenes = itertools.islice(task.scenes("heldout", is_heldout=True), task.num_heldout)
@@ -78,7 +79,7 @@ def nearest_known(seed: int) -> float:
 
 
 def verdicts(runs: Runs) -> dict[str, bool]:
-    """Every bar, and whether it holds."""
+    """Every bar, and whether it is reached."""
     trained = runs[TRAINED]
     bars = {
         "before <= 0.35": all(max(one["iou_before"], one["greedy_before"]) <= 0.35 for one in trained),
@@ -96,7 +97,7 @@ def verdicts(runs: Runs) -> dict[str, bool]:
 
 
 def quickstart(control: type[GroundingQuickstart], seed: int) -> None:
-    """Run the recipe with other data."""
+    """Run the recipe with the data of a control."""
     prepare = f"{Path(__file__).stem}.{control.__name__}"
     run_cli(["fit", "--config", str(QUICKSTART), f"--seed_everything={seed}", f"--data.prepare={prepare}"])
 

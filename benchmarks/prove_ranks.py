@@ -1,16 +1,16 @@
-"""Proves on two CPU ranks what several devices promise: killed runs resume exactly, and training is that of one device.
+"""Proves on two CPU ranks that killed runs resume exactly, and that training equals training on one device.
 
-    python benchmarks/prove_ranks.py                       # all of it, about half an hour on two cores
+    python benchmarks/prove_ranks.py                       # all parts, about half an hour on two cores
     python benchmarks/prove_ranks.py --parts resume --seed 1
-    python benchmarks/prove_ranks.py --record              # writes the outcome into benchmarks/proofs.json
+    python benchmarks/prove_ranks.py --record              # also writes the outcome to benchmarks/proofs.json
 
-resume: a tiny Qwen2 (tests/distributed/resume.py) is killed by SIGKILL at a random micro-step and in a random part of
-it, one rank or all, and goes on from the newest checkpoint: the same final weights as the unbroken run, bit for bit.
-DDP and ZeRO-3 `--runs` times each; ZeRO-2, FSDP2 and LoRA under ZeRO-3 once.
-learning: the quickstart under ZeRO-3, every weight sharded, to its bar: sampled and greedy accuracy at least 0.90.
-equality: twenty steps of the quickstart on one device and on two ranks under DDP, FSDP2 and ZeRO-3: the same
-completions and the same mean reward at every step, the same weights up to rounding (1e-5 of a tensor's norm).
-Exit code 1 if one does not hold. Without --record nothing is left behind, but the quickstart's model in its cache.
+resume: a tiny Qwen2 (tests/distributed/resume.py) is killed by SIGKILL, on one rank or on all ranks, at a random place
+of a random micro-step, and resumes from the newest checkpoint. It must end with the weights of the uninterrupted run,
+bit for bit. DDP and ZeRO-3 run `--runs` times each; ZeRO-2, FSDP2 and LoRA under ZeRO-3 run once.
+learning: the quickstart under ZeRO-3, with every weight sharded, must reach a sampled and a greedy accuracy of 0.90.
+equality: twenty steps of the quickstart on one device, and on two ranks under DDP, FSDP2 and ZeRO-3, must have the same
+completions and the same mean reward in every step, and the same weights up to rounding (1e-5 of a tensor's norm).
+Exit code 1 if a part fails. Without --record only the quickstart's model remains, in its cache.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from grpo_lightning.module import GRPOLightningModule
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_phase")
 BATCH_SIZE = 16
-"""Prompts per step over all ranks, as the recipe has them."""
+"""Prompts per step over all ranks, as in the recipe."""
 
 STRATEGIES: dict[str, list[str]] = {
     "one device": [],
     "ddp": ["--trainer.strategy=ddp"],
     "fsdp2": ["--trainer.strategy=fsdp2"],
-    # `zero3` with every weight sharded: by default ones this small stay whole.
+    # ZeRO-3 with every weight sharded: by default, weights as small as these stay unsharded.
     "zero3": [
         "--trainer.strategy=grpo_lightning.GRPODeepSpeedStrategy",
         "--trainer.strategy.init_args.stage3_param_persistence_threshold=0",
@@ -54,21 +54,21 @@ STRATEGIES: dict[str, list[str]] = {
 }
 STEPS = 20
 TOLERANCE = 1e-5
-"""Of a weight tensor's norm, after `STEPS` steps of AdamW."""
+"""Allowed difference of a weight tensor after `STEPS` steps of AdamW, relative to its norm."""
 
 
 class Kept(GRPOLightningModule):
-    """Leaves its whole weights behind."""
+    """The quickstart's module, which saves its full weights when training ends."""
 
     def on_train_end(self) -> None:
-        """All ranks take part, the first one writes."""
+        """Gather the weights on all ranks, and save them on rank 0."""
         weights = {name: self.sharding.whole(weight).cpu().clone() for name, weight in self.policy.named_parameters()}
         if self.trainer.is_global_zero:
             torch.save(weights, "weights.pt")
 
 
 def quickstart(folder: Path, strategy: str, *flags: str) -> Path:
-    """The quickstart in processes of its own, with the same prompts per step on any number of ranks: its run folder."""
+    """Run the quickstart in new processes. Returns: its folder. The prompts per step do not depend on the strategy."""
     devices = 1 if strategy == "one device" else 2
     child = [sys.executable, str(Path(__file__).resolve()), "--child", "fit", "--config", str(RECIPE)]
     child += [f"--trainer.devices={devices}", f"--data.batch_size={BATCH_SIZE // devices}", *STRATEGIES[strategy]]
@@ -85,7 +85,7 @@ def quickstart(folder: Path, strategy: str, *flags: str) -> Path:
 
 
 def prove_resume(options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
-    """Kill and go on, case by case."""
+    """Kill and resume runs, case by case."""
     from tests.distributed.resume import MICRO_STEPS, kill_and_resume
 
     chooser = random.Random(options.seed)
@@ -100,7 +100,7 @@ def prove_resume(options: argparse.Namespace, console: Console) -> tuple[dict[st
         kill = {
             "micro_step": chooser.randrange(1, MICRO_STEPS - 1),
             "hook": chooser.choice(HOOKS),
-            "rank": None if number % 2 else chooser.choice([0, 1]),  # all, and one, in turn
+            "rank": None if number % 2 else chooser.choice([0, 1]),  # alternately all ranks and one rank
         }
         with tempfile.TemporaryDirectory() as folder:
             outcome = kill_and_resume(strategy, Path(folder), settings=settings, **kill)
@@ -121,7 +121,7 @@ def prove_resume(options: argparse.Namespace, console: Console) -> tuple[dict[st
 
 
 def prove_learning(options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
-    """The quickstart to its bar under ZeRO-3."""
+    """Run the quickstart under ZeRO-3 and check its accuracy."""
     names = ["accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "steps", "seconds"]
     table = Table("strategy", "seed", *names)
     with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +134,7 @@ def prove_learning(options: argparse.Namespace, console: Console) -> tuple[dict[
 
 
 def prove_equality(options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
-    """Twenty steps on one device, and on two ranks."""
+    """Compare twenty steps on one device and on two ranks."""
     flags = (f"--seed_everything={options.seed}", f"--trainer.max_steps={STEPS}", "--trainer.callbacks=[]")
     found = {}
     for strategy in STRATEGIES:
@@ -161,11 +161,11 @@ def prove_equality(options: argparse.Namespace, console: Console) -> tuple[dict[
 
 
 class Trained:
-    """What a short run drew, was rewarded with, and ended with.
+    """Completions, rewards and final weights of a short run.
 
     Args:
-        folder: Where it ran.
-        run: Its run folder.
+        folder: The working folder of the run.
+        run: The run's output folder.
     """
 
     def __init__(self, folder: Path, run: Path) -> None:
@@ -179,7 +179,7 @@ class Trained:
         self.weights: dict[str, Tensor] = torch.load(folder / "weights.pt", weights_only=True)
 
     def against(self, one: Trained) -> dict[str, Any]:
-        """How far this run is from another: equal steps, and the largest difference of a tensor by its norm."""
+        """Compare with another run: equal steps, and the largest difference of a tensor relative to its norm."""
         assert len(one.rewards) == len(self.rewards) == len(one.completions) == len(self.completions) == STEPS
         assert one.weights.keys() == self.weights.keys()
         return {
@@ -201,7 +201,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Console], tuple[dict[str, Any], b
 
 
 def main() -> int:
-    """Run the parts, print their tables."""
+    """Run the parts and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--runs", type=int, default=3, help="of resume, under DDP and under ZeRO-3")

@@ -1,12 +1,13 @@
-"""Proves that the quickstart on reasoning-gym learns all three of its tasks, and that it is GRPO that does it.
+"""Proves that the quickstart on reasoning-gym learns its three tasks, and that it learns because of GRPO.
 
     python benchmarks/prove_reasoning_gym.py            # seeds 0 to 7 and the three controls
-    python benchmarks/prove_reasoning_gym.py --record   # and writes the outcome into benchmarks/proofs.json
+    python benchmarks/prove_reasoning_gym.py --record   # also writes the outcome to benchmarks/proofs.json
 
-The bars, for every seed, on held-out questions: the mean of the verifiers' values over sampled answers is at most 0.35
-before and at least 0.80 after, over greedy ones at least 0.80 after; that of each task gains at least 0.30; a run takes
-at most 4 minutes (the model's warm-up included). With random values instead of the verifiers', with the advantage's
-sign flipped, or with learning rate 0, it gains less than 0.10. Exit code 1 if one does not hold.
+The bars for every seed, on held-out questions: the mean verifier score of sampled answers is at most 0.35 before
+training and at least 0.80 after; the mean score of greedy answers is at least 0.80 after; the score of each task rises
+by at least 0.30; and a run takes at most 4 minutes (including the warm-up of the model). In the controls, rewards are
+random, the advantages have the opposite sign, or the learning rate is 0: the mean score then rises by less than 0.10.
+Exit code 1 if a bar does not hold.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ BY_TASK = [f"{task}_{when}" for task in TASKS for when in ("before", "after")]
 
 
 class RandomValues(GRPOLightningModule):
-    """What a completion is worth is drawn by lot."""
+    """Rewards are random numbers."""
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
-        """Compare values that have nothing to do with the completions."""
+        """Replace the rewards by random numbers, then compute the advantages."""
         assert rollout.rewards is not None
         generator = torch.Generator().manual_seed(self.run.rollout_index)
         rollout.rewards = torch.rand(rollout.rewards.shape, generator=generator)
@@ -44,10 +45,10 @@ class RandomValues(GRPOLightningModule):
 
 
 class FlippedAdvantages(GRPOLightningModule):
-    """The worst completions are reinforced."""
+    """Advantages have the opposite sign."""
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
-        """Compare, then turn the sign around."""
+        """Compute the advantages, then change their sign."""
         rollout = super().compute_advantages(rollout)
         assert rollout.advantages is not None
         rollout.advantages = -rollout.advantages
@@ -55,7 +56,7 @@ class FlippedAdvantages(GRPOLightningModule):
 
 
 def verdicts(runs: Runs) -> dict[str, bool]:
-    """Every bar, and whether it holds."""
+    """Every bar, and whether it is reached."""
 
     def every(name: str) -> Sequence[float]:
         return [summary[name] for summary in runs[TRAINED]]
@@ -77,7 +78,7 @@ def verdicts(runs: Runs) -> dict[str, bool]:
 
 
 def quickstart(module_class: type[GRPOLightningModule], seed: int, *flags: str) -> None:
-    """Run the recipe with another module, and put the numbers of each task beside the others."""
+    """Run the recipe with the module of a control, and add the numbers of each task to the summary."""
     run_cli(["fit", "--config", str(RECIPE), f"--seed_everything={seed}", *flags], module_class)
     path = Path(SUMMARY)
     summary = json.loads(path.read_text(encoding="utf-8"))
@@ -85,7 +86,7 @@ def quickstart(module_class: type[GRPOLightningModule], seed: int, *flags: str) 
 
 
 def by_task(summary: dict[str, Any]) -> dict[str, float]:
-    """The mean value of each task's sampled answers, before and after."""
+    """The mean score of each task's sampled answers, before and after training."""
     return {
         f"{task}_{when}": summary[when]["sampled"][f"source/{task}/reasoning_gym"]
         for task in TASKS

@@ -1,16 +1,16 @@
-"""Proves that a stopped run resumes to the weights of the unbroken one, bit for bit, however it was stopped and saved.
+"""Proves that a stopped and resumed run ends with the weights of the uninterrupted run, bit for bit.
 
     python benchmarks/prove_resume.py                      # 10 runs, stopped at random places
-    python benchmarks/prove_resume.py --runs 30 --seed 1   # others
-    python benchmarks/prove_resume.py --record             # writes the outcome into benchmarks/proofs.json
+    python benchmarks/prove_resume.py --runs 30 --seed 1   # 30 runs, stopped at other places
+    python benchmarks/prove_resume.py --record             # also writes the outcome to benchmarks/proofs.json
 
-Every run trains a tiny Qwen2 on a CPU: three epochs over a data set that the batch size does not divide, two updates of
-two micro-batches per rollout, two iterations, a KL, AdamW, a cosine schedule, clipping. It is stopped one to three
-times, at random micro-steps, and each time resumes in a new process from the newest complete checkpoint. Each stop is
-drawn (SIGKILL, Ctrl-C, SIGTERM in a random part of the micro-step; `max_steps`, `max_time`, `should_stop`), and so is
-what saves the checkpoints (Lightning's default, `save_last`, intervals of steps, epochs and time, after validation, on
-an exception), and whether `max_epochs` or `max_steps` ends the whole run.
-Exit code 1 if a final weight differs. Without --record nothing is left behind.
+Every run trains a tiny Qwen2 on a CPU, for three epochs over a dataset whose size is no multiple of the batch size. It
+has two optimizer steps of two micro-batches per rollout, two epochs over each rollout, a KL, AdamW, a cosine schedule
+and clipping. The run is stopped one to three times at random micro-steps. Each time it resumes in a new process from
+the newest complete checkpoint. These are chosen at random: the kind of each stop (SIGKILL, Ctrl-C or SIGTERM at a
+random place of the micro-step; `max_steps`, `max_time` or `should_stop`), the setting that saves the checkpoints
+(Lightning's default, `save_last`, an interval in steps, epochs or time, after validation, on an exception), and whether
+`max_epochs` or `max_steps` ends the run. Exit code 1 if a final weight differs. Without --record no files remain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from grpo_lightning.optimizers import AdamW
 
 PROMPTS = ["".join(str((i * k) % 6) for k in range(1, 3 + i)) for i in range(1, 8)]
 BATCH_SIZE, ACCUMULATE, EPOCHS = 3, 2, 3
-CYCLE = ACCUMULATE * 2 * 2  # two updates, two iterations
+CYCLE = ACCUMULATE * 2 * 2  # two optimizer steps per epoch over the rollout, two epochs
 MICRO_STEPS = EPOCHS * -(-len(PROMPTS) // BATCH_SIZE) * CYCLE
 STEPS = MICRO_STEPS // ACCUMULATE
 HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_phase")
@@ -72,33 +72,33 @@ class Part:
     """What ends the whole run: "max_epochs" or "max_steps"."""
 
     stop: str = ""
-    """How this process is stopped; empty for the last one, which goes on to the end."""
+    """How this process is stopped; empty for the last process, which trains to the end."""
 
     micro_step: int = 0
     hook: str = "on_train_batch_end"
 
     def limits(self) -> dict[str, int]:
-        """The trainer's."""
+        """Arguments of the trainer that limit the run."""
         if self.stop == "max_steps":
             return {"max_epochs": -1, "max_steps": -(-self.micro_step // ACCUMULATE)}
         return {"max_epochs": EPOCHS} if self.limit == "max_epochs" else {"max_epochs": -1, "max_steps": STEPS}
 
     def callbacks(self) -> list[L.Callback]:
-        """What stops it."""
+        """Callbacks that stop the process."""
         if self.stop == "max_time":
             return [StepTimer(timedelta(seconds=self.micro_step // ACCUMULATE))]
         return [Stop(self.stop, self.micro_step, self.hook)] if self.stop not in ("", "max_steps") else []
 
 
 class Stop(L.Callback):
-    """Stops at a micro-step, in a hook that the micro-step has; `on_before_optimizer_step` may wait for the next."""
+    """Stops in a hook of a micro-step, or of a later micro-step if this one does not call the hook."""
 
     def __init__(self, how: str, micro_step: int, hook: str) -> None:
         self.how, self.micro_step = how, micro_step
         setattr(self, hook, self.strike)
 
     def strike(self, trainer: L.Trainer, *args: Any) -> None:
-        """Without a handler or any cleaning up for SIGKILL; as Python and Lightning handle it for the others."""
+        """Send the signal: SIGKILL ends the process at once, Python and Lightning handle other signals."""
         if trainer.fit_loop.epoch_loop.batch_progress.total.ready < self.micro_step:
             return
         if self.how == "Ctrl-C":
@@ -110,27 +110,27 @@ class Stop(L.Callback):
 
 
 class StepTimer(Timer):
-    """Lightning's `max_time`, on a clock on which every optimizer step takes a second."""
+    """Lightning's `max_time` with a clock by which every optimizer step takes one second."""
 
     steps = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Look at the clock."""
+        """Check the time limit."""
         self.steps = trainer.global_step
         super().on_train_batch_end(trainer, *args, **kwargs)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Steps."""
+        """The number of optimizer steps, as seconds."""
         return float(self.steps)
 
 
 def small_digits(completions: list[str]) -> list[float]:
-    """The share of a completion's characters that are digits below 3."""
+    """The fraction of a completion's characters that are digits below 3."""
     return [sum(c in "012" for c in text) / max(1, len(text)) for text in completions]
 
 
 def train(folder: Path, part: Part) -> None:
-    """One process of a run: from the newest checkpoint to the stop or the end. The last one saves the weights."""
+    """Train from the newest checkpoint to the stop or the end of the run. The last process saves the weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -150,7 +150,7 @@ def train(folder: Path, part: Part) -> None:
         sampling=SamplingParams(max_completion_length=8),
         objective=Objective(beta=0.04),
         optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
-        # Its length is that of the whole run, also where `max_steps` stops a part of it earlier.
+        # The schedule has the length of the whole run, also if `max_steps` stops this part earlier.
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
         num_iterations=2,
         updates_per_rollout=2,
@@ -178,7 +178,7 @@ def train(folder: Path, part: Part) -> None:
 
 
 def start(folder: Path, part: Part) -> None:
-    """`train` in a process of its own. Raises: RuntimeError if it does not end as it should."""
+    """Run `train` in a new process. Raises: RuntimeError if the exit code is not the expected one."""
     child = [sys.executable, str(Path(__file__).resolve()), "--child", str(folder), json.dumps(asdict(part))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(child, env=environment, cwd=folder, capture_output=True, text=True, check=False)
@@ -187,7 +187,7 @@ def start(folder: Path, part: Part) -> None:
 
 
 def final_weights(parts: list[Part]) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The weights at the end of a run in these parts, and the optimizer steps that it resumed from."""
+    """Run the parts of a run. Returns: the final weights, and the optimizer steps that it resumed from."""
     with tempfile.TemporaryDirectory() as name:
         folder, resumed_from = Path(name), []
         for part in parts:
@@ -199,7 +199,7 @@ def final_weights(parts: list[Part]) -> tuple[dict[str, torch.Tensor], list[int]
 
 
 def random_parts(chooser: random.Random) -> list[Part]:
-    """One to three stops, in the order of the run; `on_phase` also strikes while the rollout is sampled or scored."""
+    """Choose one to three stops, in order; the hook `on_phase` can also stop during sampling or scoring."""
     saving, limit = chooser.choice(list(SAVING)), chooser.choice(["max_epochs", "max_steps"])
     micro_steps = sorted(chooser.sample(range(1, MICRO_STEPS), chooser.choice([1, 1, 2, 3])))
     stops = [
@@ -210,7 +210,7 @@ def random_parts(chooser: random.Random) -> list[Part]:
 
 
 def main() -> int:
-    """Run everything, print the table."""
+    """Run everything and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,12 @@
-"""Proves that a change of the code's shape changes no result: two commits train to the same metrics and weights.
+"""Proves that refactoring changes no result: two commits train to the same metrics and weights.
 
-    python benchmarks/prove_unchanged.py --base main~3     # that commit against the working tree
+    python benchmarks/prove_unchanged.py --base main~3     # compares the working tree with that commit
     python benchmarks/prove_unchanged.py --base v0.2.0 --rename reward/total=reward/mean --ignore policy/entropy
 
-Every run is started through the command line, in each of the two trees, with one thread: the quickstart with two seeds,
-twenty steps of the grounding quickstart, twenty steps on two ranks under ZeRO-3 with every weight sharded, and a run
-that is killed by SIGKILL and resumes with `--ckpt_path auto`. `metrics.csv` without its timings, and the weights that
-`export` writes, must be equal bit for bit. Exit code 1 if they are not. Nothing is left behind.
+Both trees run the same command lines on one thread: the quickstart with two seeds, twenty steps of the grounding
+quickstart, twenty steps on two ranks under ZeRO-3 with every weight sharded, and a run that is killed by SIGKILL and
+resumes with `--ckpt_path auto`. The two trees must give, bit for bit, the same `metrics.csv` (apart from timings) and
+the same weights as written by `export`. Exit code 1 if they differ. No files remain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
-CLI = Path(sys.executable).with_name("grpo-lightning")  # which imports what PYTHONPATH names
+CLI = Path(sys.executable).with_name("grpo-lightning")  # imports the package from the tree in PYTHONPATH
 TIMINGS = ("time/", "rollout/tokens_per_second")
 """Columns of metrics.csv that begin so differ from run to run."""
 
@@ -46,7 +46,7 @@ SHARDED = "--trainer.strategy.init_args.stage3_param_persistence_threshold=0"
 
 @dataclass(frozen=True)
 class Case:
-    """One run, in words of the command line."""
+    """One run, described by its command line."""
 
     recipe: str
     flags: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves behind."""
+    """The metrics and weights of a run."""
 
     metrics: list[dict[str, str]]
     """The rows of metrics.csv without timings."""
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def main() -> int:
-    """Run both trees, print what differs. Returns: the exit code."""
+    """Run both trees and print the differences. Returns: the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, help="the commit to compare the working tree with")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def run(tree: Path, case: Case, folder: Path) -> Outcome:
-    """One case in a tree. Raises: RuntimeError if a process fails."""
+    """Run a case in a tree. Raises: RuntimeError if a process fails."""
     folder.mkdir()
     recipe = tree / "recipes" / f"{case.recipe}.yaml"
     command = ["fit", "--config", str(recipe), *case.flags, *CHECKPOINTS]
@@ -129,7 +129,7 @@ def run(tree: Path, case: Case, folder: Path) -> Outcome:
 
     if case.is_killed:
         process = start(*command)
-        # Lightning logs a step after its checkpoint is saved: killed in between, metrics.csv would lack the step.
+        # Lightning logs a step after saving its checkpoint: a kill in between would drop the step from metrics.csv.
         while process.poll() is None and len(metrics_of(folder)) < KILLED_AFTER:
             time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
@@ -142,14 +142,14 @@ def run(tree: Path, case: Case, folder: Path) -> Outcome:
 
 
 def sharded_strategy(tree: Path) -> str:
-    """The import path of the DeepSpeed strategy in a tree."""
+    """The import path that the DeepSpeed strategy has in a tree."""
     files = (tree / "grpo_lightning").rglob("*.py")
     found = [path for path in files if "class GRPODeepSpeedStrategy" in path.read_text()]
     return ".".join(found[0].relative_to(tree).with_suffix("").parts) + ".GRPODeepSpeedStrategy"
 
 
 def newest(paths: object) -> Path:
-    """The path that was written last."""
+    """The path with the latest modification time."""
     return max(paths, key=lambda path: path.stat().st_mtime)  # type: ignore[no-any-return, call-overload]
 
 
@@ -174,7 +174,7 @@ def weights_of(folder: Path) -> dict[str, str]:
 
 
 def differences(base: Outcome, now: Outcome, renamed: dict[str, str], ignored: Sequence[str]) -> list[str]:
-    """What differs between two outcomes, in words."""
+    """Describe the differences between two outcomes."""
     problems = []
     if not base.weights or not base.metrics:
         problems.append("the run left no weights or no metrics behind")

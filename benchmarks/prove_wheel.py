@@ -1,11 +1,12 @@
-"""Proves that the built wheel works for a stranger: a fresh environment, an empty folder, no checkout.
+"""Proves that the built wheel works in a fresh environment and an empty folder, without a checkout.
 
-    python benchmarks/prove_wheel.py             # builds, installs, runs the commands of a newcomer
-    python benchmarks/prove_wheel.py --record    # and writes the outcome into benchmarks/proofs.json
+    python benchmarks/prove_wheel.py             # builds and installs the wheel, and runs the commands of a newcomer
+    python benchmarks/prove_wheel.py --record    # also writes the outcome to benchmarks/proofs.json
 
-`recipes list`, `recipes copy quickstart`, `fit` (20 steps), `validate`, `plan`, `export`; then the exported folder,
-loaded by transformers, must give the log-probs of the trained module to 1e-6. It downloads what the package depends on.
-Exit code 1 if a command fails or the log-probs differ. Without --record nothing is left behind.
+The commands are `recipes list`, `recipes copy quickstart`, `fit` (20 steps), `validate`, `plan` and `export`. Then
+transformers loads the exported folder, and its log-probs must equal those of the trained module to 1e-6. The script
+downloads the dependencies of the package. Exit code 1 if a command fails or the log-probs differ. Without --record no
+files remain.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ print(json.dumps({"log_prob_difference": (one - other).abs().max().item(), **jso
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Run a command and give its output. Raises: SystemExit with the output if it fails."""
-    # Nothing of the checkout may be seen: neither its modules nor what Python was told to import.
+    """Run a command. Returns: its output. Raises: SystemExit with the output if the command fails."""
+    # Neither the modules of the checkout nor PYTHONPATH may be visible.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     start = time.time()
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -1,16 +1,17 @@
-"""LoRA on 4-bit and 8-bit weights with 8-bit AdamW: that it trains, resumes and exports on CUDA, and its memory.
+"""Checks on CUDA that LoRA on 4-bit and 8-bit weights with 8-bit AdamW trains, resumes and exports; its memory.
 
-    python benchmarks/qlora_cuda.py                # 0.4B parameters, five optimizer steps for each row; a few minutes
-    python benchmarks/qlora_cuda.py --record       # and writes it into benchmarks/proofs.json
+    python benchmarks/qlora_cuda.py                # 0.4B parameters, five optimizer steps per row; a few minutes
+    python benchmarks/qlora_cuda.py --record       # also writes the outcome to benchmarks/proofs.json
     python benchmarks/qlora_cuda.py --size tiny    # 3M parameters
 
-A Qwen3 with random weights is saved as a folder and loaded as a run loads it. For each row: the bytes of all weights
-and of those that are quantised, the peak of the run, and how many adapters moved. Its checkpoint is resumed for one
-step, and exported: merged, and as an adapter for peft. Exit code 1 if an adapter did not move, if anything else did, if
-quantised weights take more than they should, if the reference is not the base any more, if the checkpoint holds more
-than adapters, if the resumed run starts from others, or if the two exports differ from the trained ones.
-Without a CUDA device it says so and measures nothing. `--size tiny --device cpu` runs the row without quantisation,
-which checks this script.
+A Qwen3 with random weights is saved to a folder, and each row of the table trains it with another quantization. The
+table has the bytes of all weights and of the quantized weights, the peak memory of the run, and the number of adapters
+that changed. The checkpoint of the run is resumed for one step, and exported as a merged model and as a peft adapter.
+Exit code 1 if an adapter did not change, if any other weight changed, if the quantized weights take more memory than
+they should, if the reference is no longer the base model, if the checkpoint holds more than adapters, if the resumed
+run starts from other adapters, or if the two exports differ from the trained policy. Without a CUDA device the script
+prints that, and measures nothing. `--size tiny --device cpu` runs only the row without quantization, to test the
+script.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ ROUNDING = 1e-3
 
 
 def save_policy(folder: Path, size: str) -> None:
-    """A model with random weights and a tokenizer of one word per id."""
+    """Save a model with random weights, and a tokenizer with one word per id."""
     shape = SIZES[size]
     torch.manual_seed(0)
     config = Qwen3Config(**shape, pad_token_id=0, bos_token_id=None, eos_token_id=1, tie_word_embeddings=False)
@@ -68,15 +69,15 @@ def save_policy(folder: Path, size: str) -> None:
 
 
 def even_words(completions: list[str]) -> list[float]:
-    """The share of words with an even number."""
+    """The fraction of words with an even number."""
     return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in completions]
 
 
 class Bytes(L.Callback):
-    """What the device holds once the policy is loaded, and at most."""
+    """Records the bytes of the weights, the peak memory, and which weights have changed."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Note what there is."""
+        """Record weights, their bytes, and the logits of the base model."""
         self.before = {name: weight.detach().cpu().clone() for name, weight in pl_module.policy.named_parameters()}
         self.weights = sum(weight.nbytes for weight in pl_module.policy.parameters())
         self.linear = sum(layer.base_layer.weight.nbytes for layer in adapter_layers(pl_module.policy))
@@ -84,12 +85,12 @@ class Bytes(L.Callback):
         self.peak = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """The peak of the step before."""
+        """Record the peak of the previous step."""
         logged = [float(value) for name, value in trainer.callback_metrics.items() if name.startswith("memory/")]
         self.peak = max(self.peak, int(max(logged, default=0.0) * 2**30))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Compare with it."""
+        """Record the peak of the last step, and compare weights and logits with those at the start."""
         self.on_train_batch_start(trainer, pl_module, None, 0)
         after = pl_module.policy.named_parameters()
         moved = {name: not torch.equal(weight.detach().cpu(), self.before[name]) for name, weight in after}
@@ -100,28 +101,28 @@ class Bytes(L.Callback):
 
 @torch.no_grad()
 def logits(module: Any) -> torch.Tensor:
-    """Of the policy with its adapter off: the reference."""
+    """Logits of the policy without its adapter, which is the reference."""
     ids = torch.arange(2, 34, device=module.device)[None]
     with using_adapter(module.policy, None):
         return module.policy.eval()(ids).logits.float().cpu()
 
 
 class Loaded(L.Callback):
-    """What a resumed run starts from."""
+    """Records the weights that a resumed run starts from."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Note it."""
+        """Copy the weights."""
         self.step, self.adapters = trainer.global_step, trained_weights(pl_module)
 
 
 def trained_weights(module: Any) -> dict[str, torch.Tensor]:
-    """A copy of what is trained, by name."""
+    """Copies of the trained weights, by name."""
     weights = module.policy.named_parameters()
     return {name: weight.detach().cpu().clone() for name, weight in weights if weight.requires_grad}
 
 
 def make_module(folder: Path, quantization: str, optimizer: Any) -> GRPOLightningModule:
-    """The module of a row."""
+    """Make the module of a row."""
     policy = PolicyLoader(str(folder), lora=LoRA(rank=16), dtype="bfloat16", quantization=quantization)  # type: ignore[arg-type]
     return GRPOLightningModule(
         policy,
@@ -134,7 +135,7 @@ def make_module(folder: Path, quantization: str, optimizer: Any) -> GRPOLightnin
 
 
 def fit(module: Any, callback: L.Callback, device: str, *, steps: int = STEPS, checkpoint: Path | None = None) -> Any:
-    """Train up to a number of steps, from the start or from a checkpoint; the trainer."""
+    """Train up to a number of steps, from the start or from a checkpoint. Returns: the trainer."""
     trainer = L.Trainer(
         accelerator=device,
         devices=1,
@@ -152,7 +153,7 @@ def fit(module: Any, callback: L.Callback, device: str, *, steps: int = STEPS, c
 
 
 def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[str, Any]:
-    """Train for a few steps, save, resume, export, and say what came of it."""
+    """Train for a few steps, save, resume and export. Returns: the measurements."""
     watched, module = Bytes(), make_module(folder, quantization, optimizer)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "last.ckpt"
@@ -184,14 +185,14 @@ def run(folder: Path, quantization: str, optimizer: Any, device: str) -> dict[st
 
 
 def free() -> None:
-    """Give back what nothing refers to any more."""
+    """Free memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """True if names and values agree."""
+    """True if names and values are equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -201,7 +202,7 @@ def export_difference(policy: Path, checkpoint: Path, adapters: dict[str, torch.
 
     Returns:
         The largest difference of log-probs between the merged model and peft's on the full-precision policy, in nats;
-        infinite if the adapter written is not the one that was trained.
+        infinite if the exported adapter differs from the trained adapter.
     """
     from peft import PeftModel
 
@@ -218,7 +219,7 @@ def export_difference(policy: Path, checkpoint: Path, adapters: dict[str, torch.
 
 
 def failures(rows: list[dict[str, Any]], limits: list[float]) -> list[str]:
-    """What is not as it should be."""
+    """Describe the checks that fail."""
     found = []
     for row, most in zip(rows, limits, strict=True):
         name = f"{row['quantization']} with {row['optimizer']}"

@@ -1,10 +1,11 @@
-"""Forward and backward of one micro-batch, extended against dense: time, peak memory and gradient difference.
+"""Time, peak memory and gradients of the forward and backward pass of a micro-batch: extended against dense path.
 
     python benchmarks/scoring_paths.py                                               # 3M parameters on the CPU
     python benchmarks/scoring_paths.py --device cuda --dtype bfloat16 --size 1.5b    # 1.5B parameters on a GPU
 
-Weights are random: neither time nor memory depends on them. The paths run in alternation, the best repeat counts.
-CPU time is process time on one thread; CUDA time is measured with the device synchronised.
+The weights are random, because neither time nor memory depends on them. The two paths run alternately, and the table
+has the fastest repeat of each. On a CPU, time is process time on one thread; on CUDA, it is measured with the device
+synchronised.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SHAPES = [(2, 8, 128, 128), (2, 8, 512, 64), (1, 8, 1024, 128), (2, 8, 128, 512)
 
 
 def batch(shape: tuple[int, int, int, int], vocab: int, device: torch.device) -> MicroBatch:
-    """Ragged prompts and completions, always the same."""
+    """Make prompts and completions of different lengths, the same in every call."""
     num_prompts, generations, length, width = shape
     generator = torch.Generator().manual_seed(0)
     prompt_lengths = torch.randint(length // 2, length + 1, (num_prompts,), generator=generator)
@@ -52,7 +53,7 @@ def batch(shape: tuple[int, int, int, int], vocab: int, device: torch.device) ->
 
 
 def measure(model: torch.nn.Module, scorer: Scorer, micro_batch: MicroBatch) -> tuple[float, float, torch.Tensor]:
-    """(seconds, peak GiB on CUDA, gradient) of one forward and backward."""
+    """Run forward and backward once. Returns: (seconds, peak GiB on CUDA, gradient)."""
     is_cuda = micro_batch.prompt_ids.is_cuda
     model.zero_grad()
     if is_cuda:

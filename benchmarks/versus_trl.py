@@ -1,20 +1,22 @@
-"""CPU time of a GRPO training step, TRL's GRPOTrainer against ours, on the workload of `versus_trl.yaml`.
+"""CPU time of a GRPO training step, with TRL's GRPOTrainer and here, on the workload of `versus_trl.yaml`.
 
     python benchmarks/versus_trl.py              # about 6 minutes
     python benchmarks/versus_trl.py --beta 0     # without a reference
-    python benchmarks/versus_trl.py --record     # and writes the outcome into benchmarks/results/versus_trl.json
+    python benchmarks/versus_trl.py --record     # also writes the outcome to benchmarks/results/versus_trl.json
 
-Both sides load the same folder: a Qwen2 with random weights, of which every token ends the completion with the same
-probability, so that lengths are ragged and the same on both sides. Same prompts, reward, optimizer, loss (clipped,
-token mean, KL to the reference), threads and completions per optimizer step; no logging, saving or recomputation.
+Both sides load the same folder: a Qwen2 with random weights that ends a completion with the same probability after
+every token, so that the lengths of completions vary, with the same distribution on both sides. Prompts, reward,
+optimizer, loss (clipped, token mean, KL to the reference), threads and completions per optimizer step are the same on
+both sides. Neither side logs, saves or recomputes.
 
-Each side first tries how many completions to run through the model at once, and keeps its fastest; then processes
-of both run in alternation. TRL's setting is `per_device_train_batch_size`, with as many accumulation steps as the
-optimizer step then needs; ours is `policy.chunk_size`.
+First, each side tries several numbers of completions that run through the model at once, and keeps the fastest. Then
+the processes of both sides alternate. In TRL this number is `per_device_train_batch_size`, with the number of
+accumulation steps that gives the same optimizer step; here it is `policy.chunk_size`.
 
-The unit is CPU milliseconds of the process (user and system, all threads) per completion token that enters the loss,
-from the end of the warm-up step to the end of the last: sampling, rewards, reference and update; no imports or loading.
-Exit code 1 if the median ratio is below the workload's `required_ratio`, or if the lengths of the two sides disagree.
+The result is the CPU time of the process (user and system, all threads) in milliseconds per completion token that
+enters the loss, from the end of the warm-up step to the end of the last step. It covers sampling, rewards, reference
+and update, but no imports or loading. Exit code 1 if the median ratio is below `required_ratio` of the workload, or if
+the completion lengths of the two sides disagree.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ LENGTH_TOLERANCE = 0.1
 
 @dataclasses.dataclass
 class Workload:
-    """What is run; see the comments in `versus_trl.yaml`."""
+    """The settings of the measured runs; see the comments in `versus_trl.yaml`."""
 
     model: dict[str, int]
     prompt_tokens: list[int]
@@ -85,7 +87,7 @@ def build_policy(workload: Workload, folder: Path) -> None:
     """Save the model and its tokenizer.
 
     The first number of the residual stream is the same for every token: the embedding sets it, no layer changes it, and
-    only the stop token's logit reads it. So that logit is the same everywhere, as if the head had a bias.
+    only the stop token's logit reads it. The stop token's logit is therefore the same at every position, like a bias.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -130,14 +132,14 @@ def build_policy(workload: Workload, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer as it was saved; `AutoTokenizer` would take it for a Qwen2 one and lose the words."""
+    """Load the tokenizer as it was saved; `AutoTokenizer` would load a Qwen2 tokenizer without its words."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def make_prompts(workload: Workload) -> list[str]:
-    """As many prompts as a process needs, always the same."""
+    """Make as many prompts as a process needs, the same in every call."""
     choose = random.Random(0)
     shortest, longest = workload.prompt_tokens
     count = workload.prompts_per_step * (workload.warmup_steps + max(workload.steps, workload.sweep_steps))
@@ -151,12 +153,12 @@ def make_prompts(workload: Workload) -> list[str]:
 
 
 def odd_length(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
-    """The reward: costs nothing, and hardly any group has equal rewards."""
+    """Return 1 for an odd length, else 0: a reward that takes no time and varies in almost every group."""
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
 class Meter:
-    """Process time and trained tokens from the end of the warm-up on."""
+    """Measures process time and trained tokens from the end of the warm-up on."""
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
@@ -164,19 +166,19 @@ class Meter:
         self.lengths: list[int] = []
 
     def trained(self, completion_mask: Any) -> None:
-        """A micro-batch enters the loss: [B, T] mask."""
+        """Count the tokens of a micro-batch that enter the loss. Args: mask: [B, T]."""
         if self.steps >= self.warmup_steps:
             self.lengths += completion_mask.sum(1).tolist()
 
     def step_ended(self) -> None:
-        """An optimizer step is over."""
+        """Record the end of an optimizer step."""
         self.steps += 1
         if self.steps == self.warmup_steps:
             self.start = time.process_time()
         self.stop = time.process_time()
 
     def outcome(self) -> dict[str, float]:
-        """What the child prints."""
+        """The measurements that the child prints."""
         tokens, seconds = sum(self.lengths), self.stop - self.start
         return {
             "ms_per_token": 1000 * seconds / tokens,
@@ -295,7 +297,7 @@ def run_ours(workload: Workload, folder: Path, at_once: int, steps: int, seed: i
 
 
 def child(options: argparse.Namespace) -> None:
-    """One measurement in this process; the last line printed is its outcome as JSON."""
+    """Measure once in this process; the last line that is printed has the outcome as JSON."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -309,20 +311,20 @@ def child(options: argparse.Namespace) -> None:
 
 
 class Bench:
-    """Starts the children.
+    """Measures in child processes.
 
     Args:
-        workload: What they run, with the beta asked for.
-        path: The file it came from.
-        folder: Where the policy was saved.
-        threads: Of each child.
+        workload: The workload, with the requested beta.
+        path: The file of the workload.
+        folder: The folder of the saved policy.
+        threads: Number of threads of each child.
     """
 
     def __init__(self, workload: Workload, path: Path, folder: Path, threads: int) -> None:
         self.workload, self.path, self.folder, self.threads = workload, path, folder, threads
 
     def measure(self, side: str, at_once: int, steps: int, seed: int) -> dict[str, float]:
-        """One child's outcome."""
+        """Run a child. Returns: its outcome."""
         settings = {"child": side, "workload": self.path, "folder": self.folder, "beta": self.workload.beta}
         settings |= {"at-once": at_once, "steps": steps, "seed": seed, "threads": self.threads}
         command = [sys.executable, str(Path(__file__).resolve())]
@@ -337,7 +339,7 @@ class Bench:
         return outcome
 
     def sweep(self, side: str) -> dict[int, float]:
-        """Milliseconds per token for every number of completions run at once."""
+        """Milliseconds per token, by the number of completions that run at once."""
         return {
             count: self.measure(side, count, self.workload.sweep_steps, seed=0)["ms_per_token"]
             for count in self.workload.at_once
@@ -350,7 +352,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """CPU time of both sides, the ratio per token pair by pair, and what each trained on in all pairs."""
+    """CPU time of both sides, their ratio per token for each pair, and the tokens trained on in all pairs."""
     summary: dict[str, Any] = {
         "ratio": spread([pair["trl"]["ms_per_token"] / pair["ours"]["ms_per_token"] for pair in pairs])
     }
@@ -368,7 +370,7 @@ def summarize(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 
 def report(summary: dict[str, Any], best: dict[str, int]) -> Table:
-    """The table that is printed."""
+    """Format the table."""
     table = Table("", "ms per token", "(min - max)", "s per step", "tokens", "mean length", "at once")
     for side in SIDES:
         row = summary[side]
@@ -389,7 +391,7 @@ def report(summary: dict[str, Any], best: dict[str, int]) -> Table:
 
 
 def write(outcome: dict[str, Any], workload: Workload, threads: int) -> None:
-    """Replace the recorded result of this beta."""
+    """Replace the recorded result for this beta."""
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     results[f"beta {workload.beta:g}"] = {
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
@@ -405,7 +407,7 @@ def write(outcome: dict[str, Any], workload: Workload, threads: int) -> None:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Sweep, measure in alternation, print, and check the bars."""
+    """Sweep, measure both sides alternately, print, and check the bars."""
     console = Console()
     workload = Workload.load(options.workload)
     if options.beta is not None:

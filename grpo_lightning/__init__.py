@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     __version__: str
 
 IMPORTED_AT = time.time()
-"""Unix time, in seconds; the command line imports this package first, so it is the start of its process."""
+"""Unix time of this import, in seconds. The command line imports this package before anything else, so that this is the
+time when its process started."""
 
 __all__ = [
     "DatasetEntry",

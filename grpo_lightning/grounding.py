@@ -31,17 +31,17 @@ class Target(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The ground-truth box in pixels of the image in the data, clipped to the image."""
+        """The ground-truth box in pixels of the original image, clipped to the image."""
         return as_box(self.frame.right([self.right]))
 
     def predicted_box(self, text: str) -> Box | None:
-        """The last box of a completion, in the same pixels; None if it has none, or it lies outside the image."""
+        """The last box of a completion, in pixels of the original image; None if missing or outside of the image."""
         found = last_box(text)
         given = self.frame.given([found])
         return None if found is None or not (given[0, 2:] > given[0, :2]).all() else as_box(given)
 
     def overlap(self, text: str) -> float:
-        """IoU of a completion's last box and the ground-truth box; 0 if it has no box."""
+        """IoU of a completion's last box and the ground-truth box; 0 if the completion has no box."""
         return iou(self.frame.given([last_box(text)]), self.frame.right([self.right])).item()
 
 
@@ -54,37 +54,37 @@ def as_box(boxes: Tensor) -> Box:
 def target_of(
     group: Group, answer_column: str, coordinates: GivenCoordinates = "auto", gold: GoldCoordinates = "original"
 ) -> Target | None:
-    """The ground-truth box of a group's prompt; None unless it has exactly one image, and one box in the column.
+    """The ground-truth box of a group's prompt; None unless the prompt has exactly one image and one box.
 
     Args:
         group: The prompt and its completions.
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinates of answers, as in the reward `IoU`.
-        gold: The coordinates of the data, as in the reward `IoU`.
+        coordinates: The coordinates of answers, as in `BoxReward`.
+        gold: The coordinates of the data (`gold_coordinates` of `BoxReward`).
     """
     right = prompt_box(group.prompt, answer_column)
     return None if right is None else Target(right, frame_of(group.image_views, coordinates, gold))
 
 
 def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
-    """The ground-truth box of a prompt in the units of the data; None unless it has one image and one box."""
+    """The ground-truth box of a prompt in the units of the data; None unless there is exactly one image and one box."""
     if len(prompt.images) != 1:
         return None
     try:
         return gold_box(prompt.columns.get(answer_column), answer_column)
-    except ValueError:  # another kind of question; boxes were checked when the data were loaded
+    except ValueError:  # another kind of answer; boxes were checked when the data were loaded
         return None
 
 
 class BoxMetric(Metric, ABC):
-    """Base class: the mean of a score over the completions of all prompts with a ground-truth box, over all ranks.
+    """Base class: the mean score of all completions, of all ranks, whose prompt has a ground-truth box.
 
-    Such a prompt has one image, and one box in `answer_column`. Other prompts are skipped with a warning. A completion
-    without a box is wrong, not skipped.
+    A prompt counts only if it has exactly one image and one box in `answer_column`. Other prompts are skipped with a
+    warning. A completion without a box is not skipped: it counts as wrong.
 
     Args:
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinates of answers, as in the reward `IoU`; "auto" uses those of the policy's family.
+        coordinates: The coordinates of answers, as in `BoxReward`; "auto" uses those of the policy's model family.
         gold_coordinates: The coordinates of the data: "original" pixels or "norm1000".
     """
 
@@ -133,7 +133,7 @@ class BoxMetric(Metric, ABC):
             self.num_prompts += 1
 
     def compute(self) -> dict[str, float]:
-        """The mean under its name; empty if no prompt has a ground-truth box."""
+        """The mean score as {name: mean}; an empty dict if no prompt has a ground-truth box."""
         if self.num_others:
             counted = int(self.num_prompts)
             warn_once(
@@ -162,11 +162,11 @@ class MeanIoU(BoxMetric):
 class RECAccuracy(BoxMetric):
     """`rec_accuracy@0.5`: the fraction of completions whose box has an IoU above 0.5 with the ground-truth box.
 
-    The accuracy of referring expression comprehension (RefCOCO). As in VLM-R1's evaluation, the IoU must exceed the
-    threshold, and a missing box is wrong.
+    This is the accuracy of referring expression comprehension (REC) on RefCOCO. As in VLM-R1's evaluation, the IoU must
+    exceed the threshold, and a completion without a box is wrong.
 
     Args:
-        threshold: A box is correct if its IoU is above this; at least 0 and below 1.
+        threshold: IoU above which a box is correct; at least 0 and below 1.
         answer_column: As in `BoxMetric`.
         coordinates: As in `BoxMetric`.
         gold_coordinates: As in `BoxMetric`.
@@ -198,5 +198,5 @@ class RECAccuracy(BoxMetric):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning once: there is a metric object for each validation and each kind of completions."""
+    """Log a warning once, although every validation has new metric objects, one per loader and kind of completion."""
     log.warning("%s", message)

@@ -1,13 +1,14 @@
 """GRPO as a LightningModule: sample, score, compute advantages, update.
 
-A cycle starts with a rollout: G completions are sampled for every prompt, scored, and compared within their group. The
-rollout is split into micro-batches, and each `training_step` of the cycle trains on one of them. Lightning's automatic
-optimization is used, so accumulation, clipping, schedules, `max_steps` and callbacks work as usual.
+Training runs in cycles. A cycle starts with a rollout: G completions are sampled for every prompt, scored, and compared
+within their group. The rollout is split into micro-batches, and each `training_step` of the cycle trains on one
+micro-batch. The module uses Lightning's automatic optimization, so gradient accumulation, gradient clipping,
+learning-rate schedules, `max_steps` and callbacks work as usual.
 
 The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
-step instead of a mean of per-completion means (`Objective.aggregate`), and log-ratio and k3 are bounded
-(`functional.losses`). Two things save time without a change of the loss or its gradient: a prompt runs once per group,
-and completions of advantage 0 skip the policy's passes if neither KL nor entropy is trained.
+step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
+bounded (`functional.losses`). Two things save time without a change of the loss or its gradient: the model runs on each
+prompt once per group, and it does not run on completions of advantage 0 if the objective has no KL and no entropy term.
 """
 
 from __future__ import annotations
@@ -104,28 +105,30 @@ class GRPOLightningModule(L.LightningModule):
     """Trains a language model by Group Relative Policy Optimization (arXiv:2402.03300).
 
     Args:
-        policy: The model to train: hub name, folder, `PolicyLoader`, or a model or config in memory.
+        policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
-        tokenizer: Tokenizer for a policy given in memory, or to replace the policy's own.
-        engine: Samples the completions; by default the policy itself (`LocalEngine`).
+        tokenizer: Tokenizer, or processor of a multimodal policy. Required if the policy is a model or config in
+            memory; otherwise it replaces the policy's own.
+        engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
         sampling: Sampling distribution and maximum completion length.
-        objective: The loss.
+        objective: Settings of the loss.
         validation: How `validate`, `test` and `predict` sample completions, and when a completion counts as solved.
-        sync_reference: Periodically updates the reference towards the policy; null keeps the initial policy as the
-            reference.
-        offload: What to offload to the CPU during sampling: "reference", "optimizer".
+        sync_reference: Settings for periodic updates of the reference towards the policy; null keeps the initial policy
+            as the reference.
+        offload: What to offload to the CPU during sampling: "reference", "optimizer", or both.
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
-        old_logprobs: "recompute" scores the rollout with the weights that sampled it; "rollout" uses the engine's
-            log-probs.
-        dynamic_sampling: Replaces prompts whose groups have zero reward variance by new prompts; null keeps them.
-        overlong_filter: How to treat truncated completions: keep them ("none"), mask them in the "loss", or
-            also exclude them from the "group" statistics.
+        old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
+            "rollout" uses the engine's log-probs.
+        dynamic_sampling: Settings for replacing prompts whose groups have zero reward variance by new prompts; null
+            keeps all prompts.
+        overlong_filter: How to treat truncated completions: "none" trains on them, "loss" masks them in the loss, and
+            "group" also excludes their rewards from the statistics of their group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
     """
 
@@ -195,17 +198,18 @@ class GRPOLightningModule(L.LightningModule):
         self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
         self.sources: list[str] = []
-        # The frozen reference is rebuilt, not restored; `on_load_checkpoint` checks that nothing else is missing.
+        # Not strict: checkpoints do not contain frozen weights and the reference, which are loaded or built again.
+        # `on_load_checkpoint` checks that all trained weights are there.
         self.strict_loading = False
 
     # ------------------------------------------------------------------------------------------------------- the step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch, its share of the optimizer step's loss. The first of a cycle samples a rollout."""
+        """Compute the loss of one micro-batch; the first training step of a cycle also samples the rollout."""
         prompts = as_prompt_batch(batch)
         self.continue_cycle(prompts, batch_idx)
         if self.is_rollout_due(batch_idx):
-            # Lightning zeroes gradients only after the training step; they would occupy memory during sampling.
+            # Frees the gradients' memory for sampling: Lightning zeroes them only after this method.
             self.policy.zero_grad()
             rollout = self.sample_and_score(prompts.prompts)
             rollout = self.resample(rollout)
@@ -214,17 +218,17 @@ class GRPOLightningModule(L.LightningModule):
         assert self.run.cycle is not None
         return self.train_on(self.run.cycle.next())
 
-    # The steps of the algorithm. Each can be overridden without calling super(): logging, checkpoints and dynamic
-    # sampling do not depend on their bodies.
+    # The methods of this section are the steps of the algorithm. A subclass can override each of them without calling
+    # super(): logging, checkpoints and dynamic sampling do not depend on the code inside these methods.
 
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts from the current weights.
 
         Args:
             prompts: N prompts of this rank.
-            indices: N indices of the prompts among those that all ranks sample in this cycle; by default the first
-                ones, round-robin over ranks. The seed of a prompt follows from its index, so that completions do not
-                depend on the number of ranks.
+            indices: N indices: the position of each prompt among the prompts that all ranks sample for this rollout. By
+                default, the first indices of the rollout are distributed round-robin over ranks. The seed of a prompt
+                follows from its index, so that completions do not depend on the number of ranks.
         """
         self.engine.sync_weights(self.policy)
         indices = ranks.own_indices(len(prompts)) if indices is None else indices
@@ -235,7 +239,7 @@ class GRPOLightningModule(L.LightningModule):
         """Run the rewards and fill in the rollout's `scores` and its `rewards` [N, G]."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        # With dynamic sampling some groups are replaced: the reference then scores only those that remain.
+        # Dynamic sampling may still replace some groups: the reference then scores the final groups (`start_cycle`).
         if self.dynamic_sampling is None or self.objective.kl_in == "reward":
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -253,7 +257,7 @@ class GRPOLightningModule(L.LightningModule):
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
-        """Compute the advantages [N, G]; a batch-wide scale covers the rewards of all ranks."""
+        """Compute the advantages [N, G]. Scales over the rollout, such as `batch_std`, use the rewards of all ranks."""
         assert rollout.rewards is not None
         lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
         everyone = ranks.gather_objects((rollout.rewards, lengths))
@@ -262,8 +266,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
-        # With a reference, completions of advantage 0 are kept for `policy/kl`; with the KL in the rewards, hardly any
-        # advantage is 0. Tokens are selected among all.
+        # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
+        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. Tokens are selected
+        # among those of all completions.
         objective = self.objective
         skips = not (objective.trains_on_zero_advantages or objective.needs_reference or objective.selection)
         micro_batches, counts = self.actor.micro_batches(
@@ -288,7 +293,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def actor(self) -> Actor:
-        """Bundles the policy, the reference and the scorer, which compute log-probs of a rollout."""
+        """Bundle policy, reference and scorer into the object that computes the log-probs of a rollout."""
         return Actor(
             policy=self.policy,
             reference=self.reference,
@@ -303,11 +308,11 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def cycle_shape(self) -> CycleShape:
-        """Micro-batches, optimizer steps and epochs per rollout."""
+        """Micro-batches per optimizer step, optimizer steps per epoch over a rollout, and epochs per rollout."""
         return CycleShape(self.trainer.accumulate_grad_batches, self.updates_per_rollout, self.num_iterations)
 
     def sample_and_score(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
-        """Sample a rollout, score it and log both. Dynamic sampling calls this again for new prompts.
+        """Sample a rollout, score it, and log its metrics. Dynamic sampling calls this method again for new prompts.
 
         Raises:
             ValueError: If `score_rewards` did not return one reward per completion.
@@ -329,7 +334,7 @@ class GRPOLightningModule(L.LightningModule):
         return Rollout(groups, scores, without_truncated(rewards, groups, self.overlong_filter))
 
     def start_cycle(self, rollout: Rollout) -> None:
-        """Start training on a rollout: notify callbacks, split it into micro-batches, and add old and ref log-probs.
+        """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
 
         Raises:
             ValueError: If `compute_advantages` did not return one advantage per completion.
@@ -367,11 +372,11 @@ class GRPOLightningModule(L.LightningModule):
             select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
-        """Add reference log-probs to the rollout, if there is a reference and they are missing."""
+        """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
         self.actor.add_ref_logprobs(rollout.groups, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
 
     def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:
-        """Count the optimizer steps in which no completion has an advantage, and log each reason once."""
+        """Count the optimizer steps in which all advantages are 0, and warn once about each reason."""
         num_empty = num_empty_updates(micro_batches, self.updates_per_rollout)
         self.metrics.add("rollout/empty_updates", num_empty, self.updates_per_rollout)
         if num_empty:
@@ -388,7 +393,7 @@ class GRPOLightningModule(L.LightningModule):
             )
 
     def cycle_length(self, accumulate_grad_batches: int) -> int:
-        """Number of micro-steps trained on one rollout."""
+        """Number of training steps (one micro-batch each) per rollout."""
         return accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def is_rollout_due(self, batch_idx: int) -> bool:
@@ -402,14 +407,15 @@ class GRPOLightningModule(L.LightningModule):
         self.restore_images(batch.prompts)
 
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
-        """Restore the images of a cycle that was loaded from a checkpoint, which holds none.
+        """Restore the images of a cycle that was loaded from a checkpoint: checkpoints do not contain images.
 
-        Every batch of a cycle contains its prompts, and thereby their images.
+        The data loader yields the prompts of a cycle, with their images, at every training step of the cycle.
         """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.sees_images or cycle.micro_batches[0].vision is not None:
             return
-        # Sampling caches the features of a frozen vision tower. Sampling one token computes them again, bit-identical.
+        # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
+        # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
         groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts))
         give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
@@ -424,10 +430,10 @@ class GRPOLightningModule(L.LightningModule):
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection" or "update"
-        starts.
+        `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection" or
+        "update" starts.
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion are sampled.
+        `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion have been sampled.
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -442,7 +448,7 @@ class GRPOLightningModule(L.LightningModule):
         return source.sample(prompts, num_generations, sampling, seeds, progress)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
-        """Start all reward calls. Rewards see the length limit of training, in evaluation too."""
+        """Start all reward calls. In evaluation too, rewards get the maximum completion length of training."""
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
 
@@ -450,9 +456,10 @@ class GRPOLightningModule(L.LightningModule):
 
     @torch.no_grad()
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
-        """Sample (by `validation`, or greedily) and score completions of N prompts. No loss is computed.
+        """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
-        The seed of a prompt follows from its index in the data alone.
+        No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
+        from its content if it has no index. It does not depend on batch and rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
@@ -497,11 +504,11 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
-            self.run.cycle = None  # left over from an earlier run; a checkpoint restores its own
+            self.run.cycle = None  # removes the cycle of an earlier run; a checkpoint, loaded later, sets its own cycle
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_settings(self) -> None:
-        """Refuse settings that cannot train, and warn about doubtful ones. Raises: ValueError naming key and remedy."""
+        """Check settings, and warn about doubtful ones. Raises: ValueError if one is invalid; the message names it."""
         names, has_lora = self.reward_set.names, self.loader.lora is not None
         checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
         checks.check_counts(
@@ -521,7 +528,7 @@ class GRPOLightningModule(L.LightningModule):
         warn_of_length_weights(self.objective)
 
     def check_data(self) -> None:
-        """Check rewards and data against each other and the policy. Raises: ValueError naming the row or setting."""
+        """Check that data, rewards and policy fit. Raises: ValueError if not; the message names the row or setting."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_turned_once(rewards, metrics, trainer)
@@ -537,7 +544,7 @@ class GRPOLightningModule(L.LightningModule):
         return self.validation.sampling_settings(self.sampling, is_greedy=False)[1]
 
     def configure_model(self) -> None:
-        """Load the policy and connect engine and rewards to it. Idempotent: Lightning calls it more than once."""
+        """Load the policy, and connect the engine and the rewards. Idempotent: Lightning calls this hook repeatedly."""
         self.load_policy()
         if self.is_connected:
             return
@@ -569,10 +576,10 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer  # set last, so that a failed load is retried
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights; loads the policy first if needed.
+        """Load weights; load the policy first if the module has none yet.
 
-        With `ddp_notebook` and `ddp_fork` the run happens in child processes, and the launching process has no policy
-        yet: without one, the trained weights would be ignored as unknown keys.
+        With `ddp_notebook` and `ddp_fork`, the run happens in child processes, and the launching process has no policy
+        when it loads the trained weights. Without a policy, the keys of these weights would be ignored as unknown.
         """
         self.load_policy()
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -590,7 +597,7 @@ class GRPOLightningModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Add the callbacks that every run needs. Also checks the trainer: this is the first hook Lightning calls."""
+        """Add the callbacks that every run needs. Also checks the trainer, because Lightning calls this hook first."""
         if self._compiler_ctx is not None:  # trainer.fit(torch.compile(module))
             to_uncompiled(self)
             log.warning(
@@ -602,26 +609,27 @@ class GRPOLightningModule(L.LightningModule):
         own: list[L.Callback] = [StepLog(), UpdateLog(), checkpoints.StepEnds(), RequeueAtStepEnd()]
         if self.trainer.strategy.root_device.type == "cuda":
             own.append(PeakMemory())
-        # Those of an earlier run of this Trainer go: Lightning would replace them with a warning that names the user's.
+        # Remove the callbacks that an earlier run of this Trainer added here. Lightning would replace them as well, but
+        # with a warning that names the user's callbacks.
         kinds = {PeakMemory, *map(type, own)}
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
         return own
 
     def on_fit_start(self) -> None:
-        """Choose the scorer of sharded weights, which can only run from here on."""
+        """Choose the scorer if the weights are sharded: sharded weights cannot run before this hook."""
         if self.scorer is None:
             scorer = self.loader.choose_scorer(self.policy, self.encoder)
             self.check_engine(scorer)
             self.scorer = scorer
 
     def check_engine(self, scorer: Scorer) -> None:
-        """Check that `LocalEngine` samples with the log-probs of the scorer; other engines are not checked."""
+        """Check that the log-probs of `LocalEngine` agree with the scorer's; other engines are not checked."""
         if isinstance(self.engine, LocalEngine):
             self.engine.check(scorer)
 
     def on_train_start(self) -> None:
-        """Set up what needs the length of an epoch: the schedule, and the data position of a resumed run."""
+        """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device

@@ -1,4 +1,4 @@
-"""The training objective: each paper is a row of settings, computed by pure functions of `functional/`.
+"""The training objective. Each paper's method is a choice of settings; pure functions of `functional/` compute it.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -21,8 +21,10 @@
 | KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-Each row is a YAML file in `recipes/objectives/`; so are GDPO, which normalizes each reward separately, and
-high_entropy, DAPO's loss on a fraction of the tokens. RLOO, OPO and pass@k have a `baseline` of their own.
+In the column surrogate, low and high (or low / high) stand for `epsilon` and `epsilon_high`, and the cap is the largest
+ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k `pass_at_k`. REINFORCE++
+also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That folder also has GDPO,
+which normalizes each reward separately, and high_entropy, DAPO's loss on the tokens of highest entropy.
 """
 
 from __future__ import annotations
@@ -72,9 +74,9 @@ class StepCounts(NamedTuple):
 
 
 class ObjectiveTerms(NamedTuple):
-    """Loss of a micro-batch and its per-token terms, for the logs.
+    """Loss of a micro-batch, and its per-token terms for the logs.
 
-    Masked tokens are 0.
+    The terms are 0 or False at masked tokens.
     """
 
     loss: Tensor
@@ -96,7 +98,7 @@ class ObjectiveTerms(NamedTuple):
     """[B, T] off-policy correction weight; None without a correction."""
 
     is_corrected: Tensor | None = None
-    """[B, T] bool, True where that weight was out of range, or the completion was dropped as off-policy."""
+    """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
 
     ratio_clamped: Tensor | None = None
     """[B, T] bool, True where the log-ratio exceeded 20 nats in absolute value."""
@@ -119,22 +121,19 @@ class Objective:
     # Ratio and surrogate
 
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Importance ratio per token, per completion (GSPO), or per completion with the gradient of each token's own
-    log-prob (GSPO-token)."""
+    """`token` is one importance ratio per token. `sequence` is one per completion (GSPO). `sequence_token` has the
+    value of `sequence`, but the gradient of each token's own log-prob (GSPO-token)."""
 
     surrogate: Literal[
         "clip", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "clip_cov", "kl_cov"
     ] = "clip"
-    """The policy loss of a token: clipped ratio times advantage (PPO), or one of
-
-    - `cispo`: capped and detached ratio times advantage times log-prob.
-    - `sapo`: a soft sigmoid gate of the ratio instead of the clip.
-    - `gmpo`: the geometric mean of a completion's clipped ratios, times advantage.
-    - `vespo`: a soft function of the product of a completion's ratios, times advantage times log-prob.
-    - `dppo_tv`, `dppo_kl`: ratio times advantage within a trust region of probabilities, by total variation or KL.
-    - `reinforce`: advantage times log-prob, without a ratio (GPG).
-    - `clip_cov`, `kl_cov`: fewer tokens that lower the entropy (`covariance_fraction`).
-    """
+    """`clip` is the clipped ratio times the advantage (PPO). `cispo` is the capped, detached ratio times advantage
+    times log-prob (CISPO). `sapo` is a sigmoid of the ratio (a soft gate) times the advantage (SAPO). `gmpo` is the
+    geometric mean of the completion's clipped ratios times the advantage (GMPO). `vespo` is a soft function of the
+    product of the completion's ratios, times advantage times log-prob (VESPO). `dppo_tv` and `dppo_kl` are the ratio
+    times the advantage within a trust region of probabilities, by total variation or KL (DPPO). `reinforce` is
+    advantage times log-prob (GPG). `clip_cov` removes, and `kl_cov` penalizes, tokens that lower the entropy
+    (`covariance_fraction`)."""
 
     epsilon: float = 0.2
     """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon), CISPO's only with `cispo_lower_bound`;
@@ -145,7 +144,7 @@ class Objective:
     tokens that become more likely; null uses epsilon."""
 
     dual_clip: float | None = None
-    """Maximum ratio where the advantage is negative, must be above 1 + epsilon_high; null means no limit."""
+    """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
 
     cispo_lower_bound: bool = False
     """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
@@ -175,15 +174,15 @@ class Objective:
     # From tokens to the loss
 
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Mean over tokens, mean over completions of their token means, or sum over tokens divided by the number of
-    completions times the maximum completion length."""
+    """`token` is the mean over all tokens. `sequence` is the mean over completions of each completion's mean over
+    tokens. `constant` is the sum over all tokens, divided by (number of completions * maximum completion length)."""
 
     # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
-    """Subtracted from the reward: the mean of the group, of the other completions in the group, or of the group with
-    completions weighted by their lengths (OPO). `pass_at_k` instead trains the best of k: the advantage is how much a
-    completion adds to the best of k - 1 others."""
+    """Subtracted from the reward: the mean reward of the group, of the other completions in the group, or of the group
+    with completions weighted by their lengths (OPO). `pass_at_k` instead computes how much the completion adds to the
+    best of k - 1 others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
@@ -195,10 +194,11 @@ class Objective:
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
     )
-    """Divisor of reward minus baseline: unbiased std + 1e-4 of the rewards in the group (`group_std`) or the rollout
-    (`batch_std`), or of all group-centred rewards of the rollout (`batch_advantage_std`, REINFORCE++-baseline); or the
-    group's mean reward (`group_mean`, MaxRL), a success rate: negative rewards raise an error; or the fraction of
-    groups of the rollout that are not zero-variance (`nonzero_fraction`, GPG)."""
+    """Divisor of reward minus baseline. `group_std` and `batch_std` divide by the std of the rewards in the group or in
+    the rollout. `batch_advantage_std` divides by the std of reward minus baseline in the rollout
+    (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` divides by the group's mean
+    reward (MaxRL), and raises an error for negative rewards. `nonzero_fraction` divides by the fraction of groups in
+    the rollout that are not zero-variance (GPG). `none` does not divide."""
 
     # KL to the reference, and entropy
 
@@ -209,21 +209,22 @@ class Objective:
     """KL estimator in the loss and in `policy/kl`; the KL in the rewards is always k1 (`kl_in`)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss of each token, or subtract it, summed over tokens, from the completion's reward (as in
-    PPO for RLHF, arXiv:2203.02155: k1, whatever `kl` is)."""
+    """`loss` adds the KL to the loss of each token. `reward` subtracts the KL, summed over a completion's
+    tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
-    """Multiply each token's KL by its importance ratio, which keeps it unbiased after the policy has moved
-    (DeepSeek-V3.2)."""
+    """Multiply each token's KL by the token's importance ratio, which keeps the KL estimate unbiased after updates of
+    the policy (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus: exact over the vocabulary, a mean over all tokens whatever `aggregate` is; 0
-    disables it."""
+    """Weight of the entropy bonus; 0 disables the bonus. The entropy is exact over the vocabulary, and averaged over
+    all tokens, whatever `aggregate` is."""
 
     # SAPO
 
     sapo_temperature: float = 1.0
-    """Temperature (tau) of SAPO's gate where the advantage is positive; larger closes it sooner."""
+    """Temperature (tau) of SAPO's gate where the advantage is positive; a larger tau closes the gate at ratios closer
+    to 1."""
 
     sapo_temperature_negative: float = 1.05
     """Temperature of SAPO's gate where the advantage is not positive."""
@@ -254,23 +255,24 @@ class Objective:
         "geometric_truncate",
         "geometric_mask",
     ] = "none"
-    """Off-policy correction: weight the loss by the policy's probability over the engine's, per token or per
-    completion, for which the tokens' weights are multiplied ("sequence") or averaged geometrically ("geometric", with
-    a range as narrow as 0.99 to 1.01). Weights out of range are truncated to it, or their tokens or completions are
-    masked. VESPO multiplies token weights into the ratio of its completion instead."""
+    """Off-policy correction: multiply the surrogate by a weight, the ratio of the policy's probability to the engine's,
+    per token or per completion: the product (`sequence`) or the geometric mean (`geometric`) of its tokens' weights.
+    `truncate` clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the
+    tokens or completions whose weights are outside of this range. The range of `geometric` is narrow, such as 0.99 to
+    1.01. VESPO multiplies the token weights into the ratio of the completion instead."""
 
     rollout_correction_low: float = 0.0
-    """Minimum weight."""
+    """Minimum weight of `rollout_correction`."""
 
     rollout_correction_high: float = 2.0
-    """Maximum weight."""
+    """Maximum weight of `rollout_correction`."""
 
     off_policy_threshold: float | None = None
-    """Mask completions of negative advantage once the policy has moved away from them by more than this many nats per
-    token (DeepSeek-V3.2); null keeps all."""
+    """Mask a completion of negative advantage if its mean log-prob per token has fallen by more than this many nats
+    since it was sampled (DeepSeek-V3.2); null masks none."""
 
     def __post_init__(self) -> None:
-        """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
+        """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
         check_objective(self)
 
     @property
@@ -304,7 +306,7 @@ class Objective:
         return self.entropy_coefficient != 0
 
     def combine_rewards(self, total: Tensor, by_reward: Mapping[str, Tensor], weights: Sequence[float]) -> Tensor:
-        """Combine several rewards into the one that advantages are computed from.
+        """Combine several rewards into one, which advantages are computed from.
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
@@ -312,7 +314,7 @@ class Objective:
             weights: One per reward.
 
         Returns:
-            [N, G], nan where the total is.
+            [N, G], nan where `total` is nan.
         """
         if self.multi_objective_aggregation == "sum_then_normalize":
             return total
@@ -339,12 +341,12 @@ class Objective:
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
             batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
-            counts: Divisors of the entire optimizer step over all ranks.
+            counts: Trained tokens and completions of the entire optimizer step over all ranks, used as divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 
         Raises:
-            ValueError: If the old log-probs are missing, or the entropy is although `trains_entropy` is set.
+            ValueError: If the batch has no old log-probs, or `trains_entropy` is True and no entropy is given.
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
@@ -370,7 +372,7 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self.clipped(logprobs, batch)
+        clipped_low, clipped_high = self._clipped(tokens)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -398,9 +400,11 @@ class Objective:
 
     def clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Find trained tokens clipped from below and from above: two [B, T] bool. Args: logprobs: [B, T] nats."""
-        low, high = SURROGATES[self.surrogate].clipped(self, self._tokens(logprobs.detach(), batch))
-        mask = batch.completion_mask
-        return low.expand_as(mask) & mask, high.expand_as(mask) & mask
+        return self._clipped(self._tokens(logprobs.detach(), batch))
+
+    def _clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        low, high = SURROGATES[self.surrogate].clipped(self, tokens)
+        return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 
     def _tokens(self, logprobs: Tensor, batch: MicroBatch) -> Tokens:
         """What the surrogate is computed from; without old log-probs the policy has not moved yet."""
@@ -628,7 +632,7 @@ SURROGATES = {
 
 
 def check_objective(objective: Objective) -> None:
-    """Check choices, ranges and combinations. Raises: ValueError naming the setting, its value and what to do."""
+    """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
     for name, kind in get_type_hints(type(objective)).items():
         choices, value = get_args(kind), getattr(objective, name)
         if get_origin(kind) is Literal and value not in choices:
@@ -677,7 +681,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings that have no effect. Raises: ValueError naming the setting, and why it has none."""
+    """Refuse settings without an effect. Raises: ValueError if one is set; the message gives the reason."""
     own = SURROGATES[objective.surrogate].settings
     others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
@@ -705,7 +709,7 @@ def _check_unused(objective: Objective) -> None:
 
 
 def _check_scale(objective: Objective) -> None:
-    """Refuse a scale that is not defined for the baseline or the rewards. Raises: ValueError naming both settings."""
+    """Refuse a scale that is not defined for the baseline or the rewards. Raises: ValueError."""
     if objective.scale == "batch_advantage_std" and objective.baseline in ("length_weighted", "pass_at_k"):
         raise ValueError(
             "objective.scale 'batch_advantage_std' is a std around 0, which the advantages of objective.baseline "
@@ -734,7 +738,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def warn_of_length_weights(objective: Objective) -> None:
-    """Warn about a loss per completion with token aggregation, which is rarely intended."""
+    """Warn if a loss per completion is combined with token aggregation, which is rarely intended."""
     if objective.aggregate != "token":
         return
     if objective.ratio != "token":

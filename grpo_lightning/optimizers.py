@@ -2,7 +2,7 @@
 
     optimizer: {class_path: grpo_lightning.optimizers.AdamW, init_args: {lr: 1.0e-6}}
 
-Any other optimizer class works as well.
+Any other `torch.optim.Optimizer` class works as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with 8-bit states, each block with its own scale (arXiv:2110.02861): 2 bytes per parameter instead of 8.
+    """AdamW with 8-bit states, quantised block by block (arXiv:2110.02861): 2 bytes per parameter instead of 8.
 
     It runs on CUDA and CPUs. The weights keep their dtype.
     """
@@ -46,7 +46,7 @@ class AdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' own. Raises: ModuleNotFoundError if bitsandbytes is not installed."""
+        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
@@ -61,12 +61,12 @@ class PagedAdamW8bit(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Any:
-        """Construct bitsandbytes' own. Raises: ModuleNotFoundError if bitsandbytes is not installed."""
+        """Construct bitsandbytes' optimizer of this name. Raises: ModuleNotFoundError if bitsandbytes is missing."""
         return bitsandbytes_optimizer(cls.__name__)(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def bitsandbytes_optimizer(name: str) -> Any:
-    """The optimizer class of this name, imported on use: recipes are read without bitsandbytes."""
+    """Import the bitsandbytes optimizer of this name; only now, because recipes are also read without bitsandbytes."""
     try:
         import bitsandbytes
     except ImportError as error:

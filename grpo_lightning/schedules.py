@@ -2,8 +2,9 @@
 
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
-The schedules of `transformers.get_scheduler`, as classes: jsonargparse cannot fill in the arguments of its functions,
-and only the module knows the length of the run. Any torch scheduler class works as well.
+These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions:
+jsonargparse cannot fill in their arguments, and only the training module knows the length of the run. Any class of
+`torch.optim.lr_scheduler` works as well.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ class Schedule(LambdaLR):
     """Base of the schedules: linear warm-up, then the shape of the subclass.
 
     Args:
-        optimizer: Its learning rates are the peak rates.
+        optimizer: The optimizer, whose learning rates at this time become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
         warmup_steps: Warm-up in optimizer steps; set only one of the two.
 
     Raises:
-        ValueError: If both are given, or the ratio is not in [0, 1].
+        ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
     """
 
     kind: ClassVar[str]
-    """Name in `transformers.SchedulerType`."""
+    """The schedule's name in `transformers.SchedulerType`."""
 
     def __init__(self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None) -> None:
         if not 0 <= warmup_ratio <= 1:
@@ -47,7 +48,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, lambda _: 1.0)
 
     def set_length(self, num_training_steps: float) -> None:
-        """Set the length of the run in optimizer steps; call it before the first one.
+        """Set the length of the run in optimizer steps; call this before the first optimizer step.
 
         Raises:
             ValueError: If the run has no end.
@@ -58,7 +59,7 @@ class Schedule(LambdaLR):
             raise ValueError("The schedule needs the length of the run: set trainer.max_steps or trainer.max_epochs.")
         warmup = math.ceil(num_training_steps * self.warmup_ratio) if self.warmup_steps is None else self.warmup_steps
         num_steps = int(num_training_steps)
-        # transformers binds the factor to an optimizer; this one is discarded.
+        # `get_scheduler` needs an optimizer; only the function that computes the factor is kept.
         placeholder = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
         factor = get_scheduler(self.kind, placeholder, warmup, num_steps, self.settings(num_steps)).lr_lambdas[0]
         self.lr_lambdas = [factor] * len(self.base_lrs)
@@ -71,7 +72,7 @@ class Schedule(LambdaLR):
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
     def settings(self, num_training_steps: int) -> dict[str, Any]:
-        """Extra arguments of the subclass, as transformers names them."""
+        """Extra arguments that the subclass passes to `transformers.get_scheduler`."""
         return {}
 
 
@@ -88,7 +89,7 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """Linear warm-up, then cosine decay to `min_lr_ratio` times the learning rate."""
+    """Linear warm-up, then cosine decay to `min_lr_ratio` times the full learning rate."""
 
     kind = "cosine_with_min_lr"
 
@@ -130,7 +131,7 @@ class InverseSqrt(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """Linear warm-up, constant rate, then decay to `min_lr_ratio` times it over the last `decay_ratio` of the run."""
+    """Linear warm-up, full learning rate, then decay to `min_lr_ratio` of it over the last `decay_ratio` of the run."""
 
     kind = "warmup_stable_decay"
 

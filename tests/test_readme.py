@@ -116,7 +116,7 @@ def names_of_strategies() -> set[str]:
 
 def test_the_extras_are_those_of_the_package():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
-    (sentence,) = re.findall(r"The\nextras are (.*?); `all` installs all of them except `(\w+)`", README, re.DOTALL)
+    (sentence,) = re.findall(r"The\sextras are (.*?); `all` installs all of them except `(\w+)`", README, re.DOTALL)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set(re.findall(r"`([\w-]+)`", sentence[0]))
     assert named == set(extras) - {"all", "bench", "test", "dev"}

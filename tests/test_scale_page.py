@@ -95,7 +95,7 @@ def test_the_job_script_has_as_many_tasks_and_the_signal_that_requeues():
     name, _, seconds = asked["signal"].partition("@")
     assert SLURMEnvironment().requeue_signal is getattr(signal, name) or SLURMEnvironment().requeue_signal is None
     assert int(seconds) > 90
-    assert f"{name} comes {seconds} seconds before the end" in PAGE
+    assert f"sends {name} {seconds} seconds before the time limit" in PAGE
 
 
 def test_strategies_named_are_those_there_are():

@@ -32,18 +32,21 @@ Numbers = dict[str, dict[str, float]]
 class BeforeAfter(L.Callback):
     """Evaluates the validation prompts before and after training, with the settings of `model.validation`.
 
-    Prints a table and sample completions, and writes `summary.json`:
+    After training, it prints a table and sample completions, and writes `summary.json`:
 
-    - `seed`; `metric`, the name of the headline metric;
-    - `<metric>_before`, `<metric>_after`: its values for sampled completions; `greedy_before`, `greedy_after`: for
-      greedy completions; null where it has no value;
-    - `num_prompts`, the number of prompts, and `images`, of their images; `steps`, optimizer steps; `seconds` since the
-      process started;
-    - `before`, `after`: all numbers of the table, by kind of completions (`sampled`, `greedy`) and name.
+    - `seed`: seed of the run;
+    - `metric`: name of the headline metric;
+    - `<metric>_before`, `<metric>_after`: values of the headline metric for sampled completions, or null;
+    - `greedy_before`, `greedy_after`: values of the headline metric for greedy completions, or null;
+    - `num_prompts`: number of validation prompts;
+    - `images`: number of images in these prompts;
+    - `steps`: number of optimizer steps;
+    - `seconds`: time since this package was imported;
+    - `before`, `after`: all numbers of the table, by kind of completion (`sampled`, `greedy`) and name.
 
     Args:
-        metric: Headline metric: a reward by name, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of sample completions printed before and after.
+        metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
+        num_samples: Number of printed sample completions from before training; as many are from after training.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -60,7 +63,7 @@ class BeforeAfter(L.Callback):
         self.bar: Tqdm | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate before training. A resumed run keeps its first results; a `fast_dev_run` is not evaluated."""
+        """Evaluate before training. A resumed run keeps the earlier results; a `fast_dev_run` does not evaluate."""
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
@@ -123,7 +126,7 @@ class BeforeAfter(L.Callback):
 
     @contextlib.contextmanager
     def progress(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Tqdm]:
-        """Separate progress bar on rank 0, unless the trainer's is off."""
+        """Show a separate progress bar on rank 0, unless the trainer's progress bar is off."""
         trainer_bar = trainer.progress_bar_callback
         is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
         self.bar = Tqdm(
@@ -182,20 +185,23 @@ class BeforeAfter(L.Callback):
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """All validation prompts of the data module, ignoring `limit_val_batches`; or the loader of the trainer."""
+    """The data module's loader of all validation prompts, so that `limit_val_batches` does not apply.
+
+    If there is no data module, it is the trainer's loader.
+    """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
     return [] if loader is None else loader
 
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
-    """(prompt, completion) of the first `count` prompts; for a chat, the prompt is the text of its last message."""
+    """(prompt, completion) of the first `count` prompts. The prompt of a chat is the text of its last message."""
     texts = [prompt_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
 
 def cell(numbers: dict[str, float], name: str) -> str:
-    """Format a table cell: four digits and the confidence interval, if any; "-" without a value."""
+    """Format a table cell: four digits, and the confidence interval if there is one; "-" if there is no value."""
     if name not in numbers:
         return "-"
     bounds = [numbers.get(f"{name}/{end}") for end in ("low", "high")]

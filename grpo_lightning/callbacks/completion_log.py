@@ -35,19 +35,22 @@ ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"
 class CompletionLog(L.Callback):
     """Writes the completions of all ranks to `completions.jsonl` in the run's folder.
 
-    A line has step, epoch, rollout, rank (which sampled it), source, prompt_index, row (file and line of the data row,
-    with its images and answer), prompt, completion, length (tokens), finish_reason, reward, rewards (by name),
-    advantage, and what rewards passed to `log_extra`. null means not scorable. `step` is the number of optimizer steps
-    done when the rollout was sampled: the `step` of the rollout's metrics in the loggers. The lines of a rollout are in
-    the order of its prompts, whatever the number of ranks.
+    A line has the fields step, epoch, rollout, rank (the rank that sampled the completion), source, prompt_index, row
+    (file and line of the data row, which has the images and the answer), prompt, completion, length (tokens),
+    finish_reason, reward, rewards (by name) and advantage. Values that rewards passed to `log_extra` follow. A reward
+    of null means that the completion is not scorable. `step` is the number of optimizer steps done when the rollout was
+    sampled; the loggers log the rollout's metrics at the same `step`. The lines of a rollout are in the order of its
+    prompts, whatever the number of ranks.
 
-    Weights & Biases also gets a table per rollout, and TensorBoard the best, the worst and a few other completions;
-    both get the images of the prompts shown. Only images of rank 0 are available.
+    Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
+    worst completions and a few others. Both loggers get the images of the best, worst and other completions' prompts,
+    if rank 0 sampled the completions: the images of other ranks are not available.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
-        max_rows: Maximum completions in a Weights & Biases table; the file always has all of them.
-        num_samples: Number of best, of worst and of other completions in TensorBoard; 0 shows none.
+        max_rows: Maximum number of completions in a Weights & Biases table; the file always has all completions.
+        num_samples: Number of best, of worst and of other completions that the loggers show, as text in TensorBoard and
+            with the images of their prompts; 0 shows none.
         dirpath: Output folder; null is the run's folder.
     """
 
@@ -67,7 +70,7 @@ class CompletionLog(L.Callback):
         self.logged_messages: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepare the file: a new run replaces an old file, a resumed run truncates it to its checkpoint."""
+        """Prepare the file: a new run removes an old file; a resumed run drops lines newer than its checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path = run_file(trainer, self.dirpath, "completions.jsonl")
         if not trainer.is_global_zero:
@@ -81,7 +84,7 @@ class CompletionLog(L.Callback):
                 self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
-        """Write the rollout of the new cycle. Collective: all ranks gather at the same steps."""
+        """Write the rollout, unless `every_n_rollouts` skips it. Collective: all ranks call it."""
         number = module.run.rollout_index - 1
         if number % self.every_n_rollouts == 0:
             when = {
@@ -156,9 +159,9 @@ def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]
 
 
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """Records of the completions of a rollout with scores and advantages, in order.
+    """Iterate over the records of a rollout's completions, in order.
 
-    A `log_extra` column whose name is taken by a field of the line or of a table is written as `extra/<name>`.
+    If a `log_extra` column has the name of another field of the line or of the table, it is written as `extra/<name>`.
     """
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None
@@ -173,10 +176,12 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def keep_rollouts_before(path: Path, rollout: int) -> None:
-    """Drop the lines of this and later rollouts, which a resumed run samples again, and an incomplete last line.
+    """Drop the lines of the rollout number `rollout` and of later rollouts, and an incomplete last line.
+
+    A resumed run samples these rollouts again.
 
     Raises:
-        ValueError: If a line does not belong to a completion log, naming file and line.
+        ValueError: If a line does not belong to a completion log; the message names file and line.
     """
     if not path.exists():
         return
@@ -200,9 +205,10 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
-    """Choose up to `count` best, worst and other completions: (label, row), each row at most once.
+    """Choose up to `count` best, worst and other completions. Returns: (label, row) of each; no row occurs twice.
 
-    The others are sampled with the rollout number as seed, so that the same run shows the same ones.
+    The other completions are sampled with the rollout number as the seed, so that a run shows the same completions
+    when it is repeated.
     """
     scorable = [row for row, line in enumerate(lines) if line["reward"] is not None]
     ranked = sorted(scorable, key=lambda row: -lines[row]["reward"])
@@ -215,10 +221,10 @@ def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
 
 
 def cells(line: Line) -> dict[str, Any]:
-    """Flatten a line into a table row: one column per reward, `NUMBERS` as numbers, everything else as text.
+    """Convert a line to a table row: one column per reward, `NUMBERS` as numbers, everything else as text.
 
-    Weights & Biases raises if a column has mixed types, and `log_extra` values may be a number in one row and a list in
-    the next.
+    Weights & Biases raises an error if a column has mixed types, and a `log_extra` value may be a number in one row and
+    a list in the next.
     """
     flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
     del flat["rewards"]
@@ -236,7 +242,7 @@ def as_text(value: Any) -> str | None:
 
 
 def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
-    """Format completions as a Markdown table. Markup in them is escaped: otherwise `<think>` would not be shown."""
+    """Format completions as a Markdown table. Markup in completions, such as `<think>`, is escaped to be visible."""
     rows: list[dict[str, Any]] = []
     for label, line in chosen:
         row = cells(line)

@@ -50,7 +50,7 @@ class Answer:
     """Box predicted by a completion."""
 
     box: Box | None
-    """In pixels of the original image; None if the completion has no box."""
+    """The box in pixels of the original image; None if the completion has no box."""
 
     overlap: float
     """IoU with the ground-truth box."""
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Panel:
-    """One image with its boxes, scaled down because ranks gather the panels."""
+    """One image with its boxes. The image is scaled down, because ranks send their panels to each other."""
 
     title: str
     png: bytes
@@ -73,20 +73,23 @@ class Panel:
 
 
 class DrawBoxes(L.Callback):
-    """Draws the first validation images with a ground-truth box, the predicted box, and their IoU.
+    """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two boxes.
 
-    `boxes/before.png` and `boxes/after.png` in the run's folder show them before and after training (the latter with
-    both answers), `boxes/step-<N>.png` at every validation of the run, `boxes/validate.png` and `boxes/test.png` for
-    these commands. Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
+    The pictures are PNG files in the folder `boxes` of the run: `before.png` before training, `step-<N>.png` at every
+    validation of the run, and `after.png` after training. All later pictures of the same images also show the boxes
+    that were predicted before training. The commands `validate` and `test` write `validate.png` and `test.png`.
+    Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
 
-    Only prompts with one image, and one box in `answer_column`, are drawn; the number of others is logged.
+    Only prompts with exactly one image, and exactly one box in `answer_column`, are drawn. The number of prompts that
+    are left out is logged.
 
     Args:
-        num_images: Number of images per picture; every picture has the same ones.
-        greedy: Draw the greedy completion; False draws the first one sampled by `model.validation`.
+        num_images: Number of images per picture; every picture has the same images.
+        greedy: If true, draw the greedy completion; if false, the first completion sampled as in `model.validation`.
         answer_column: Data column with the ground-truth box.
-        coordinates: Coordinates of the answers, as for the reward `IoU`: "auto" uses those of the policy's family.
-        gold_coordinates: Coordinates of the data: "original" pixels or "norm1000".
+        coordinates: Coordinates of the predicted boxes, as for the reward `IoU`: "auto" uses the coordinates of the
+            policy's model family.
+        gold_coordinates: Coordinates of the ground-truth boxes: "original" (pixels) or "norm1000".
         dirpath: Output folder; null is the run's folder.
     """
 
@@ -112,7 +115,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw before training. A resumed run keeps its first answers; a `fast_dev_run` draws nothing."""
+        """Draw before training. A resumed run keeps the answers of its first start; a `fast_dev_run` draws nothing."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = [panel.answer for panel in self.draw(trainer, pl_module, "before")]
@@ -137,7 +140,7 @@ class DrawBoxes(L.Callback):
             print(f"Boxes: {self.folder(trainer)}")  # noqa: T201 - the result people look for
 
     def draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> list[Panel]:
-        """Sample answers and draw them on rank 0. Collective. Returns: the panels, on every rank."""
+        """Sample answers and draw them on rank 0. Every rank gets the panels. Collective: all ranks call it."""
         assert isinstance(pl_module, GRPOLightningModule)
         folder = self.folder(trainer)
         if self.chosen is None:
@@ -162,7 +165,7 @@ class DrawBoxes(L.Callback):
     def choose(self, trainer: L.Trainer) -> list[Prompt]:
         """This rank's share of the first prompts that have a ground-truth box."""
         loader = trainer.test_dataloaders if trainer.testing else validation_loader(trainer)
-        is_shared = isinstance(loader, PromptSource)  # then every rank knows all prompts, otherwise only its own
+        is_shared = isinstance(loader, PromptSource)  # every rank knows all prompts; with other loaders, only its own
         prompts = known_prompts(loader.prompts) if isinstance(loader, PromptSource) else prompts_of(loader)
         wanted = self.num_images if is_shared else -(-self.num_images // trainer.world_size)
         chosen: list[Prompt] = []
@@ -187,7 +190,7 @@ class DrawBoxes(L.Callback):
         return chosen[trainer.global_rank :: trainer.world_size] if is_shared else chosen
 
     def panels(self, module: GRPOLightningModule, prompts: list[Prompt]) -> Iterator[Panel]:
-        """Panels of the prompts with sampled answers. Collective: ranks without prompts take part in the sampling."""
+        """Sample answers, and make a panel of each prompt. Collective: ranks without prompts call it as well."""
         evaluation = module.evaluate(prompts, is_greedy=self.greedy)
         for group in evaluation.groups:
             target = target_of(group, self.answer_column, self.coordinates, self.gold_coordinates)
@@ -237,7 +240,7 @@ def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """Text of the question; for a chat, its last turn without images."""
+    """Text of the question: the prompt, or for a chat the text of the last message that is not an answer."""
     if isinstance(content, str):
         return content
     # A final assistant message is the prefix of the answer.
@@ -293,7 +296,7 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def caption(panel: Panel) -> str:
-    """Format a caption: `IoU 0.71 (before 0.12)`, or `no box` if there is none."""
+    """Format a caption: `IoU 0.71 (before 0.12)`, or `no box` if the completion has no box."""
     earlier = "" if panel.earlier is None else f" (before {format_overlap(panel.earlier)})"
     return f"{'' if panel.answer.box is None else 'IoU '}{format_overlap(panel.answer)}{earlier}"
 

@@ -13,15 +13,17 @@ from grpo_lightning.policy.saving import original_tokenizer, whole_weights, writ
 
 
 class ExportPolicy(L.Callback):
-    """Exports the policy when training ends: weights, config and tokenizer, or only the adapter with LoRA.
+    """Exports the policy when training ends: weights, config and tokenizer.
 
-    For a multimodal policy the processor is exported as well. Sharded weights are gathered one at a time on all ranks
-    and written by rank 0, in the dtype they are trained in. A run that fails exports nothing.
+    With LoRA, only the adapter's weights are exported. For a multimodal policy, the processor is exported as well. All
+    ranks gather sharded weights together, one tensor at a time, and rank 0 writes them in the dtype in which they are
+    trained. A run that fails makes no final export.
 
     Args:
         folder: Output folder, inside the run's folder unless the path is absolute. Files of an earlier export are
             replaced.
-        every_n_steps: Also export every so many optimizer steps, into subfolders `step-<step>`.
+        every_n_steps: Number of optimizer steps between two exports during training, into subfolders `step-<step>`;
+            null exports only at the end.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:
@@ -34,7 +36,7 @@ class ExportPolicy(L.Callback):
         self.written_at = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start counting at the current step: a resumed run has exported it already."""
+        """Remember the current step, which a resumed run has exported already."""
         self.written_at = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
@@ -58,7 +60,7 @@ class ExportPolicy(L.Callback):
 
 
 def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
-    """Write a policy with the original config and tokenizer or processor, which the run modifies in memory."""
+    """Write a policy with its original config and tokenizer or processor, without the changes that the run made."""
     config = None
     if loader.name is not None:
         config = loader.load_config()

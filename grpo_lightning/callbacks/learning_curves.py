@@ -36,12 +36,12 @@ MAX_COLUMNS = 3
 class LearningCurves(L.Callback):
     """Plots metrics over optimizer steps into `curves.png` in the run's folder; validation values are diamonds.
 
-    The picture is drawn during the run, when it ends, and when it is interrupted. Steps are those of the loggers.
+    The picture is drawn during the run, and when the run ends or is interrupted. Steps are numbered as in the loggers.
 
     Args:
-        metrics: Metrics to plot, one panel each; those never logged are skipped. Null plots the total reward, each
-            reward, completion length, entropy and KL.
-        smoothing: Window of the centred moving average, in values (an even number is reduced by 1).
+        metrics: Names of the metrics to plot, one panel each; metrics that are never logged are skipped. Null plots the
+            total reward, each reward, completion length, entropy and KL.
+        smoothing: Number of values in the window of the centred moving average (an even number is reduced by 1).
         every_n_steps: Optimizer steps between two updates of the picture.
         dirpath: Output folder; null is the run's folder.
     """
@@ -75,7 +75,7 @@ class LearningCurves(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record metrics that the last optimizer step logged after the callbacks had run (`time/update`)."""
+        """Record metrics that the last step logged after this callback's `on_train_batch_end` (`time/update`)."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.note(trainer)
 
@@ -89,7 +89,7 @@ class LearningCurves(L.Callback):
                 self.draw(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record metrics that the last step of the epoch logged late; Lightning discards them after the epoch."""
+        """Record metrics that the epoch's last step logged late (`time/update`), before Lightning discards them."""
         self.note(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -115,13 +115,13 @@ class LearningCurves(L.Callback):
                 self.add(name, trainer.global_step - 1, float(values[name]))
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a point, unless the step has one already."""
+        """Add a point, unless the metric already has a point at this step or later."""
         points = self.history[name]
         if not points or points[-1][0] < step:
             points.append((step, value))
 
     def panels(self) -> dict[str, str]:
-        """Panel titles by metric. Metrics with identical points (e.g. a single reward and the total) share a panel."""
+        """Panel titles by metric. Metrics with equal points, such as the total and the only reward, share a panel."""
         titles: dict[str, str] = {}
         for name in self.names:
             if points := self.history[name]:
@@ -204,7 +204,7 @@ def held_out(name: str) -> str:
 
 
 def centred_mean(values: list[float], width: int) -> list[float]:
-    """Centred moving average over `width` values, fewer near both ends.
+    """Centred moving average over `width` values, and over fewer values near the two ends.
 
     The window is always symmetric, so that a straight line is unchanged and the average does not lag.
     """

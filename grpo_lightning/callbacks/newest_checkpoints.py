@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 class NewestCheckpoints(ModelCheckpoint):
     """Saves every `save_steps` optimizer steps and when training ends, and keeps the newest `save_total_limit`.
 
-    The settings are named as in TRL and ms-swift, with the same meaning. A resumed run also keeps the checkpoint it
-    resumed from.
+    The settings have the names and meanings that they have in TRL and ms-swift. A resumed run also keeps the checkpoint
+    from which it was resumed.
 
     Args:
         save_steps: Optimizer steps between two checkpoints.
         save_total_limit: Number of checkpoints to keep; null keeps all.
-        save_only_model: Save the weights without optimizer, schedule and pending rollout; such a checkpoint cannot be
-            resumed from.
+        save_only_model: Save the weights without optimizer, schedule and pending rollout; a run cannot resume from
+            such a checkpoint.
         dirpath: Output folder; null is `checkpoints` in the run's folder.
     """
 
@@ -37,7 +37,7 @@ class NewestCheckpoints(ModelCheckpoint):
         super().__init__(
             dirpath,
             filename="{step}",
-            # Lightning needs a metric to keep several checkpoints: here the step itself.
+            # Lightning needs a metric to choose the checkpoints to keep: here the step itself.
             monitor="step",
             mode="max",
             save_top_k=-1 if save_total_limit is None else save_total_limit,
@@ -50,7 +50,7 @@ class NewestCheckpoints(ModelCheckpoint):
         """Initial state: no checkpoints, and a folder only if `dirpath` is set."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Reset the state for a new run: checkpoints of an earlier run would seem newer. A resume restores it later."""
+        """Forget the checkpoints of an earlier run. For a resumed run, Lightning restores the state after this hook."""
         if stage == "fit" and trainer.global_step == 0:
             self.dirpath = self.as_made["dirpath"]
             self.load_state_dict(copy.deepcopy(self.as_made))
@@ -60,8 +60,9 @@ class NewestCheckpoints(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last step, as Hugging Face's Trainer does.
 
-        `on_train_end` would be too late: `WeightAveraging` has replaced the weights by their average, from which no run
-        could resume. With `save_only_model`, they are saved then, as nobody resumes from them.
+        `on_train_end` would be too late: by then, `WeightAveraging` has replaced the weights by their average, and no
+        run could resume from the average. With `save_only_model`, `on_train_end` saves the average, because no run
+        resumes from such a checkpoint.
         """
         super().on_train_epoch_end(trainer, pl_module)
         if not self.save_weights_only and is_last_epoch(trainer):

@@ -20,15 +20,15 @@ SHOWN = {
     "tokens/s": "rollout/tokens_per_second",
     "kl": "policy/kl",
 }
-"""Labels on the bar, and the metrics they show."""
+"""Labels on the progress bar, and the metric that is shown after each label."""
 
 
 class ProgressBar(TQDMProgressBar):
     """One bar for the entire run, in optimizer steps, with the current phase and GRPO's metrics.
 
-    Metrics that the module logs with `prog_bar=True` are shown too. Validation, test and prediction have separate bars
-    with the number of tokens sampled so far. If the output is a file (e.g. in a SLURM job), the bar becomes one line at
-    the start, one per minute and one at the end.
+    Metrics that the module logs with `prog_bar=True` are shown too. Validation, test and prediction have separate bars,
+    which show how many tokens per completion are sampled so far. If the output is a file (e.g. in a SLURM job), a line
+    is printed at the start, every minute and at the end, instead of a bar.
 
     Args:
         refresh_rate: Optimizer steps (or evaluation batches) between refreshes; 0 disables the bar.
@@ -43,7 +43,7 @@ class ProgressBar(TQDMProgressBar):
         self.values: dict[str, Tensor] = {}
 
     def on_train_start(self, *_: Any) -> None:
-        """Start without a bar: other callbacks may evaluate first, which is not training time."""
+        """Start without a bar: other callbacks may evaluate first, and the bar must not count their time."""
         self._train_progress_bar = None
         self.phase, self.values = "", {}
 
@@ -57,7 +57,7 @@ class ProgressBar(TQDMProgressBar):
         self.start(trainer)
 
     def start(self, trainer: L.Trainer) -> None:
-        """Create the bar if there is none yet."""
+        """Create the bar, unless it already exists."""
         if self._train_progress_bar is None:
             steps = trainer.estimated_stepping_batches
             where: dict[str, Any] = {"file": sys.stdout}
@@ -84,7 +84,7 @@ class ProgressBar(TQDMProgressBar):
             return
         values = logged_this_step(trainer)
         if "rollout/length" in values:
-            self.values = {}  # a new rollout: metrics that it lacks must not show the values of the previous one
+            self.values = {}  # a new rollout: values of the previous rollout are not shown any more
         self.values |= values
         bar = self.train_progress_bar
         if self._should_update(trainer.global_step, bar.total or 0):
@@ -153,7 +153,7 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Metrics on the bar: of the last rollout, of the last step, and those logged with `prog_bar=True`."""
+        """Metrics on the bar: those of the last rollout and the last step, and those logged with `prog_bar=True`."""
         shown: dict[str, int | str | float | dict[str, float]] = {
             label: f"{float(self.values[name]):.3g}" for label, name in SHOWN.items() if name in self.values
         }

@@ -34,18 +34,19 @@ log = logging.getLogger(__name__)
 
 PARTS = {"model": GRPOLightningModule, "data": PromptDataModule}
 LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
-# On errors the parser would print sixty lines of usage: `parse_arguments` formats them instead. Abbreviated flags are
-# off, because YAML keys cannot be abbreviated.
+# On an error, the parser would print sixty lines of usage and exit. With `exit_on_error` off, it raises the error, and
+# `parse_arguments` formats a short message. Abbreviated flags are off, because YAML keys cannot be abbreviated.
 PARSING = {"exit_on_error": False, "allow_abbrev": False}
 DESCRIPTIONS = {
     "fit": (
         "Train. Outputs go to runs/<run_name>/version_<N>. Without trainer.max_epochs, max_steps or max_time a run has "
-        "one epoch. --ckpt_path auto resumes from the newest usable checkpoint of runs/<run_name>, in its folder, or "
-        "starts a new run (it also searches folders that the recipe sends checkpoints to); --ckpt_path FILE, or the "
-        "folder of a run for its newest checkpoint, resumes in a new folder. Settings come from the command line, "
-        "never from the checkpoint. A job that SLURM has requeued resumes as with auto. Checkpoints are written at the "
-        "end of every epoch and every 15 minutes, keeping the newest of each, unless trainer.callbacks has a "
-        "ModelCheckpoint; and when Ctrl-C or SIGTERM stops the run after the current step. "
+        "one epoch. --ckpt_path auto resumes from the newest usable checkpoint of runs/<run_name> and continues in its "
+        "folder, or starts a new run if there is no checkpoint; it also searches the folders in which the recipe saves "
+        "checkpoints. --ckpt_path FILE resumes in a new folder; FILE may also be the folder of a run, for its newest "
+        "checkpoint. Settings come from the command line, never from the checkpoint. A job that SLURM has requeued "
+        "resumes as with auto. Checkpoints are written at the end of every epoch and every 15 minutes, and the newest "
+        "of each kind is kept, unless trainer.callbacks has a ModelCheckpoint. A checkpoint is also written when "
+        "Ctrl-C or SIGTERM stops the run after the current step. "
         "--model.objective.help shows the settings of one object, --model.scheduler.help=Cosine those of a class."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",
@@ -55,8 +56,8 @@ DESCRIPTIONS = {
 
 
 CKPT_PATH = {
-    True: "auto resumes from the newest checkpoint of the run, or starts anew; or a file, or the folder of a run.",
-    False: "auto uses the newest checkpoint of the run; or a file, or a run's folder. Null: the untrained policy.",
+    True: "A checkpoint, the folder of a run (its newest checkpoint), or auto: the newest of this run, or a new run.",
+    False: "A checkpoint, the folder of a run, or auto: the newest of this run. Null uses the untrained policy.",
 }
 """Help of --ckpt_path: for `fit`, and for the other commands."""
 
@@ -64,16 +65,17 @@ CKPT_PATH = {
 class Parser(LightningArgumentParser):
     """Parser that merges the settings of several files and flags, and expands short names in files.
 
-    Objects of the same class are merged key by key; a later list replaces an earlier one, and `key+:` or `--key+`
-    appends. jsonargparse would merge lists of equal length entry by entry: a second list of rewards would inherit the
-    weights of the first. All access to private parts of jsonargparse is in this class.
+    If two files set an object of the same class, its settings are merged key by key. A later list replaces an earlier
+    list; `key+:` or `--key+` appends to the earlier list. jsonargparse itself would merge two lists of equal length
+    item by item, so that a second list of rewards would inherit the weights of the first list. All access to private
+    parts of jsonargparse is in this class.
     """
 
     expands_policy = False
     """True if a policy given as a name is expanded to `PolicyLoader` settings with that name."""
 
     def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Expand short names in a file, in an object in it, or in the section `parent_key` (`--model m.yaml`)."""
+        """Expand short names in the settings `cfg` of a file, or of the section `parent_key` (`--model m.yaml`)."""
         tree = {parent_key: cfg} if parent_key else cfg
         tree = config.in_tree(tree, expands_policy=self.expands_policy)
         return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)
@@ -87,7 +89,7 @@ class Parser(LightningArgumentParser):
         }
 
     def settings_flags(self) -> set[str]:
-        """Flags whose value may be a file of settings; not `data.datasets`, for which a path is the value itself."""
+        """Flags whose value may be a file of settings. A path in `data.datasets` is a data file, not such a file."""
         return {
             flag
             for flag, action in self._option_string_actions.items()
@@ -102,12 +104,12 @@ class Parser(LightningArgumentParser):
                 action.help = text
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Check one setting of a file. `cfg` holds the earlier settings: without them, nothing is merged."""
+        """Check one setting of a file. For a list, the earlier settings `cfg` are left out to prevent a merge."""
         is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
         return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
     def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Add the arguments of a class; a logger's `save_dir` is optional, as it defaults to the run's folder."""
+        """Add the arguments of a class. A logger's `save_dir` becomes optional: the default is the run's folder."""
         added = super().add_class_arguments(class_type, *args, **kwargs)
         if inspect.isclass(class_type) and issubclass(class_type, Logger):
             required: set[str] = getattr(self, "required_args", set())  # older versions of jsonargparse
@@ -119,7 +121,7 @@ class Parser(LightningArgumentParser):
         return added
 
     def format_help(self, *args: Any) -> str:
-        """Help of the parser's own keys, then recursively of every object among them."""
+        """Help of the parser's keys, and then recursively of the keys below each key that is an object."""
         text = super().format_help(*args)
         described = set()
         for action in self._actions:
@@ -138,7 +140,7 @@ class Parser(LightningArgumentParser):
         return text
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Parse flags. A flag that sets a list is preceded by one that empties it, so that lists are not merged."""
+        """Parse flags. Before a flag that sets a list, insert a flag that empties the list, to prevent a merge."""
         # Actions with a `--key+` form take lists.
         lists = {flag for flag in self._option_string_actions if f"{flag}+" in self._option_string_actions}
         given = []
@@ -149,7 +151,7 @@ class Parser(LightningArgumentParser):
 
 
 class ConfigFile(SaveConfigCallback):
-    """Writes config.yaml into the run's folder; a resumed run keeps the earlier one next to it."""
+    """Writes config.yaml into the run's folder; a resumed run keeps the earlier file under another name."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write the file."""
@@ -218,11 +220,11 @@ class GRPOCLI(LightningCLI):
         parser.set_defaults(
             {
                 "trainer.logger": runs.default_loggers(),
-                # Set here so that its settings are keys, like those of the optimizer.
+                # Set here so that the engine's arguments are keys of the parser, as are those of the optimizer.
                 "model.engine": {"class_path": "grpo_lightning.LocalEngine"},
-                # Every optimizer step is a rollout: Lightning's 50 would hide short runs.
+                # With Lightning's default of 50, short runs would log nothing.
                 "trainer.log_every_n_steps": 1,
-                # Sampling before training is slow and tests nothing else than training does.
+                # Lightning's sanity check samples before training: slow, and training finds the same errors.
                 "trainer.num_sanity_val_steps": 0,
             }
         )
@@ -266,9 +268,9 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def _parse_ckpt_path(self) -> None:
-        """Find the checkpoint of `auto`. Settings that differ from the checkpoint's are logged, never taken from it.
+        """Find the checkpoint of `auto` or of a folder, and log settings that differ from those of the checkpoint.
 
-        Lightning's own method would overwrite flags by the settings in the checkpoint.
+        Lightning's own method would replace the settings of the command line by those in the checkpoint.
         """
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
@@ -298,10 +300,10 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def newest_checkpoint(self, settings: Namespace) -> str | None:
-        """Find the newest complete checkpoint of the run; None if `fit` has none yet.
+        """Find the newest complete checkpoint of the run; None if `fit` finds no checkpoint.
 
         Raises:
-            ConfigurationError: If there is none and the command is not `fit`.
+            ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.
         """
         folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
         elsewhere = resume.folders_elsewhere(settings.trainer, folder)
@@ -373,7 +375,7 @@ class GRPOCLI(LightningCLI):
             raise ConfigurationError(config.with_origin(str(refusal), self.given)) from error
 
     def leave_nothing(self) -> None:
-        """Remove the folder of a run that did nothing, if this run created it and it holds no results."""
+        """Remove the run's folder, if this run created the folder and wrote no results."""
         if self.folder is not None and self.continued is None and rank() == 0:
             runs.remove_without_results(self.folder)
 
@@ -395,7 +397,7 @@ class GRPOCLI(LightningCLI):
             raise
 
     def validate(self, *, verbose: bool = True, **kwargs: Any) -> None:
-        """Run `validate`, and print a table: Lightning's own breaks long names and shows 16 digits."""
+        """Run `validate`, and print a table. Lightning's own table breaks long names and shows 16 digits."""
         self.trainer.validate(**kwargs, verbose=False)
         self.show_results(is_shown=verbose)
 
@@ -411,7 +413,7 @@ class GRPOCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Instantiate the Trainer with the default callbacks."""
-        # config.yaml holds the requested settings: with this run's folder in them, they could not be run again.
+        # config.yaml gets the settings without this run's folder, so that another run can use the file.
         self.config = self.requested
         settings = self.config_init[self.subcommand]
         own = settings.trainer.callbacks or []
@@ -467,7 +469,7 @@ def instantiate(
     for name in names:
         parser = LightningArgumentParser()
         parser.add_lightning_class_args(parts[name], name)
-        # Renamed in 4.49.
+        # jsonargparse 4.49 renamed this method.
         build = getattr(parser, "instantiate", None) or parser.instantiate_classes
         made.append(build(Namespace({name: config[name]}))[name])
     return tuple(made)

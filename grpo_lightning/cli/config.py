@@ -1,8 +1,8 @@
 """Settings as written by the user: the file or flag they come from, short names, and the types of keys.
 
 Short names are `optimizer: AdamW`, `scheduler: {class_path: Cosine}`, `logger: true`, and `a.jsonl` for
-`{json_path: a.jsonl}` in a list of datasets. The parser resolves a class name only if it is unique. AdamW is not:
-here it means `grpo_lightning.optimizers.AdamW`, not torch's.
+`{json_path: a.jsonl}` in a list of datasets. The parser itself accepts a class name without its module only if the name
+is unique. The name AdamW is not unique: here it means `grpo_lightning.optimizers.AdamW`, not `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.core import unique_keys
 from grpo_lightning.data.entry import DatasetEntry
-from grpo_lightning.rewards import registry  # noqa: F401 - the parser knows the names of loaded classes: the rewards
+from grpo_lightning.rewards import registry  # noqa: F401 - loads the rewards, so that the parser knows their names
 
 CONFIG_FLAGS = ("--config", "-c")
 SETTINGS_FILES = (".yaml", ".yml", ".json")
@@ -45,7 +45,7 @@ class Source:
     """Settings from one file or flag."""
 
     where: str
-    """ "in recipe.yaml", "on the command line"."""
+    """Where the settings are given: "in recipe.yaml" or "on the command line"."""
 
     tree: dict[str, Any]
     """Nested settings, not validated."""
@@ -65,10 +65,12 @@ def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def find_configs(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace names of shipped recipes in the arguments by their paths; returns also a notice for each.
+    """Replace names of the package's recipes in the arguments by their paths. Returns: arguments, and notices.
+
+    There is one notice for each replaced name.
 
     Raises:
-        ConfigurationError: If a `--config` is neither a file nor a recipe.
+        ConfigurationError: If the value of a `--config` is neither a file nor the name of a recipe.
     """
     found, notices = list(args), []
     for i, flag, value in pairs(args):
@@ -92,7 +94,8 @@ def check_positions(args: Sequence[str]) -> None:
     """Check that every argument after the command is a flag or its value.
 
     Raises:
-        ConfigurationError: If one is not, with the right form for a file or recipe.
+        ConfigurationError: If an argument is neither a flag nor a value. For a file or recipe, the message shows how to
+            write it.
     """
     values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
     for i, arg in enumerate(args[1:], start=1):
@@ -116,7 +119,8 @@ def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Sour
         settings_flags: Flags whose value may be a file of settings.
 
     Raises:
-        ConfigurationError: If a file is not a YAML mapping, naming the line, or a key is given twice.
+        ConfigurationError: If a file is not a YAML mapping, or contains a key twice. For invalid YAML, the message
+            names the line.
     """
     sources = []
     for _, flag, value in pairs(args):
@@ -145,10 +149,10 @@ def is_settings_file(value: str) -> bool:
 
 
 def load_settings(value: str) -> Any:
-    """Load the value of a flag: the settings of the file it names, or the value itself as YAML.
+    """Load the value of a flag: if it is a file, the settings in the file; else the value itself as YAML.
 
     Raises:
-        ConfigurationError: As `load`.
+        ConfigurationError: For the same reasons as in `load`.
     """
     if is_settings_file(value):
         return load(Path(value).read_text(encoding="utf-8"), value, is_strict=True)
@@ -156,12 +160,14 @@ def load_settings(value: str) -> Any:
 
 
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
-    """Load YAML; text that is not valid YAML is returned as it is, unless `is_strict`.
+    """Load YAML. Unless `is_strict`, text that is not valid YAML is returned unchanged.
 
-    Duplicate keys are refused only where settings are intended: plain text may be YAML by accident ("Rule: ...").
+    Duplicate keys are refused only if the text is meant as settings: with `is_strict`, or if the text begins with a
+    bracket or brace. Other text may be YAML by accident ("Rule: ...").
 
     Raises:
-        ConfigurationError: If strict YAML is invalid, with file, line and column, or a key occurs twice.
+        ConfigurationError: If `is_strict` and the text is not valid YAML, or if a key occurs twice. For invalid YAML,
+            the message names file, line and column.
     """
     try:
         is_meant = is_strict or text.lstrip()[:1] in ("{", "[")
@@ -181,9 +187,9 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
 
 
 def with_origin(message: str, sources: Iterable[Source]) -> str:
-    """Prefix a constructor's error about a setting with the file or flag it comes from, and the full key.
+    """Complete a constructor's error message: prefix the file or flag that gives the setting, and the full key.
 
-    A constructor knows its arguments, but neither their section nor the file.
+    A constructor knows the names of its arguments, but neither the section nor the file in which they are given.
     """
     key = re.match(r"[A-Za-z_][\w.]*\w", message)
     if key is None:
@@ -209,7 +215,7 @@ def holds(tree: Any, keys: Sequence[str]) -> bool:
 
 
 def full_name(name: Any) -> Any:
-    """Import path of one of the package's optimizers or schedules; anything else is returned unchanged."""
+    """Convert the name of one of the package's optimizers or schedules to its import path; else return it unchanged."""
     for home in NAMED.values() if isinstance(name, str) and name.isidentifier() else ():
         kind = getattr(home, name, None)
         if inspect.isclass(kind) and kind.__module__ == home.__name__:
@@ -218,7 +224,7 @@ def full_name(name: Any) -> Any:
 
 
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
-    """Expand short names in flags (`--model.optimizer=AdamW`); files of settings are left to the parser."""
+    """Expand short names in flags (`--model.optimizer=AdamW`). The parser expands short names in files."""
     full = list(args)
     for i, flag, value in pairs(args):
         *sections, key = flag.removeprefix("--").split(".")
@@ -229,7 +235,7 @@ def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
         new = value_at(in_tree(tree, expands_policy=expands_policy), [*sections, key])
         if new == given:
             continue
-        # YAML would not quote text like 1e-5, which the parser reads as a number.
+        # PyYAML takes 1e-5 for text and writes it without quotes, so that the parser reads it as a number.
         inline = yaml.safe_dump(new, default_flow_style=True, width=float("inf"), sort_keys=False).strip()
         text = new if isinstance(new, str) else inline
         full[i : i + 1 + ("=" not in args[i])] = [f"{flag}={text}"] if "=" in args[i] else [flag, text]
@@ -244,7 +250,7 @@ def nested(names: Iterable[str], value: Any) -> Any:
 
 
 def value_at(tree: Any, names: Iterable[str]) -> Any:
-    """Value of nested settings at a dotted key; None if there is none."""
+    """Value of nested settings at a dotted key; None if the key is missing."""
     for name in names:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
@@ -273,10 +279,10 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 
 
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
-    """Expand paths in a list of datasets, or a single appended path, to dataset entries.
+    """Convert paths in a list of datasets to dataset entries. An appended value (`datasets+`) may be a single path.
 
     Raises:
-        ConfigurationError: If a text is not the path of a data file.
+        ConfigurationError: If an item is neither settings nor the path of a data file.
     """
     if is_appended and isinstance(mixture, str):
         mixture = [mixture]
@@ -339,9 +345,10 @@ def members(hint: Any) -> list[Any]:
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """Class whose settings are below a key (or below the entries of a list); None if the user must name it.
+    """Return the class whose arguments are the keys below a key; None if the user has to name the class.
 
-    It is a dataclass, the class of the default, or a class of the package without subclasses.
+    The class is a dataclass, the class of the key's default, or a class of this package without subclasses. If the key
+    holds a list, the class is that of the list's items.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])
@@ -356,7 +363,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments of a class or function with their types, without those passed by the caller of a `Callable`."""
+    """Arguments of a class or function and their types, without arguments that the caller of a `Callable` passes."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)
@@ -370,7 +377,7 @@ def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
 
 
 def num_call_arguments(hint: Any) -> int:
-    """Number of arguments that a `Callable[[...], ...]` is called with, which are not settings."""
+    """Number of arguments with which a `Callable[[...], ...]` is called: these arguments are not settings."""
     signatures = [get_args(kind)[:1] for kind in members(hint) if get_origin(kind) is Callable]
     return next((len(own[0]) for own in signatures if own and isinstance(own[0], list)), 0)
 
@@ -399,7 +406,7 @@ def nested_keys(key: str, hint: Any, default: Any = None) -> Iterator[str]:
 
 
 def defaults_of_null(keys: Mapping[str, Key]) -> dict[str, dict[str, Any]]:
-    """Defaults of dataclass settings, which null stands for, by dotted key."""
+    """Default values of each dataclass setting, by dotted key. These values apply if a setting is null."""
     kinds = {key: kind for key, own in keys.items() for kind in members(own.hint) if dataclasses.is_dataclass(kind)}
     return {
         key: {

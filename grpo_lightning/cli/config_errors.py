@@ -1,7 +1,7 @@
 """Explain refused settings in one line: file, key, value, and what is allowed.
 
-The parser's own message comes after sixty lines of usage and lists the problems of every type that the value could
-have. Key and value are extracted from it, and looked up in the files and flags.
+The parser itself prints sixty lines of usage, and then lists one problem for each type that the value may have. This
+module extracts key and value from the parser's message, and finds the file or flag that contains them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OTHER_NAMES = {
     "warmup_ratio": "model.scheduler",
     "warmup_steps": "model.scheduler",
 }
-"""Settings of TRL, ms-swift and VLM-R1, and the keys that correspond to them here."""
+"""Settings of TRL, ms-swift and VLM-R1, and the keys of this package that correspond to them."""
 
 OTHER_VALUES = {
     "trainer.precision": {
@@ -96,7 +96,7 @@ OTHER_VALUES = {
         "no": "32-true",
     }
 }
-"""Values of other trainers and their equivalents here, by key."""
+"""Values that other trainers use and the values that correspond to them in this package, by key."""
 
 
 class Problem(NamedTuple):
@@ -115,7 +115,8 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
 
-    If several types were tried, it is the problem of the first one that looked inside the value.
+    If the parser tried several types, return the problem of the first type for which it checked the keys inside the
+    value.
     """
     names: list[str] = []
     text: list[str] = []
@@ -136,14 +137,14 @@ def read_problem(message: str) -> Problem:
 
 
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
-    """Rewrite the parser's message: file, key, value, and what is allowed; if not possible, shorten it."""
+    """Replace the parser's message by file, key, value and what is allowed. Shorten messages of unknown form."""
     if missing := re.search(r'following arguments are required: (.+)|Key "([^"]+)" is required', message):
         return missing_keys((missing[1] or missing[2]).split(", "), keys)
     if top := re.match(
         r"unrecognized arguments: --([^\s=]+)|Option '([^']+)' is|.*not accept .*option '([^']+)'", message
     ):
         return unknown_at_top(next(filter(None, top.groups())).replace("+", "").split("."), keys, sources)
-    # An error in the file or the settings of a section: the message of the inner error follows.
+    # If the error is inside a file or a section, drop the first line: the message of the inner error follows it.
     message = re.sub(r'\AParser key ".+":\s*Unable to load config .*\n  - (?=Parser key)', "", message)
     if section := re.match(r'Parser key "([^"]+)": Unable to load config', message):
         found = [place for place in places(sources, [section[1]]) if not isinstance(place.value, Mapping)]
@@ -169,7 +170,7 @@ class Place:
     key: str
     value: Any
     kind: str = ""
-    """Class that the setting belongs to, if its name is given."""
+    """Class that the setting belongs to; empty if the settings do not name the class."""
 
     def say(self, text: str) -> str:
         """Prefix a message with the file."""
@@ -217,7 +218,7 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 
 def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: Sequence[Source]) -> str | None:
-    """Error message for a key that the class of an object does not have."""
+    """Error message for a key that is not an argument of an object's class."""
     match = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)", problem.text)
     if match is None:
         return None
@@ -320,7 +321,7 @@ WORDS = {
     r"Not a valid subclass of (\w+)": "{}",
     r"Expected a <class 'NoneType'>": "null",
 }
-"""The parser's descriptions of types (as patterns), and ours."""
+"""Patterns of the parser's descriptions of types, and the words that replace them in error messages."""
 
 
 def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
@@ -361,7 +362,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag below a key of type `Any`, which the parser would accept as a nested object."""
+    """Error message for a flag below a key of type `Any`. The parser itself would accept the flag."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])
@@ -372,7 +373,7 @@ def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str |
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """Error message for an unknown strategy or accelerator, with those that can be used; None if both are known."""
+    """Error message for an unknown strategy or accelerator, with the names that are known; None for known names."""
     from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}

@@ -15,7 +15,7 @@ from grpo_lightning.rewards.workers import RaisedError
 
 TRACEBACK = "GRPO_LIGHTNING_TRACEBACK"
 RANKS = ("LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
-"""Variables of launchers that do not set the global rank, or before it is set."""
+"""Environment variables of launchers that do not set RANK, or have not set it yet."""
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
 """Error messages of gloo and NCCL when another rank has exited."""
@@ -30,7 +30,8 @@ class ConfigurationError(ValueError):
 def rank() -> int:
     """Global rank of this process from the launcher's environment variables; 0 without a launcher.
 
-    If only the local rank and the node rank are known, it is 0 only for the first process of the first node.
+    If only local rank and node rank are known, the result is the larger of the two: 0 only for the first process of the
+    first node.
     """
     given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
     return given.get("RANK", max(given.values(), default=0))
@@ -40,8 +41,9 @@ def rank() -> int:
 def short_errors() -> Iterator[None]:
     """Print errors in configuration and data as `error: ...` on stderr and exit with code 2.
 
-    All ranks see the same configuration, so only rank 0 prints. An error inside a loop may concern a single rank: every
-    rank prints its own. If another rank has exited, one line says so, as the cause is in that rank's output.
+    All ranks read the same configuration, so only rank 0 prints an error of the set-up. An error inside Lightning's
+    loops may concern a single rank, so every rank prints its own error. If a rank fails because another rank has
+    exited, it prints one line that says so: the cause is in the output of the other rank.
     """
     try:
         yield
@@ -60,9 +62,9 @@ def short_errors() -> Iterator[None]:
 
 
 def expected(error: BaseException | None) -> BaseException | None:
-    """Find the error that a user can fix; None if there is none.
+    """Return the error if a user can fix it, else None.
 
-    The parser wraps errors of constructors in its own: then the inner one is returned.
+    The parser wraps the error of a constructor in an error of its own; then the error of the constructor is returned.
     """
     while error is not None and not is_expected(error):
         if innermost_module(error) != "jsonargparse":
@@ -76,7 +78,7 @@ def is_expected(error: BaseException) -> bool:
     if isinstance(error, ConfigurationError) or type(error).__name__ == "MisconfigurationException":
         return True
     module = innermost_module(error)
-    # Errors of builtins (`zip(strict=True)`, `int("x")`) in our frames are bugs, not refusals.
+    # Errors of builtins (`zip(strict=True)`, `int("x")`) in this package's frames are bugs, not refusals.
     is_ours = module == "grpo_lightning" and isinstance(error, EXPECTED) and is_raise_statement(error.__traceback__)
     return is_ours or (module == "transformers" and isinstance(error, OSError))
 
@@ -115,7 +117,7 @@ def is_inside_a_loop(tb: TracebackType | None) -> bool:
 
 
 def plain_refusal(raised: BaseException) -> BaseException | None:
-    """The error if it is a complete message of this package about a setting: without a cause, and not from a loop."""
+    """Return the error if it is this package's refusal of a setting: it has no cause, and no loop raised it."""
     error = expected(raised)
     if not isinstance(error, ValueError | TypeError | OSError) or innermost_module(error) != "grpo_lightning":
         return None

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def run(args: list[str]) -> None:
-    """Export a checkpoint; `grpo_lightning.training.export.export` lists the exceptions.
+    """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.export.export`.
 
-    For a quantized run it prints that the exported base weights are the full-precision ones.
+    For a quantized run, the output says that the exported base weights have full precision.
     """
     options = vars(parser().parse_args(args))
     from grpo_lightning.training.export import export
@@ -24,7 +24,7 @@ def run(args: list[str]) -> None:
     taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
     sees_images = written.sees_images
     tokenizer, model = ("processor", "ImageTextToText") if sees_images else ("tokenizer", "CausalLM")
-    limits = ", the processor's limits of images those of the run" if sees_images else ""
+    limits = "; the image size limits of the processor are those of the run" if sees_images else ""
     print(f"Config, {tokenizer}{taken} are those of {written.policy}{limits}.")
     if written.quantization != "none":
         what = "the adapter goes with" if written.is_adapter else "the adapter is merged into"
@@ -41,7 +41,7 @@ def run(args: list[str]) -> None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Newest complete checkpoint if the path is the folder of a run or of its versions, otherwise the path itself.
+    """Return the newest complete checkpoint if `path` is the folder of a run or of its versions; else `path` itself.
 
     Raises:
         ConfigurationError: If the run has no complete checkpoint.
@@ -67,13 +67,16 @@ def parser() -> argparse.ArgumentParser:
         description="Write the policy in a checkpoint as a folder that transformers loads: weights, config, generation "
         "config and tokenizer, or the processor of a multimodal policy.",
     )
-    parser.add_argument("checkpoint", help="a .ckpt file, the folder of a sharded one, or of a run: its newest")
-    parser.add_argument("folder", help="where the model goes")
-    parser.add_argument("--policy", help="the policy before training; by default as the checkpoint or its run names it")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; by default the checkpoint's")
     parser.add_argument(
-        "--adapter", action="store_true", help="write the LoRA adapter alone, as peft loads it; not merged"
+        "checkpoint",
+        help="a .ckpt file, the folder of a sharded checkpoint, or the folder of a run, for its newest checkpoint",
     )
+    parser.add_argument("folder", help="where the model goes")
+    parser.add_argument("--policy", help="the policy before training; default: as named by the checkpoint or its run")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the weights; default: the checkpoint's"
+    )
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter, for peft; do not merge it")
     parser.add_argument("--force", action="store_true", help="write into a folder that has files")
     parser.add_argument(
         "--fill_missing",

@@ -38,15 +38,16 @@ COMMANDS = TRAINER_COMMANDS | OWN_COMMANDS
 def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] | None = None) -> GRPOCLI | None:
     """Run a command line.
 
-    Errors of configuration and data are printed in a few lines and end in SystemExit(2), as argparse does; with
-    GRPO_LIGHTNING_TRACEBACK=1 they are raised.
+    For an error in configuration or data, a message of a few lines is printed and SystemExit(2) is raised, as argparse
+    does. With GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
 
     Args:
-        args: Arguments; None uses those of the command line.
+        args: Arguments; None uses the arguments of the process.
         module_class: A subclass of GRPOLightningModule, to run your own module with the same recipes.
 
     Returns:
-        The CLI object of `fit`, `validate`, `test` or `predict`, with its trainer, model and data module.
+        The CLI object of `fit`, `validate`, `test` or `predict`, with its trainer, model and data module; None for the
+        other commands.
     """
     find_own_modules()
     given = list(sys.argv[1:] if args is None else args)
@@ -91,7 +92,7 @@ def unknown_command(name: str) -> str:
 def parse(args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Namespace:
     """Parse and validate a `fit` command line (`--config r.yaml --model.num_generations=4`).
 
-    The returned keys are trainer, model, data, seed_everything and so on. Nothing is instantiated.
+    The returned configuration has the keys trainer, model, data, seed_everything and so on. Nothing is instantiated.
     """
     find_own_modules()
     from grpo_lightning.cli.app import ParsedCLI
@@ -109,7 +110,7 @@ def instantiate(
 
 
 def find_own_modules() -> None:
-    """Add the current folder to `sys.path`, which console scripts do not, so that own rewards can be imported."""
+    """Add the current folder to `sys.path`, so that a console script can import the user's own rewards."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

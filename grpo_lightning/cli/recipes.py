@@ -17,7 +17,7 @@ def folder() -> Path:
     """Folder of the recipes: inside the installed package, or next to it in a checkout.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If the recipes are in neither of these places.
     """
     for candidate in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
         if (candidate / "quickstart.yaml").is_file():
@@ -26,14 +26,14 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Names of all recipes, complete ones before fragments: "quickstart", "objectives/dapo"."""
+    """Names of all recipes ("quickstart", "objectives/dapo"); recipes in subfolders come last."""
     root = folder()
     found = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
 
 
 def find(name: str) -> Path | None:
-    """Find the file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if there is none.
+    """Find the file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if unknown.
 
     The folder of a recipe may be omitted ("rec_lora") if the name is unique.
     """
@@ -44,7 +44,7 @@ def find(name: str) -> Path | None:
 
 
 def named(name: str) -> Path:
-    """Find the file of a recipe. Raises: ConfigurationError with similar names if there is none."""
+    """Find the file of a recipe. Raises: ConfigurationError if it is unknown; the message lists similar names."""
     path = find(name)
     if path is None:
         raise ConfigurationError(unknown(name))
@@ -65,7 +65,7 @@ def unknown(name: str) -> str:
 def header(path: Path) -> dict[str, str]:
     """Parse the comments at the top of a recipe by label: Shows, Expect, Hardware, Command, Outputs.
 
-    A comment without a label continues the one above.
+    A comment line without a label continues the text of the label above.
     """
     texts: dict[str, str] = {}
     label = "Shows"
@@ -90,7 +90,7 @@ def run(args: list[str]) -> None:
     copy_parser = commands.add_parser("copy", allow_abbrev=False, help="copy a recipe, to change it")
     copy_parser.add_argument("name")
     copy_parser.add_argument("target", nargs="?", default=".", help="folder or .yaml file (default: here)")
-    copy_parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
+    copy_parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     given = parser.parse_args(args)
     if given.command == "list":
         list_all()
@@ -101,12 +101,12 @@ def run(args: list[str]) -> None:
 
 
 def is_fragment(path: Path) -> bool:
-    """True for a fragment: a recipe without data, which changes another one."""
+    """True for a fragment: a recipe without data, which changes another recipe."""
     return "\ndata:" not in path.read_text(encoding="utf-8")
 
 
 def list_all() -> None:
-    """Print two lines per recipe: name and first sentence."""
+    """Print two lines per recipe: its name, and the first sentence about what it shows."""
     for name in names():
         print(name)
         print(f"    {first_sentence(header(named(name)).get('Shows', ''))}")

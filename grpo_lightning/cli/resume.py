@@ -18,16 +18,17 @@ from grpo_lightning.training.checkpoint_files import RankFiles, was_interrupted,
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
-"""First line of a run's `config.yaml`, to tell it from an unrelated file two folders above a checkpoint."""
+"""Beginning of every `config.yaml` that a run writes. A file of this name that begins otherwise is not from the run,
+and is ignored."""
 
 MISSING = "(not set)"
 SHOWN = 20
 
 
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
-    """Reason why a checkpoint cannot be loaded, or with `to_train` why no run can resume from it; None if it can.
+    """Return why a checkpoint cannot be loaded, or with `to_train` why no run can resume from it; None if usable.
 
-    DeepSpeed's checkpoints can be read only by its own loader, so only their completeness marker is checked.
+    Only DeepSpeed itself can read DeepSpeed checkpoints, so only their completeness mark is checked.
     """
     if why := why_incomplete(path):
         return why
@@ -48,14 +49,14 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return "it was saved inside an optimizer step, which an error broke off"
     if why := RankFiles(path).why_missing(content.get("grpo")):
         return why
-    # In a sharded checkpoint the optimizer state is in the shards: the schedulers are saved only together with it.
+    # The shards of a sharded checkpoint contain the optimizer state; meta.pt then contains the schedulers.
     if ("optimizer_states" if path.is_file() else "lr_schedulers") not in content:
         return "it holds weights without the optimizer's state (save_weights_only)"
     return None
 
 
 def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | None, dict[Path, str]]:
-    """Find the newest usable checkpoint in the folders, and the reasons why newer ones are not (`why_unusable`)."""
+    """Find the newest usable checkpoint in the folders. Returns: its path, and why newer checkpoints are unusable."""
     skipped: dict[Path, str] = {}
     found = [path for folder in folders for path in folder.glob("*.ckpt")]
     for path in sorted(found, key=written_at, reverse=True):
@@ -67,9 +68,10 @@ def newest(folders: Iterable[Path], *, to_train: bool = False) -> tuple[Path | N
 
 
 def folders_of_run(path: Path) -> list[Path]:
-    """Checkpoint folders of a run, or of all its versions; empty if the path is neither.
+    """Checkpoint folders below `path`, which is the folder of one version of a run, or of all its versions.
 
-    The run's folder itself is included if it holds a checkpoint that Lightning saved for a SLURM requeue.
+    The list is empty if `path` is another folder. The folder of a version is itself included if it contains a
+    checkpoint that Lightning saved for a SLURM requeue.
     """
 
     def requeued(run: Path) -> list[Path]:
@@ -88,8 +90,8 @@ def is_requeued() -> bool:
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
     """Checkpoint folders of a recipe outside `runs/<run name>/version_<N>/checkpoints`.
 
-    These are the `dirpath`s of its own ModelCheckpoints, and Lightning's default for its first logger:
-    `save_dir/name/version/checkpoints`.
+    These are the `dirpath` of each ModelCheckpoint in the recipe, and the folder that Lightning derives from the
+    recipe's first logger: `save_dir/name/version/checkpoints`.
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
@@ -145,9 +147,10 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
 
 
 def settings(path: Path) -> tuple[dict[str, Any], bool]:
-    """Settings a checkpoint was trained with, below "model" and "data", and True if they are complete.
+    """Return the settings of a checkpoint's run, below "model" and "data", and whether they are complete.
 
-    The `config.yaml` of the run is complete; a checkpoint without its run has only its saved hyperparameters.
+    Settings in the run's `config.yaml` are complete. If that file is missing, only the hyperparameters that the
+    checkpoint contains are returned.
     """
     config = path.parent.parent / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
@@ -182,13 +185,13 @@ def differences(
     *,
     is_whole: bool = True,
 ) -> list[str]:
-    """Format differing settings as lines `key: before -> now`, for the groups that both have.
+    """Format differing settings as lines `key: before -> now`, for groups that are in both `before` and `now`.
 
     Args:
-        before: Settings of the checkpoint, "model" and "data".
+        before: Settings of the checkpoint in the groups "model" and "data".
         now: Settings of this command line.
-        defaults: Values that null stands for, by dotted key.
-        is_whole: False if `before` may be incomplete: then only keys in both are compared.
+        defaults: Values that apply if a setting is null, by dotted key.
+        is_whole: False if `before` may be incomplete: then only keys that are in both `before` and `now` are compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(filled({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
@@ -225,7 +228,7 @@ def shown(value: Any) -> str:
 
 
 def notice(path: Path, now: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Format the settings that differ from the checkpoint's; None if nothing differs or nothing is known."""
+    """Format the settings that differ from the settings of the checkpoint; None if no known setting differs."""
     before, is_whole = settings(path)
     lines = differences(before, now, defaults, is_whole=is_whole)
     if not lines:

@@ -1,8 +1,8 @@
 """One run, one folder: `runs/<run name>/version_<N>/` with metrics, completions, pictures, settings and checkpoints.
 
-The run name is the name of the first recipe, or `--run_name`. A run uses the next free version. `--ckpt_path auto`
-resumes in the folder of the checkpoint it finds; every other run gets a new folder. This file also holds the default
-loggers, callbacks and checkpoints of a run.
+The run name is `--run_name`, or by default the name of the first recipe. Every run gets a new folder, with the next
+free version number. The only exception is a run that resumes with `--ckpt_path auto`: it continues in the folder of its
+checkpoint. This module also contains the default loggers, callbacks and checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 SAVE_DIR = "runs"
 CHECKPOINT_INTERVAL = timedelta(minutes=15)
 
-# Ranks launched by this process inherit the folder: otherwise they would look for the next free version.
+# Ranks that this process launches inherit the run's folder in this environment variable. Otherwise they would choose
+# new folders.
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
 METRICS_LOGGER = f"{__name__}.MetricsLogger"
@@ -54,7 +55,7 @@ def run_name(given: str | None, config_files: Sequence[Path]) -> str:
     """Name of the run: `given`, or the name of the first recipe, or "run".
 
     Raises:
-        ConfigurationError: If it is not a valid folder name.
+        ConfigurationError: If the name is not a valid folder name.
     """
     name = given or (config_files[0].stem if config_files else "run")
     if not re.fullmatch(r"\w[\w.+-]*", name):
@@ -76,7 +77,7 @@ def versions(folder: Path) -> dict[int, Path]:
 
 
 def version_of(path: Path, folder: Path) -> Path | None:
-    """Version folder of a run that contains a file; None for a file elsewhere."""
+    """Version folder below `folder` that contains the file `path`; None if the file is elsewhere."""
     above = path.resolve().parents
     return next((version for version in versions(folder).values() if version.resolve() in above), None)
 
@@ -86,7 +87,7 @@ def take_next(folder: Path) -> Path:
     if rank() and CHOSEN in os.environ:
         return Path(os.environ[CHOSEN])
     number = max(versions(folder), default=-1) + 1
-    # Ranks of other launchers create no folder: they write to rank 0's, which Lightning broadcasts (trainer.log_dir).
+    # With other launchers, only rank 0 creates a folder, and Lightning sends it to the other ranks (trainer.log_dir).
     while rank() == 0:
         path = folder / f"version_{number}"
         try:
@@ -110,7 +111,7 @@ def keep_old_config(folder: Path, text: str) -> None:
 def remove_without_results(folder: Path) -> None:
     """Remove the folder of a run if it holds only settings and empty logs.
 
-    TensorBoard files count as empty if metrics.csv is, which has the same metrics.
+    The contents of TensorBoard files are not checked, because metrics.csv has the same metrics.
     """
 
     def is_empty(path: Path) -> bool:
@@ -133,10 +134,11 @@ def default_loggers() -> list[dict[str, Any]]:
 
 
 def place(trainer: Namespace, folder: Path) -> None:
-    """Point the Trainer's settings at the run's folder: its root folder, and every logger without a name.
+    """Make the Trainer and its loggers write into the run's folder, except loggers with a name or folder of their own.
 
-    A metrics.csv logger is added if other loggers are set. Lightning saves checkpoints in the folder of the first
-    logger, so a logger that writes files is moved to the front: others (W&B) would use a folder named by their run id.
+    If loggers are set but none writes metrics.csv, such a logger is added. Lightning saves checkpoints in the folder of
+    the first logger, so a logger that writes files is moved to the front. With W&B as the first logger, the folder of
+    the checkpoints would be named by the id of the W&B run.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -167,9 +169,10 @@ def kind(logger: Namespace) -> str:
 
 
 def place_logger(logger: Namespace, folder: Path) -> None:
-    """Point a logger at the run's folder, unless the recipe sets a folder; W&B runs get the run's name.
+    """Make a logger write into the run's folder, unless the recipe sets a folder.
 
-    A `save_dir` without a name gets the run's name and version, so that every run has a separate folder there too.
+    If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
+    With a `save_dir` of its own, such a logger then has a separate folder per run in `save_dir`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -184,12 +187,12 @@ def place_logger(logger: Namespace, folder: Path) -> None:
 
 
 class MetricsLogger(CSVLogger):
-    """Writes `metrics.csv`: one row per step and kind of metric, flushed at once, so that a killed run loses none.
+    """Writes `metrics.csv`: one row per call of `log_metrics`, written at once, so that a killed run loses no rows.
 
     Args:
         save_dir: Folder of all runs.
-        name: Name of the run; null lets the command line choose.
-        version: Version of the run; null lets the command line choose.
+        name: Name of the run. With the defaults of `name` and `version`, the command line chooses both.
+        version: Version of the run; null uses the next free number.
         prefix: Prefix of every metric name.
         flush_logs_every_n_steps: Steps between two writes.
     """
@@ -214,14 +217,14 @@ class MetricsLogger(CSVLogger):
 
 
 class MetricsWriter(ExperimentWriter):
-    """Appends to an existing metrics.csv from the step at which the run resumes; Lightning's writer deletes it."""
+    """Appends to an existing metrics.csv from the step at which a run resumes; Lightning's writer deletes the file."""
 
     def __init__(self, log_dir: str) -> None:
         self.is_resumed = False
         super().__init__(log_dir)
 
     def _check_log_dir_exists(self) -> None:
-        """Read the header of an existing file; other files in the folder are expected."""
+        """Read the header of an existing file. Lightning's method would warn of other files in the folder."""
         path = Path(self.metrics_file_path)
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
@@ -233,7 +236,7 @@ class MetricsWriter(ExperimentWriter):
                 path.unlink()
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Record metrics. The first call of a resumed run drops the rows logged earlier from this step on."""
+        """Record metrics. The first call of a resumed run removes the old rows of this step and of later steps."""
         if self.is_resumed and step is not None:
             self.is_resumed = False
             self.drop_from(step)
@@ -268,8 +271,9 @@ def without_anonymous(logger: Any) -> None:
 class ResumedSteps(L.Callback):
     """Corrects the logged step of a resumed run.
 
-    Lightning counts logger steps separately from `global_step`, and is off by one after a checkpoint saved at the end
-    of an epoch: the curve would have a gap, and the earlier values of that step would remain.
+    Lightning counts the steps of loggers separately from `global_step`. If a run resumes from a checkpoint that was
+    saved at the end of an epoch, this count is off by one: curves would have a gap, and the old values of the skipped
+    step would remain.
     """
 
     def __init__(self) -> None:
@@ -287,7 +291,7 @@ class ResumedSteps(L.Callback):
 class ParameterSummary(L.Callback):
     """Logs class and size of policy and reference, and the number of trainable parameters, in one line.
 
-    Lightning's table adds modes and FLOPs, which are meaningless for GRPO.
+    Lightning's own summary is a table that also has modes and FLOPs, which are meaningless for GRPO.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -314,12 +318,13 @@ def is_saving(trainer: Namespace) -> bool:
 
 
 def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Callback]) -> list[L.Callback]:
-    """Default callbacks of a command, without those of a kind that the recipe has in `own` (e.g. a progress bar).
+    """Default callbacks of a command, except for kinds of callbacks that the recipe sets (`own`), e.g. a progress bar.
 
-    Two checkpoints are kept: the newest of an epoch's end, and the newest in between, because an epoch may take days.
+    Two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was saved during an
+    epoch, because an epoch may take days.
     """
     callbacks: list[L.Callback] = [WritePredictions()] if subcommand == "predict" else [CompletionLog()]
-    # Lightning refuses a progress bar if the bar is disabled.
+    # Lightning raises an error for a progress bar callback if enable_progress_bar is false.
     if settings.trainer.get("enable_progress_bar") is not False:
         callbacks.append(ProgressBar())
     if settings.trainer.get("enable_model_summary") is not False:
@@ -343,11 +348,12 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
 
 def print_results(metrics: Mapping[str, float], console: Console | None = None) -> None:
-    """Print the table of `validate` and `test`: one row per metric, sampled next to greedy, with intervals.
+    """Print the table of `validate` and `test`: a row per metric, a column each for sampled and greedy completions.
 
     Args:
-        metrics: Values by log name: `val/reward`, `val/greedy/avg@1/low`; with several loaders `val/loader_0/...`.
-        console: Where to print; None is stdout.
+        metrics: Values by log key: `val/reward`, `val/greedy/avg@1/low`; with several loaders, `val/loader_0/...`. The
+            bounds of a confidence interval are printed next to their metric.
+        console: Console that prints the table; None prints to stdout.
     """
     # The stage ("val", "test") is the title of the column; the names of several loaders stay in the rows.
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}

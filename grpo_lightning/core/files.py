@@ -13,24 +13,25 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe.json"
-"""File in a generated folder with a fingerprint of its inputs. It also marks the folder as one that may be replaced."""
+"""File in a generated folder: a fingerprint of what the folder was made from. A folder with this file may be
+replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
-    """Atomic creation of a folder, replacing an earlier one.
+    """Create a folder atomically, replacing an earlier version of the folder.
 
-    A folder with the same recipe is left untouched, because a run may be reading it.
+    An existing folder with the same recipe is left untouched, because a run may be reading it.
 
     Args:
         folder: Folder to create.
-        recipe: Content of its `recipe.json`: a fingerprint that tells whether an existing folder is the same.
+        recipe: Content of the folder's `recipe.json`: a fingerprint of what the folder is made from.
         fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
 
     Returns:
-        True if the folder was created, False if it already existed.
+        True if the folder was created, False if it already existed with the same recipe.
 
     Raises:
-        ValueError: If the folder holds files that were not created here.
+        ValueError: If the folder has files but no `recipe.json`: it was not created by this function.
     """
     if is_whole(folder, recipe):
         return False
@@ -62,9 +63,9 @@ def is_whole(folder: Path, recipe: str) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Atomic write of a file: yields a temporary path next to it, which replaces the file at the end.
+    """Write a file atomically: yield a temporary path next to the file, and replace the file at the end.
 
-    Readers see either the old file or the new one, even if the run is killed. After an error the old file stays.
+    Readers see either the old file or the new file, even if the run is killed. After an error the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -76,15 +77,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
-    """Folder for a run's files: `dirpath`, or the Trainer's `log_dir`. Collective: call it on every rank.
+    """Folder for a run's files: `dirpath`, or the Trainer's `log_dir`. Collective: every rank must call this.
 
-    Lightning broadcasts `log_dir`: if only some ranks read it, they wait forever.
+    Lightning broadcasts `log_dir`: if only some ranks read it, these ranks wait forever.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
-    """Path of a file in the run's folder, which rank 0 creates. Collective: call it on every rank, write on rank 0."""
+    """Path of a file in the run's folder; rank 0 creates the folder. Every rank must call this; only rank 0 writes."""
     folder = run_folder(trainer, dirpath)
     if trainer.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)

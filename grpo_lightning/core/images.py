@@ -1,4 +1,4 @@
-"""Lazy references to the images of prompts, and decoding them to upright RGB."""
+"""Lazy references to the images of prompts, which decode images to upright RGB."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ class ImageRef:
     """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Reads the image once for all prompts of a batch that share it, possibly ahead of time; never pickled."""
+    """Function that reads the image once for all prompts that share it, possibly ahead of time; never pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once all pixels were read, here or on another rank; False if only the header was."""
+    """True once all pixels were read, by this rank or another; False if at most the header was read."""
 
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.
 
-        Copy it before drawing on it: other prompts of the batch may share it.
+        Copy the returned image before drawing on it: other prompts may share the same object.
 
         Raises:
-            ImageError: If it cannot be read.
+            ImageError: If the image cannot be read.
         """
         return self.decode() if self.shared is None else self.shared()
 
     def decode(self) -> Image:
-        """Read the image as `read` does, always from its source."""
+        """Read the image like `read`, but always from its source, without `shared`."""
         with self._open() as image:
             _check_pixels(image)
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright, read once from the header alone. Raises: ImageError as `read`."""
+        """(width, height) in pixels, upright, read once and from the header alone. Raises: ImageError as in `read`."""
         if self.known_size is None:
             with self._open() as image:
                 self.remember(_upright_size(image))
@@ -79,11 +79,11 @@ class ImageRef:
         return self.known_size
 
     def remember(self, size: tuple[int, int], *, is_whole: bool = False) -> None:
-        """Store a known (width, height), and whether all pixels were read to determine it."""
+        """Store a known (width, height), and whether all pixels have been read."""
         self.known_size, self.is_whole = size, self.is_whole or is_whole
 
     def check(self) -> tuple[int, int]:
-        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError as `read`."""
+        """Check that all pixels can be read. Returns: (width, height). Raises: ImageError as in `read`."""
         with self._open() as image:
             size = _upright_size(image)
             if image is not self.source:
@@ -100,7 +100,7 @@ class ImageRef:
 
     @property
     def key(self) -> Hashable:
-        """Equal for references to one file or cell."""
+        """Key of the image's source: equal for all references to the same file or dataset cell."""
         if isinstance(self.source, Path) or callable(self.source):
             source: Hashable = self.source
             return source
@@ -199,7 +199,7 @@ def _upright_size(image: Image) -> tuple[int, int]:
 def _upright(image: Image) -> Image:
     """Apply the EXIF orientation.
 
-    Pillow's own `exif_transpose` rewrites all tags and fails if one has the wrong type.
+    Pillow's own `exif_transpose` rewrites all tags, and fails if a tag has the wrong type.
     """
     from PIL.Image import Transpose
 
@@ -209,7 +209,8 @@ def _upright(image: Image) -> Image:
 
 def _orientation(image: Image) -> int:
     """The EXIF orientation; 1 is upright."""
-    # Pillow turns a TIFF when it loads it. In a PNG without EXIF before its pixels, it would decode them to search on.
+    # Pillow turns a TIFF upright when loading it. If a PNG has no EXIF before its pixels, Pillow would decode the
+    # pixels to search for EXIF after them.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     found = image.getexif().get(ORIENTATION, 1)

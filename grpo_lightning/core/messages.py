@@ -38,9 +38,9 @@ def redraws(stream: Any) -> bool:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """A tqdm bar on stderr; in a file, one line at the start, one per minute and one at the end.
+    """Make a tqdm bar on stderr. If stderr is a file: one line at the start, one per minute and one at the end.
 
-    A bar redraws itself ten times a second, and a file would keep every one of them.
+    A bar is redrawn ten times a second, and a file would keep every redrawn line.
 
     Args:
         items: Items to iterate over; None for a bar that is updated manually.
@@ -62,7 +62,7 @@ class Lines:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        """Print a refresh; tqdm starts it with a carriage return, and ends the last one with an empty line."""
+        """Print a refresh without tqdm's carriage return at the start; skip the empty line after the last refresh."""
         if line := text.strip("\r\n "):
             getattr(sys, self.stream).write(f"{line}\n")
 
@@ -110,10 +110,11 @@ def show_messages() -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
-        # All ranks log the same messages: only rank 0 shows them.
+        # All ranks log the same messages: only rank 0 shows them, and the other ranks show only errors.
         rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
         logger.setLevel(logging.INFO if rank == "0" else logging.ERROR)
-    # Does not apply: the policy is loaded and sampled from in eval mode, and switched to train mode for the update.
+    # Lightning's warning does not apply: the policy is loaded and sampled from in eval mode, and set to train mode for
+    # the update.
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
 
@@ -123,11 +124,11 @@ def quiet_libraries(*, has_validation: bool) -> None:
     Only the command line calls this: in other programs, the application decides what is shown.
 
     Args:
-        has_validation: False if the recipe has no validation data, so that its absence needs no warning.
+        has_validation: False if the recipe has no validation data. Warnings about missing validation are then silenced.
     """
     from transformers.utils import logging as transformers_logging
 
-    # Filters of parent loggers do not apply to child loggers: this is the one that logs the tips.
+    # Filters of parent loggers do not apply to child loggers, so the filter goes to the logger that logs the tips.
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if not any(isinstance(known, NoTips) for known in logger.filters):
         logger.addFilter(NoTips())

@@ -1,6 +1,7 @@
 """Collectives that are no-ops in single-process runs.
 
-Every rank must call them in the same order: a collective that depends on a rank's own data hangs the run.
+Every rank must call these functions in the same order. The run hangs if only some ranks make a call, for example
+because the call depends on the data of the rank.
 """
 
 from __future__ import annotations

@@ -30,39 +30,6 @@ FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: truncated at `max_completion_length`."""
 
 
-@dataclass(frozen=True)
-class ImageView:
-    """An image's original size, its size after resizing for the policy, and the policy's coordinate convention."""
-
-    width: int
-    """Pixels of the image in the data."""
-
-    height: int
-    seen_width: int
-    """Pixels after resizing for the policy."""
-
-    seen_height: int
-    coordinates: Coordinates | None
-    """None if unknown."""
-
-    @property
-    def scale(self) -> tuple[float, float]:
-        """Pixels of the original image per unit of the policy's x and y. Raises: ValueError if unknown."""
-        if self.coordinates is None:
-            raise ValueError(
-                "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
-                "original, resized or norm1000."
-            )
-        if self.coordinates == "norm1000":
-            return self.width / 1000, self.height / 1000
-        return self.width / self.seen_width, self.height / self.seen_height
-
-    def to_original(self, box: Box) -> Box:
-        """Convert a box from the policy's coordinates to pixels of the original image."""
-        x, y = self.scale
-        return box[0] * x, box[1] * y, box[2] * x, box[3] * y
-
-
 @dataclass
 class Prompt:
     """One prompt as read from the dataset, not tokenized yet."""
@@ -74,22 +41,22 @@ class Prompt:
     """All other columns of the row, passed to the rewards by name."""
 
     index: int = -1
-    """Position in the dataset: identifies the prompt in logs and in a resumed run."""
+    """Position in the dataset, -1 if unknown: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
-    """Name of the row's mixture entry."""
+    """Name of the dataset in a mixture that the row belongs to."""
 
     rewards: Sequence[str] | None = None
     """Names of the rewards that apply to the prompt; None for all."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the chat template (`enable_thinking=False`)."""
+    """Arguments of the chat template, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
-    """[L] tokens of a truncated prompt; None: the prompt is tokenized when it is sampled."""
+    """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
 
     images: Sequence[ImageRef] = ()
-    """The images, in the order of the message parts `{"type": "image"}`; read lazily."""
+    """References to the images, in the order of the message parts `{"type": "image"}`; read lazily."""
 
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
@@ -101,70 +68,6 @@ class Prompt:
     def label(self) -> str:
         """The prompt's name in messages: file and line, or else source and index."""
         return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
-
-
-class ImageFeatures(NamedTuple):
-    """Vision tower outputs for a prompt's images."""
-
-    levels: list[Tensor]
-    """[image tokens, H] each: first the embeddings of the image tokens, then those added in deeper layers
-    (deepstack)."""
-
-    dimensions: list[int]
-    """The model's input form of each level: 3 for one tensor [images, tokens, H], 2 for one tensor [tokens, H] of all
-    image tokens, 0 for a list with one tensor per image."""
-
-
-@dataclass
-class PromptVision:
-    """A prompt's vision inputs next to its token ids, for a vision policy."""
-
-    images: dict[str, Tensor] = field(default_factory=dict)
-    """The processor's image tensors, concatenated over images; empty without images."""
-
-    token_types: dict[str, Tensor] = field(default_factory=dict)
-    """[L] each: token types, under the processor's names."""
-
-    num_image_tokens: int = 0
-    """Placeholder tokens of the images in the prompt."""
-
-    features: ImageFeatures | None = None
-    """Image features, once a frozen vision tower has computed them."""
-
-    positions: tuple[Tensor, int] | None = None
-    """[3, L] positions of the tokens and the position that follows them, computed at first use; None for models with
-    one-dimensional positions."""
-
-
-@dataclass
-class VisionInputs:
-    """Vision inputs of a batch of prompts."""
-
-    prompts: list[PromptVision]
-    """[N] one per prompt."""
-
-    blank: Mapping[str, Tensor] | None = None
-    """Tensors of a small dummy image for passes over prompts without images: the vision tower runs on it and its
-    features are discarded. All ranks that share the tower's weights or gradients must run it. None: the tower may be
-    skipped."""
-
-    def select(self, prompts: Sequence[int]) -> VisionInputs:
-        """Select prompts by number; numbers may repeat."""
-        return VisionInputs([self.prompts[number] for number in prompts], self.blank)
-
-
-@dataclass
-class EncodedPrompt:
-    """A tokenized prompt, ready for the policy."""
-
-    token_ids: list[int]
-    """[L] unpadded; an image has as many tokens as features."""
-
-    vision: PromptVision | None = None
-    """None for a text-only policy."""
-
-    image_views: Sequence[ImageView] = ()
-    """One per image."""
 
 
 @dataclass
@@ -183,7 +86,7 @@ class Completion:
     """The decoded tokens, without special tokens."""
 
     mask: list[bool] | None = None
-    """[T] True where a token is trained on; None trains on all.
+    """[T] True where a token is trained on; None trains on all tokens.
 
     Tokens that the policy did not sample (tool output) are False.
     """
@@ -212,7 +115,7 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Weight synchronisations (one per rollout) before this group was sampled."""
+    """Number of rollouts before this group was sampled: identifies the weights that sampled the group."""
 
     image_views: Sequence[ImageView] = ()
     """One per image of the prompt."""
@@ -222,11 +125,71 @@ class Group:
 
 
 @dataclass
+class MicroBatch:
+    """Padded prompts and completions of one forward and backward pass."""
+
+    prompt_ids: Tensor
+    """[N, L] left padded."""
+
+    prompt_mask: Tensor
+    """[N, L] bool, True at real tokens."""
+
+    prompt_index: Tensor
+    """[B] row of each completion's prompt in `prompt_ids`."""
+
+    completion_ids: Tensor
+    """[B, T] right padded."""
+
+    attention_mask: Tensor
+    """[B, T] bool, True at real tokens."""
+
+    completion_mask: Tensor
+    """[B, T] bool, True where a token is trained on; may have gaps."""
+
+    advantages: Tensor
+    """[B] float32."""
+
+    rollout_logprobs: Tensor
+    """[B, T] float32, reported by the engine."""
+
+    old_logprobs: Tensor | None = None
+    """[B, T] float32, policy at the start of the cycle; None until computed."""
+
+    ref_logprobs: Tensor | None = None
+    """[B, T] float32, reference; None when beta is 0."""
+
+    selected: Tensor | None = None
+    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step; None if it selects none,
+    or has not selected them yet."""
+
+    num_chunks: int | None = None
+    """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
+    ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
+
+    groups: Sequence[int] = ()
+    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
+
+    numbers: Sequence[int] = ()
+    """[B] index of each completion in its group, -1 for a dummy completion."""
+
+    vision: VisionInputs | None = None
+    """Vision inputs of the prompts; None for a text-only policy."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Copy the micro-batch to `device`."""
+        from torch import Tensor
+
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
+
+
+@dataclass
 class SamplingParams:
     """Sampling settings of completions.
 
-    Log-probabilities are those of the actual sampling distribution. With `top_p`, `top_k`, `min_p` or
-    `repetition_penalty` set, it differs from the distribution that is trained (full softmax at `temperature`).
+    The log-probs of completions are those of the distribution that the tokens are sampled from. With `top_p`, `top_k`,
+    `min_p`, `repetition_penalty` or `suppress_tokens`, this distribution differs from the one that is trained, the full
+    softmax at `temperature`.
     """
 
     max_completion_length: int = 512
@@ -248,7 +211,7 @@ class SamplingParams:
     """Keep tokens with at least `min_p` times the most likely token's probability; 0 keeps every token."""
 
     repetition_penalty: float = 1.0
-    """Divides the score of tokens already seen (Keskar et al. 2019); 1 is off."""
+    """Divides positive and multiplies negative logits of tokens already seen (Keskar et al. 2019); 1 is off."""
 
     suppress_tokens: list[int] = field(default_factory=list)
     """Token ids that are never sampled."""
@@ -257,7 +220,7 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError naming the field, the value got and the allowed range."""
+        """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
         limits = [
             ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
@@ -281,72 +244,113 @@ class SamplingParams:
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
 
+@dataclass(frozen=True)
+class ImageView:
+    """An image's original size, its size after resizing for the policy, and the policy's coordinate convention."""
+
+    width: int
+    """Pixels of the image in the data."""
+
+    height: int
+    seen_width: int
+    """Pixels after resizing for the policy."""
+
+    seen_height: int
+    coordinates: Coordinates | None
+    """None if unknown."""
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Pixels of the original image per unit of the policy's coordinates (x, y). Raises: ValueError if unknown."""
+        if self.coordinates is None:
+            raise ValueError(
+                "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
+                "original, resized or norm1000."
+            )
+        if self.coordinates == "norm1000":
+            return self.width / 1000, self.height / 1000
+        return self.width / self.seen_width, self.height / self.seen_height
+
+    def to_original(self, box: Box) -> Box:
+        """Convert a box from the policy's coordinates to pixels of the original image."""
+        x, y = self.scale
+        return box[0] * x, box[1] * y, box[2] * x, box[3] * y
+
+
+class ImageFeatures(NamedTuple):
+    """Vision tower outputs for a prompt's images."""
+
+    levels: list[Tensor]
+    """One tensor [image tokens, H] per level: first the embeddings of the image tokens, then the features that models
+    with deepstack add in deeper layers."""
+
+    dimensions: list[int]
+    """The form of each level in the output of the model's `get_image_features`: 3 for one tensor [images, tokens, H], 2
+    for one tensor [tokens, H] of all image tokens, 0 for a sequence with one tensor per image."""
+
+
 @dataclass
-class MicroBatch:
-    """Padded prompts and completions of one forward and backward pass."""
+class PromptVision:
+    """A prompt's vision inputs, which a multimodal policy gets in addition to the token ids."""
 
-    prompt_ids: Tensor
-    """[N, L] left padded."""
+    images: dict[str, Tensor] = field(default_factory=dict)
+    """The processor's image tensors, concatenated over images; empty without images."""
 
-    prompt_mask: Tensor
-    """[N, L] bool, True at real tokens."""
+    token_types: dict[str, Tensor] = field(default_factory=dict)
+    """[L] each: token types, under the processor's names."""
 
-    prompt_index: Tensor
-    """[B] row of each completion's prompt in `prompt_ids`."""
+    num_image_tokens: int = 0
+    """Number of placeholder tokens of all images in the prompt."""
 
-    completion_ids: Tensor
-    """[B, T] right padded."""
+    features: ImageFeatures | None = None
+    """Image features, once a frozen vision tower has computed them."""
 
-    attention_mask: Tensor
-    """[B, T] bool, True at real tokens."""
+    positions: tuple[Tensor, int] | None = None
+    """Positions [3, L] of the tokens, and the position of the first token after the prompt. None before their first
+    use, and for models with one-dimensional positions."""
 
-    completion_mask: Tensor
-    """[B, T] bool, True where a token is trained on; may have holes."""
 
-    advantages: Tensor
-    """[B] float32."""
+@dataclass
+class VisionInputs:
+    """Vision inputs of a batch of prompts."""
 
-    rollout_logprobs: Tensor
-    """[B, T] float32, reported by the engine."""
+    prompts: list[PromptVision]
+    """[N] one per prompt."""
 
-    old_logprobs: Tensor | None = None
-    """[B, T] float32, policy at the start of the cycle; None until computed."""
+    blank: Mapping[str, Tensor] | None = None
+    """Processor tensors of a small blank image, for forward passes over prompts without images: the vision tower runs
+    on the blank image, and its features are discarded. Needed if all ranks must run the tower, because the tower's
+    weights are sharded or their gradients are averaged. None if the tower may be skipped."""
 
-    ref_logprobs: Tensor | None = None
-    """[B, T] float32, reference; None when beta is 0."""
+    def select(self, prompts: Sequence[int]) -> VisionInputs:
+        """Select prompts by index; indices may repeat."""
+        return VisionInputs([self.prompts[number] for number in prompts], self.blank)
 
-    selected: Tensor | None = None
-    """[B, T] bool, True at tokens that the objective has selected in the optimizer step (of high entropy, say); None if
-    it selects none, or has not yet."""
 
-    num_chunks: int | None = None
-    """Forward calls of phase 2: the maximum over ranks. None: as many as `chunk_size` requires."""
+@dataclass
+class EncodedPrompt:
+    """A tokenized prompt, ready for the policy."""
 
-    groups: Sequence[int] = ()
-    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
+    token_ids: list[int]
+    """[L], unpadded. An image has as many placeholder tokens as it has feature vectors."""
 
-    numbers: Sequence[int] = ()
-    """[B] index of each completion in its group, -1 for a dummy completion."""
+    vision: PromptVision | None = None
+    """None for a text-only policy."""
 
-    vision: VisionInputs | None = None
-    """Vision inputs of the prompts; None for a text-only policy."""
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """Copy the micro-batch to `device`."""
-        from torch import Tensor
-
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return MicroBatch(**(vars(self) | {name: value.to(device) for name, value in tensors.items()}))
+    image_views: Sequence[ImageView] = ()
+    """One per image."""
 
 
 Settings = TypeVar("Settings")
 
 
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
-    """The settings given: None takes the defaults, a mapping (as checkpoints and YAML have it) names the fields.
+    """Convert a value to settings of the type `kind`.
+
+    None gives the defaults. A mapping, as in checkpoints and YAML, gives the values of fields.
 
     Raises:
-        ValueError: If it is something else, or names a field that does not exist.
+        ValueError: If the value has another type, or the mapping has a key that is not a field.
     """
     if isinstance(value, kind):
         return value
@@ -361,17 +365,17 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
 
 
 def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings | None:
-    """The settings given, or None for None. Raises: ValueError as `settings_of` does."""
+    """Convert a value like `settings_of`, but keep None. Raises: ValueError as in `settings_of`."""
     return None if value is None else settings_of(kind, value, key)
 
 
 def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
-    """Check the fields of some settings. Raises: ValueError naming the first that is wrong, its value and the range.
+    """Check fields of settings. Raises: ValueError for the first invalid field; the message names value and range.
 
     Args:
-        prefix: Of the keys: "sampling" for `sampling.top_p`.
-        settings: Has the fields.
-        limits: Name of a field, whether its value is allowed, and what is, in words.
+        prefix: Prefix of the keys in the message: "sampling" for `sampling.top_p`.
+        settings: The object that has the fields.
+        limits: For each field: its name, True if its value is allowed, and a description of the allowed values.
     """
     for name, is_valid, allowed in limits:
         if not is_valid:

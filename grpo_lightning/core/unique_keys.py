@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 MERGE = "tag:yaml.org,2002:merge"
-"""Tag of `<<: *block`, whose keys may be overridden."""
+"""YAML tag of the merge key `<<` (as in `<<: *block`); a block may override the keys that it merges in."""
 
 
 class DuplicateKeyError(ValueError):
@@ -18,12 +18,12 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Build a mapping. Raises: DuplicateKeyError, without the file name."""
+        """Build a mapping. Raises: DuplicateKeyError if a key occurs twice; its message lacks the file name."""
         seen: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
                 continue
-            # `key+` appends to the value of earlier files; together with `key` in the same block it is ambiguous.
+            # `key+` appends to the value in earlier files. A block with both `key` and `key+` is ambiguous.
             first = seen.setdefault(key.value.removesuffix("+"), key)
             if first is not key:
                 names = "the key {} twice" if first.value == key.value else "the keys {} and {}"
@@ -37,10 +37,10 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load(text: str, name: str) -> Any:
-    """Load YAML; `name` identifies it in errors.
+    """Load YAML; `name` identifies the text in errors.
 
     Raises:
-        DuplicateKeyError: If a key occurs twice, naming both lines.
+        DuplicateKeyError: If a key occurs twice; the message names both lines.
         yaml.YAMLError: If the text is not valid YAML.
     """
     try:

@@ -1,4 +1,4 @@
-"""PromptBatch, and converting what a dataloader yields to one."""
+"""PromptBatch: the prompts of a training batch, and the conversion of other dataloaders' batches to a `PromptBatch`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo_lightning.data.templates import PromptTemplate
 
 
 class PromptBatch:
-    """This rank's prompts of one cycle, and the current micro-step of the cycle.
+    """This rank's prompts of one cycle (the micro-steps that train on one rollout), and the current micro-step.
 
     Args:
         prompts: The prompts.
-        cycle: Micro-steps for which the loader yields these prompts.
-        position: The current micro-step, from 0.
+        cycle: Number of micro-steps in the cycle. The loader yields the same prompts for each micro-step.
+        position: The current micro-step, counted from 0.
         is_from_source: True if a `PromptSource` created the batch.
     """
 
@@ -41,10 +41,11 @@ class PromptBatch:
 
 
 class LaterBatch(PromptBatch):
-    """A batch of a `PromptSource` whose prompts are read at first use.
+    """A batch of a `PromptSource` that takes its prompts from the dataset at first use.
 
-    Lightning fetches one batch ahead from a loader without length. Its prompts are not known yet (`more` may use some),
-    and a checkpoint saved in the meantime must not count them.
+    If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
+    the next batch are not known at that time, because the current cycle may still take further prompts
+    (`PromptSource.more`). A checkpoint saved before the next batch is used must not count its prompts as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
@@ -73,17 +74,17 @@ class LaterBatch(PromptBatch):
 def as_prompt(
     row: Prompt | Mapping[str, Any] | str, index: int = -1, template: PromptTemplate | None = None, where: str = ""
 ) -> Prompt:
-    """Convert an item of a dataset to a prompt: a Prompt, a text, or a row with a prompt column.
+    """Convert an item of a dataset (a `Prompt`, a text, or a row with a prompt column) to a prompt.
 
     Args:
-        row: The item. A `Prompt` is returned unchanged, except that it gets an index if it has none.
-        index: Position in the dataset.
-        template: Prompt template for the text of a row.
-        where: The row's name in errors; by default its number, from 1.
+        row: The item. A `Prompt` is returned unchanged, except that it gets `index` if it has no index.
+        index: Position of the item in the dataset.
+        template: Prompt template for texts and rows.
+        where: Name of the item in errors; by default "row N", with N = `index` + 1.
 
     Raises:
-        TypeError: If the item is none of these.
-        ValueError: If a row has no prompt, or has video or audio.
+        TypeError: If the item is not a `Prompt`, a text or a row.
+        ValueError: If a row has no valid prompt, or has video or audio.
     """
     where = where or (f"row {index + 1}" if index >= 0 else "the row")
     if isinstance(row, Prompt):
@@ -101,13 +102,14 @@ def as_prompt(
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:
-    """Convert what a dataloader yielded to a prompt batch.
+    """Convert a batch of any dataloader to a `PromptBatch`; a `PromptBatch` is returned unchanged.
 
-    Also accepts lists of rows, and the columns that torch's default collate makes of them. These prompts have no index,
-    as the position of the rows in the dataset is not known.
+    The batch may be a list of prompts, texts or rows, or a mapping of columns, which torch's default collate function
+    makes of rows. The positions of texts and rows in the dataset are not known, so their prompts have no index.
 
     Raises:
-        TypeError: If the batch is none of these.
+        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns; also as `as_prompt`.
+        ValueError: As `as_prompt`.
     """
     if isinstance(batch, PromptBatch):
         return batch
@@ -123,11 +125,11 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
 
 
 def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Invert torch's default collate: columns back to rows.
+    """Invert torch's default collate function: convert columns back to rows.
 
     Raises:
-        TypeError: If a column holds messages, lists (boxes, images) or mappings, which the collate mixes up between
-            rows: it makes four pairs of two boxes.
+        TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up such
+            values of different rows: it converts two boxes of four numbers to four pairs of numbers.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values

@@ -23,9 +23,9 @@ from grpo_lightning.data.templates import PromptAs, PromptTemplate
 
 log = logging.getLogger(__name__)
 
-# Mappings first: when a list of dataclasses is overridden, the command line would keep the old entry's other fields. A
-# list may also have paths: `cli.config` converts them to entries, as the parser would read a list of strings from
-# a file.
+# The list of mappings comes first: when the command line overrides a list of dataclasses, the parser keeps fields of
+# the old entries. A list may also have paths of data files. `cli.config` converts these paths to mappings, because the
+# parser would try to read a list of strings from a file.
 Mixture = list[dict[str, Any]] | list[DatasetEntry] | str
 
 Prompts = list[Prompt] | PromptStream
@@ -36,33 +36,38 @@ class PromptDataModule(L.LightningDataModule):
     """Prompts from a mixture of files and datasets.
 
     Args:
-        datasets: Training mixture: a list of entries and paths of data files, the path of one data file, or the path of
-            a YAML file with the key `datasets`.
+        datasets: Training mixture: a list of dataset entries (or paths of data files), the path of one data file, or
+            the path of a YAML file with the key `datasets`.
         val_datasets: Validation mixture; null for no validation.
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
-        val_split: Hold out training prompts for validation instead: a count (200) or a share (0.05). They are sampled
-            with the seed and not trained on.
-        batch_size: Prompts per rank and rollout. It alone sets how much an update trains on.
+        val_split: Number (200) or share (0.05) of the training prompts that are held out for validation; not together
+            with `val_datasets`. The held-out prompts are sampled with `seed` and are not used for training.
+        batch_size: Prompts per rank and rollout. `trainer.accumulate_grad_batches` does not change the number of
+            prompts per update.
         val_batch_size: Prompts per rank and validation step; null uses `batch_size`.
-        shuffle: A new order every epoch.
-        seed: Seed of the order, of `random:N` and of `val_split`; null uses `seed_everything`.
-        system_prompt: System message for every chat without one: a text, a file, or `tags` or `gsm8k_xml`.
-        question_template: Template for every question: a text with `{question}`, a file, or `tags`, `tags_only`,
-            `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` or `tags_number`.
-        prompt_as: Form of text prompts: "text" as it is, a "chat" of one user turn, or "auto": the column `prompt` is
-            text unless there is a system prompt, every other column a user turn.
-        chat_template_kwargs: Passed to the chat template (`enable_thinking: false`).
-        max_prompt_length: Maximum tokens of a prompt, chat template included; null for no limit.
-        overlong_prompts: Handling of longer prompts: "error", "drop", or "truncate" to the last tokens.
-        num_proc: Worker processes that parse rows and count tokens. The prompts are the same for any number.
-        num_workers: Threads that check images before the run, decode those of the next batch while the policy trains,
-            and read the rows of a stream ahead of their use. The prompts are the same for any number.
-        shuffle_buffer: Rows of a stream kept in memory to sample the next one from.
+        shuffle: Shuffle the training prompts in a new order every epoch.
+        seed: Seed of the order, of `random:N` and of `val_split`; null uses the seed of `seed_everything`.
+        system_prompt: System message for every chat that has no system message: a text, a file, or one of the names
+            `tags` and `gsm8k_xml`.
+        question_template: Template for every question: a text with `{question}`, a file, or one of the names `tags`,
+            `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` and `tags_number`.
+        prompt_as: Form of prompts that are text. With "text", the text is tokenized as it is. With "chat", the text
+            becomes a user turn. With "auto", the text becomes a user turn, unless it comes from the column `prompt` of
+            a row without images and there is no system prompt.
+        chat_template_kwargs: Keyword arguments for the chat template, for example `enable_thinking: false`.
+        max_prompt_length: Maximum number of tokens of a prompt, including the chat template; null for no limit.
+        overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
+            keeps their last tokens.
+        num_proc: Worker processes that parse rows and count tokens. The prompts do not depend on this number.
+        num_workers: Threads that check images before the run, decode the images of the next batch while the policy
+            trains, and read the rows of a stream before they are used. The prompts do not depend on this number.
+        shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
-        bad_images: Handling of rows with unreadable images or with boxes outside the image: "error" reports all of them
-            before the weights load, "drop" removes them and logs how many.
-        image_root: Base folder of relative image paths, for datasets without an `image_root` of their own; null for the
-            folder of each file.
+        bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
+            before any weights load and lists all such rows. (The rows of a stream are checked only when they are read,
+            and the first such row stops the run.) "drop" removes these rows and logs how many there are.
+        image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
+            the base is the folder of each data file.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -152,7 +157,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """Load the prompts of a mixture, or create a stream of them."""
+        """Load the prompts of a mixture; if one of its entries is streaming, create a stream of them instead."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(
@@ -181,7 +186,7 @@ class PromptDataModule(L.LightningDataModule):
         """Create the length limit, with the policy's encoder; None without `max_prompt_length`.
 
         Raises:
-            ValueError: If there is no trainer, which holds the policy.
+            ValueError: If the data module has no trainer, from which it gets the policy's encoder.
         """
         if self.max_prompt_length is None:
             return None
@@ -189,11 +194,11 @@ class PromptDataModule(L.LightningDataModule):
         return LengthLimit(encoder, self.max_prompt_length, self.overlong_prompts)
 
     def train_dataloader(self) -> PromptSource:
-        """The source of training prompts, which yields each cycle's prompts once per micro-step.
+        """The source of training prompts; it yields the prompts of each rollout once per micro-step.
 
         Raises:
-            ValueError: If there is no trainer, the prompts are not loaded, or they are a stream and `trainer.max_steps`
-                is not set.
+            ValueError: If there is no trainer, if the prompts are not loaded, or if they are a stream and
+                `trainer.max_steps` is not set.
         """
         trainer, prompts = self._attached_to(), self.train_prompts
         if prompts is None:
@@ -214,11 +219,11 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """The validation prompts, once, in the order of the files; empty for a run without validation."""
+        """A source that yields the validation prompts once, in their order; an empty list without validation."""
         return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:
-        """The test prompts, or else the validation prompts."""
+        """A source that yields the test prompts once; without `test_datasets`, the validation prompts."""
         prompts = self.val_prompts if self.test_prompts is None else self.test_prompts
         assert prompts is not None  # checked by `setup`
         return self.once(prompts)
@@ -231,7 +236,7 @@ class PromptDataModule(L.LightningDataModule):
         return PromptSource(prompts, self.val_batch_size, shuffle=False, num_workers=workers)
 
     def _image_workers(self, prompts: Prompts) -> int:
-        """Threads that decode images ahead of use; a stream has its own."""
+        """Number of threads that decode images in advance; 0 for a stream, which has its own `num_workers`."""
         return 0 if isinstance(prompts, PromptStream) else self.num_workers
 
     def _attached_to(self) -> L.Trainer:
@@ -244,7 +249,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.trainer
 
     def _log_unused(self) -> None:
-        """Log non-default settings that have no effect on any mixture of this run, once each."""
+        """Log each non-default setting that has no effect on any mixture of this run, once per setting."""
         mixtures = [prompts for prompts in (self.train_prompts, self.val_prompts, self.test_prompts) if prompts]
         lists = [prompts for prompts in mixtures if not isinstance(prompts, PromptStream)]
         has_streams, has_images = len(lists) < len(mixtures), any(prompt.images for some in lists for prompt in some)
@@ -270,7 +275,7 @@ def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[
 
     Args:
         prompts: All prompts.
-        size: Number of validation prompts: a count, or a share below 1, rounded up.
+        size: Number of validation prompts, or their share of all prompts (a float below 1; the number is rounded up).
         seed: Seed of the split; the same on all ranks and in a resumed run.
 
     Returns:

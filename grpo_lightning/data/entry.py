@@ -26,14 +26,15 @@ _ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percen
 
 @dataclass
 class DatasetEntry:
-    """One dataset of a mixture: a file, or a dataset that `datasets` loads. Exactly one of the two is given."""
+    """One dataset of a mixture: either a file (`json_path`), or a dataset of the library `datasets` (`dataset`)."""
 
     json_path: str | None = None
     """A UTF-8 file: `.jsonl` (one object per line), `.json` (a list of objects), `.csv` (with a header) or
     `.parquet`."""
 
     sampling_strategy: str = "all"
-    """The rows to use: `all`, `first:N`, `end:N` or `random:N`; N is a count, or a percentage (`P%`) rounded up."""
+    """The rows to use: `all`, `first:N`, `end:N` or `random:N`. N is a number of rows, or a percentage such as `12.5%`,
+    for which the number of rows is rounded up."""
 
     dataset: str | None = None
     """Hub name, a folder with data files, or a folder written by `save_to_disk`. `name:subset` selects a subset,
@@ -49,7 +50,7 @@ class DatasetEntry:
     """Branch, tag or commit of `dataset` on the hub."""
 
     streaming: bool = False
-    """Read rows when they are used, for data larger than memory. The run needs `trainer.max_steps`."""
+    """Read each row when it is used, for datasets larger than memory. The run needs `trainer.max_steps`."""
 
     columns: dict[str, str | None] | None = None
     """Columns to rename, old name to new name: `{instruction: question}`; null drops a column: `{messages: null}`."""
@@ -64,14 +65,15 @@ class DatasetEntry:
     """Default of the column `accu_reward_method`: the comparison method of VLM-R1's accuracy reward."""
 
     image_root: str | None = None
-    """Base folder of relative image paths; by default `image_root` of the run, else the folder of `json_path`, or the
-    folder `dataset`."""
+    """Base folder of relative image paths. By default, it is `image_root` of the data module; if that is null too, the
+    folder of the file `json_path`, or the folder `dataset`."""
 
     boxes: Boxes = "auto"
-    """Form of the column `solution` in rows with images. `original`: a box in pixels, [x1, y1, x2, y2]. `norm1000`: a
-    box in 0 to 1000 (VLM-R1's InternVL data), which is converted to pixels: leave `gold_coordinates` of rewards and
-    metrics unchanged. `auto`: pixels if it is four numbers and the row has one image. `none`: anything. A box outside
-    its image is bad data (`bad_images`)."""
+    """Form of the column `solution` in rows with images. `original`: a box [x1, y1, x2, y2] in pixels. `norm1000`: a
+    box with coordinates from 0 to 1000 (VLM-R1's InternVL data). The box is converted to pixels when the row is read,
+    so `gold_coordinates` of rewards and metrics must keep its default. `auto`: a box in pixels if the solution is four
+    numbers and the row has one image, otherwise any value. `none`: any value. `bad_images` of the data module sets what
+    happens to a row whose box is outside its image."""
 
     def __post_init__(self) -> None:
         """Raises: ValueError if settings contradict each other or the sampling strategy is invalid."""
@@ -109,7 +111,7 @@ class DatasetEntry:
 
     @property
     def location(self) -> Location:
-        """The parsed path or name, without `:subset` and `#N`."""
+        """The path or name, parsed into name, subset and number of rows."""
         return Location(self.label) if self.json_path is not None else parse_location(self.label)
 
     @property
@@ -129,7 +131,7 @@ class DatasetEntry:
         """The base folder of relative image paths; None for the current folder.
 
         Args:
-            run_root: `image_root` of the run, the default for entries without one.
+            run_root: `image_root` of the data module, for entries without an `image_root` of their own.
 
         Raises:
             FileNotFoundError: If the folder `image_root` does not exist.
@@ -159,11 +161,11 @@ class DatasetEntry:
 
     @classmethod
     def of(cls, item: Any, *, where: str) -> DatasetEntry:
-        """Create an entry from its keys or the path of a data file; an entry is returned unchanged.
+        """Create an entry from a mapping of its fields or the path of a data file; an entry is returned unchanged.
 
         Raises:
-            ValueError: If a string is not a data file, a key is unknown or a value has the wrong type, naming the
-                nearest key or the expected type.
+            ValueError: If a string is not the path of a data file, a key is unknown, or a value has the wrong type. The
+                message names the nearest valid key or the expected type.
         """
         if isinstance(item, cls):
             return item
@@ -207,7 +209,7 @@ class Location:
 
 
 def parse_location(dataset: str) -> Location:
-    """Parse `name:subset#1000`; the name of an existing folder is not parsed.
+    """Parse `name:subset#1000`; the path of an existing file or folder is kept whole as the name.
 
     Raises:
         ValueError: If `#` is not followed by a count.
@@ -222,7 +224,7 @@ def parse_location(dataset: str) -> Location:
 
 
 def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
-    """Raises: ValueError naming the unknown keys, each with the nearest allowed one."""
+    """Raises: ValueError if there are unknown keys; the message names each with the nearest allowed key."""
     unknown = [str(key) for key in found if key not in allowed]
     if unknown:
         named = [
@@ -232,7 +234,7 @@ def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
 
 
 def _nearest(key: str, allowed: list[str]) -> str | None:
-    """The allowed key that starts with this one, or is spelled most like it."""
+    """The first allowed key that starts with `key`, else the key of most similar spelling; None if none is similar."""
     longer = [name for name in allowed if key and name.startswith(key)]
     return next(iter(longer + difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)), None)
 
@@ -260,11 +262,11 @@ def parse_strategy(strategy: str, *, name: str) -> Strategy:
     """Parse `all`, `first:N`, `end:N` or `random:N`.
 
     Args:
-        strategy: N is an integer number of rows, or a percentage from 0% to 100%, which may have decimals.
+        strategy: The text. N is an integer number of rows, or a percentage from 0% to 100%, which may have decimals.
         name: Name of the entry, for error messages.
 
     Raises:
-        ValueError: For any other value.
+        ValueError: If `strategy` has another form.
     """
     if strategy == "all":
         return Strategy("all")
@@ -279,17 +281,19 @@ def parse_strategy(strategy: str, *, name: str) -> Strategy:
 def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]:
     """Select rows by a sampling strategy.
 
-    Random rows are sampled without replacement and depend on `seed` and `name` alone: no other random state is read or
-    changed. With the same seed, the rows of a smaller `random:N` are a subset of those of a larger one.
+    Random rows are sampled without replacement. They depend only on `seed`, `name` and `rows_count`; global random
+    states are neither read nor changed. If only N differs, a smaller `random:N` selects a subset of the rows that a
+    larger `random:N` selects.
 
     Args:
         rows_count: Number of rows available.
         strategy: See `parse_strategy`.
         seed: Seed of the random rows.
-        name: Name of the entry: entries are sampled independently.
+        name: Name of the entry; entries with different names are sampled independently.
 
     Returns:
-        Row numbers in ascending order. If more are requested than available: all of them, with a warning in the log.
+        Positions of the selected rows, starting at 0, in ascending order. If the strategy requests more rows than there
+        are, all rows are selected and a warning is logged.
 
     Raises:
         ValueError: If `strategy` is invalid.

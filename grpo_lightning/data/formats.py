@@ -1,6 +1,7 @@
 """Row formats: finding the prompt column of a row and converting it to a prompt.
 
-`PROMPT_COLUMNS` has one line per format. The first of these columns that a row has is its prompt.
+`PROMPT_COLUMNS` lists the columns that may hold the prompt, in order of precedence. If a row has several of these
+columns, the prompt is in the column that comes first in `PROMPT_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_lightning.data.templates import PromptTemplate
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Allowed roles of chat messages. Many chat templates silently skip others ("human", "gpt")."""
+"""Allowed roles of chat messages. Many chat templates silently skip messages with other roles ("human", "gpt")."""
 
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 """Chat roles by the value of `from` in a `conversations` column."""
@@ -39,25 +40,27 @@ def to_prompt(
     template: PromptTemplate | None = None,
     folder: Path | None = None,
 ) -> Prompt:
-    """Convert a row to a prompt; all columns but the prompt are passed to the rewards.
+    """Convert a row to a prompt, which also holds the columns for the rewards.
 
     The prompt is the first of `PROMPT_COLUMNS` that the row has. Math datasets often have the question both as
-    `problem` and as `messages` with a worked answer: the text takes precedence, so that question templates apply.
+    `problem` and as `messages` with a worked answer. `problem` takes precedence, so that the question template applies.
+    The rewards get all columns of the row, except a prompt column that is not kept (`PromptColumn.is_kept`).
 
-    Images come from the column `image` or `images`, or from message parts (see `place_images`). No file is opened:
-    prompt and column hold references. A row with images is always a chat and gets the system prompt like any other
-    (VLM-R1 adds it to rows without images only).
+    Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
+    opened: the prompt and its image column hold references to the images. A row with images always becomes a chat, and
+    gets the system prompt like other rows (VLM-R1 adds the system prompt only to rows without images).
 
     Args:
-        row: The row, by column name. A prompt column that is None counts as absent.
+        row: The values of the row by column name. A prompt column whose value is None counts as absent.
         where: File and line, for error messages.
         index: The prompt's position in the dataset.
         source: Name of the row's mixture entry.
-        template: Prompt template for the text.
+        template: Prompt template for the row's text.
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If the row has none of `PROMPT_COLUMNS`, the prompt is invalid, or its images do not match its text.
+        ValueError: If the row has none of `PROMPT_COLUMNS`, if the prompt is invalid, or if the number of images does
+            not match the placeholders in the prompt.
     """
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     if not found:
@@ -93,7 +96,7 @@ def to_prompt(
 
 
 def unused_prompt_columns(prompt: Prompt) -> list[str]:
-    """Further columns of the prompt's row that could have been its prompt."""
+    """Names of the row's columns that could also have been the prompt, but come later in `PROMPT_COLUMNS`."""
     if not prompt.prompt_column:
         return []
     names = list(PROMPT_COLUMNS)
@@ -102,11 +105,11 @@ def unused_prompt_columns(prompt: Prompt) -> list[str]:
 
 
 def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
-    """Log the prompt column once per dataset, if its rows have several candidates.
+    """Log the prompt column of each dataset once, if its rows have several columns that could be the prompt.
 
     Args:
         prompts: Prompts of any number of datasets.
-        logged: Sources that have been logged; updated in place.
+        logged: Sources whose prompt column has been logged; updated in place.
     """
     for prompt in prompts:
         if prompt.source not in logged and (unused := unused_prompt_columns(prompt)):
@@ -122,7 +125,7 @@ def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
 
 
 def _check_no_image_is_lost(row: Mapping[str, Any], found: Sequence[str], where: str) -> None:
-    """Raises: ValueError if the prompt has no images, but another prompt column of the row has some."""
+    """Raises: ValueError if the prompt has no images, but another prompt column of the row has images."""
     for name in found[1:]:
         if isinstance(row[name], Sequence) and any(map(_has_image, row[name])):
             raise ValueError(
@@ -155,7 +158,7 @@ def refuse_media(prompt: Prompt, where: str) -> None:
     """Check that a prompt has only text and images.
 
     Raises:
-        ValueError: If a column or a message has video or audio: without it, the question could not be answered.
+        ValueError: If a column or a message has video or audio, without which the question could not be answered.
     """
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
@@ -205,10 +208,11 @@ def _text_or_chat(value: Any, where: str) -> str | list[Message]:
 
 
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
-    """Read messages without the final assistant turn: the answer of supervised data, which GRPO samples itself.
+    """Read messages without the assistant turns at their end.
 
-    The answer is not used as `solution`, because a completion cannot be compared with a worked answer in prose. It is
-    not a prefill either; only the column `prompt` can have one.
+    In data for supervised finetuning, the final assistant turn is the answer; GRPO samples answers itself. The removed
+    answer does not become the column `solution`, because a completion cannot be compared with a worked answer in prose.
+    It is not continued as a prefill either: only the column `prompt` can have a prefill.
     """
     messages = _chat(value, where)
     while messages and messages[-1]["role"] == "assistant":
@@ -247,10 +251,10 @@ PROMPT_COLUMNS = {
 
 
 def _conversation(value: Any, template: PromptTemplate, where: str) -> tuple[str | list[Message], str | None]:
-    """The prompt of a `conversations` column, and its final answer in the form that VLM-R1's rewards read.
+    """The prompt of a `conversations` column, and its final answer (or None) in the form that VLM-R1's rewards read.
 
     Raises:
-        ValueError: If the conversation does not end with a question, or a question and its answer.
+        ValueError: If the conversation ends neither with a question nor with a question and its answer.
     """
     messages = _turns(value, where)
     answer = None
@@ -279,9 +283,10 @@ def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
 
 
 def _with_text(message: Message) -> Message:
-    """Join the parts of a message to one text if all are text.
+    """Join the parts of a message to one text if all parts are text.
 
-    Chat templates of text models render a list of parts as nothing, or as its Python representation.
+    Chat templates of text-only models omit the content of a message if it is a list of parts, or render the Python
+    representation of the list.
     """
     parts = _parts(message)
     if not parts or any(part["type"] != "text" for part in parts):

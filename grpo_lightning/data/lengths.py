@@ -1,4 +1,4 @@
-"""Prompt length limit: prompts that are too long are an error, dropped, or truncated to their last tokens."""
+"""Prompt length limit: prompts that are too long cause an error, are dropped, or are truncated to their last tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured:
     """None if the prompt is dropped."""
 
     num_tokens: int = 0
-    """L, before truncation; 0 if not measured."""
+    """Length L in tokens, before truncation; 0 if not measured."""
 
     where: str = ""
     """File and line."""
@@ -58,14 +58,18 @@ class LengthLimit:
     """L tokens, chat template included."""
 
     overlong_prompts: Overlong = "error"
-    """`truncate` keeps the last tokens: a chat loses its beginning, the system turn first. Rewards and logs still get
-    the full prompt."""
+    """Handling of longer prompts. `truncate` keeps the last tokens, so a chat loses its beginning, starting with the
+    system turn. Rewards and logs still get the full prompt."""
 
     def measure(self, prompt: Prompt, where: str) -> Measured:
-        """Measure a prompt. If it is too long, it is truncated, or None for "drop" and "error".
+        """Count the tokens of a prompt, and truncate or remove it if it has too many.
+
+        With "drop" and "error", a prompt that is too long becomes None in the returned item. The error itself is raised
+        later, by `check`.
 
         Raises:
-            ValueError: Starting with `where`, if the prompt cannot be tokenized, or has images and would be truncated.
+            ValueError: If the prompt cannot be tokenized, or has images and would be truncated; the message starts with
+                `where`.
         """
         num_tokens = self.encoder.num_tokens(prompt, where)
         kept: Prompt | None = prompt
@@ -81,7 +85,7 @@ class LengthLimit:
         return Measured(kept, num_tokens, where)
 
     def measure_kept(self, measured: Measured) -> Measured:
-        """Measure a prompt unless it is dropped already. Raises: ValueError as `measure`."""
+        """Measure a prompt unless it has been dropped. Raises: ValueError as `measure`."""
         return measured if measured.prompt is None else self.measure(measured.prompt, measured.where)
 
     def cut(self, prompt: Prompt, where: str) -> Prompt:
@@ -89,14 +93,15 @@ class LengthLimit:
         return replace(prompt, token_ids=self.encoder(prompt, where).token_ids[-self.max_prompt_length :])
 
     def check(self, measured: Sequence[Measured], *, of: str) -> None:
-        """Report how many prompts are too long.
+        """Log how many prompts are too long, or raise an error.
 
         Args:
-            measured: All prompts.
-            of: Name of their source, for the message.
+            measured: All prompts, including those that are too long.
+            of: Where the prompts come from, for the message.
 
         Raises:
-            ValueError: With `overlong_prompts` "error", naming the first and the longest.
+            ValueError: If prompts are too long and `overlong_prompts` is "error". The message names the first of these
+                prompts and the length of the longest.
         """
         too_long = [m for m in measured if m.num_tokens > self.max_prompt_length]
         if not too_long:

@@ -1,4 +1,4 @@
-"""Mixtures: the rows of several datasets, one after the other; all, the first, last or random rows of each.
+"""Mixtures of datasets: all, the first, the last or random rows of each dataset, one dataset after the other.
 
 In YAML:
 
@@ -8,7 +8,7 @@ In YAML:
       - dataset: openai/gsm8k:main#1000
         columns: {answer: solution}
 
-The selection depends on the seed alone, so all ranks and all runs see the same rows.
+The selected rows depend on the seed alone: all ranks, and all runs with the same seed, get the same rows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from grpo_lightning.data.templates import PromptTemplate
 logger = logging.getLogger(__name__)
 
 Entries: TypeAlias = Sequence[DatasetEntry | Mapping[str, Any] | str] | str | os.PathLike[str]
-"""Entries of a mixture (mappings have the fields of `DatasetEntry`, a string is the path of a data file), or the path
-of a YAML file with them."""
+"""A list of the entries of a mixture, or the path of one data file or of a YAML file with entries. Each entry is a
+`DatasetEntry`, a mapping with the fields of `DatasetEntry`, or the path of a data file."""
 
 
 def load_mixture(
@@ -53,24 +53,24 @@ def load_mixture(
     preflight: Preflight | None = None,
     image_root: str | None = None,
 ) -> list[Prompt]:
-    """Load the selected rows of every entry as prompts, entry after entry, each in the order of its file.
+    """Load the selected rows as prompts, in the order of the entries and of the rows in each entry.
 
     Args:
-        entries: The entries, or the path of one data file or of a YAML file with them (see `read_mixture_yaml`).
-        seed: Seed of the rows of `random:N`.
+        entries: The entries, or the path of one data file or of a YAML file with entries (see `read_mixture_yaml`).
+        seed: Seed of the rows that `random:N` selects.
         template: Prompt template.
         limit: Length limit of prompts.
         num_proc: Worker processes that parse rows and count tokens.
-        preflight: Check of images and boxes; by default a bad one is an error.
-        image_root: Base folder of relative image paths, for entries without one.
+        preflight: Check of images and boxes; None raises an error for bad images and boxes.
+        image_root: Base folder of relative image paths, for entries without an `image_root` of their own.
 
     Returns:
-        Prompts; `index` is the position in the mixture and `source` the entry's name: by default the file's without
-        suffix (`train`, and `train#2` for a second entry of that name).
+        The prompts. `Prompt.index` is the position in the mixture. `Prompt.source` is the name of the entry, by default
+        the name of its file without suffix (`train`; a second entry of that name is `train#2`).
 
     Raises:
         FileNotFoundError: If a file or dataset does not exist.
-        ValueError: If a file, row or image is invalid (naming file and line), or no prompt is left.
+        ValueError: If a file, row or image is invalid (the message names file and line), or no prompt is left.
     """
     named = _name_entries(as_entries(entries))
     measured: list[Measured] = []
@@ -122,10 +122,12 @@ def stream_mixture(
     preflight: Preflight | None = None,
     image_root: str | None = None,
 ) -> PromptStream:
-    """Create a stream of the mixture: entry after entry, each in its order, with rows read when they are used.
+    """Create a stream of a mixture, which reads each row when it is used.
 
-    Entries that are not streaming are loaded when their turn comes and support every sampling strategy. Images are
-    checked with their row. See `load_mixture`.
+    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
+    `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
+    row are checked when the row is read.
+    For the arguments, see `load_mixture` and `PromptStream`.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
@@ -155,7 +157,7 @@ def download(entries: Entries) -> None:
 
 
 def as_entries(entries: Entries) -> list[DatasetEntry]:
-    """Parse the entries of a mixture. Raises: as `read_mixture_yaml`, and ValueError naming the invalid entry."""
+    """Parse the entries of a mixture. Raises: as `read_mixture_yaml`; ValueError if an entry is invalid."""
     if isinstance(entries, str | os.PathLike):
         is_data = Path(entries).suffix.lower() in DATA_FILES
         return [DatasetEntry(os.fspath(entries))] if is_data else read_mixture_yaml(entries)
@@ -167,12 +169,12 @@ def as_entries(entries: Entries) -> list[DatasetEntry]:
 def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     """Read the entries of a mixture from a YAML file with the key `datasets` (VLM-R1's form).
 
-    A relative `json_path` is looked up in the current folder first, then in the YAML file's; so are a local `dataset`
-    and `image_root`.
+    Relative paths (`json_path`, `image_root`, and `dataset` if it is a folder) are looked up in the current folder
+    first, then in the folder of the YAML file.
 
     Raises:
-        FileNotFoundError: If the YAML file, or a file it names, does not exist.
-        ValueError: If `datasets` is missing or empty, or a key is unknown.
+        FileNotFoundError: If the YAML file, or a data file that it names, does not exist.
+        ValueError: If the file is not YAML, `datasets` is missing or empty, or a key is unknown.
     """
     file = find_file(path)
     if file.suffix.lower() not in (".yaml", ".yml"):
@@ -202,7 +204,10 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
 
 
 def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
-    """True if the dataset of an entry, with or without `:subset` and `#N`, is a folder in `folder` only."""
+    """True if an entry's `dataset` is a folder in `folder`, and not in the current folder.
+
+    Both the full name and the name without `:subset` and `#N` are looked up.
+    """
     names = (entry.label, entry.location.name)  # a folder may be called `a#1`: the full name goes first
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 

@@ -1,4 +1,4 @@
-"""Epoch orders: the prompts of a dataset in memory, read lazily, or streamed.
+"""Order of the prompts in an epoch, for datasets in memory, datasets read lazily, and streams.
 
 A stream has an unknown length, may be larger than memory, and is shuffled within a buffer.
 """
@@ -25,7 +25,8 @@ from grpo_lightning.data.parallel import in_threads
 T = TypeVar("T")
 
 Part: TypeAlias = Callable[[], Iterable[tuple[Any, Callable[[Any, int], Measured]]]]
-"""Opens one dataset: yields its rows, each with the function (row, number) -> prompt."""
+"""A function that opens one dataset and yields its rows, each with a function that converts it: (row, index) -> prompt
+with its length."""
 
 
 class LazyPrompts:
@@ -55,7 +56,7 @@ class LazyPrompts:
 
 
 class ListedOrder:
-    """One pass over a known number of prompts, in blocks of their numbers."""
+    """One pass over a known number of prompts, in blocks; a block is a list of positions of prompts in `prompts`."""
 
     def __init__(self, prompts: Sequence[Prompt] | LazyPrompts, seed: int | None) -> None:
         self.prompts = prompts
@@ -65,23 +66,27 @@ class ListedOrder:
             self.numbers = torch.randperm(len(prompts), generator=generator).tolist()
 
     def take(self, start: int, size: int) -> tuple[Sequence[int], int]:
-        """Up to `size` numbers starting at position `start`, fewer at the end, and the position after them."""
+        """Get the block of up to `size` prompts at position `start` of the order.
+
+        Returns:
+            The positions of these prompts in `prompts`, and the position in the order after this block.
+        """
         return self.numbers[start : start + size], min(start + size, len(self.numbers))
 
     def share(self, block: Sequence[int]) -> list[Prompt]:
-        """Read the prompts of part of a block, and no others."""
+        """Read the prompts of a part of a block; no other prompts are read."""
         return [self.prompts[number] for number in block]
 
 
 class PromptStream:
-    """Streamed prompts: parts are read one after the other when they are used, and again in every pass.
+    """A stream of prompts: several datasets are read one after the other, row by row, and again in every pass.
 
     Args:
-        parts: The datasets.
-        shuffle_buffer: Rows kept in memory to sample the next one from; 1 keeps the order.
-        num_workers: Threads that read ahead.
-        limit: The length limit of the parts, to log how many prompts exceed it.
-        sources: Names of the prompts' sources, if known without reading.
+        parts: Functions that open the datasets.
+        shuffle_buffer: Number of rows kept in memory; the next row is sampled from these rows. 1 keeps the order.
+        num_workers: Threads that read rows before they are used.
+        limit: The length limit that `parts` apply; the stream reports how many prompts exceed the limit.
+        sources: Names of the prompts' sources, if they are known before any row is read.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class PromptStream:
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """The first `size` prompts of every part, unshuffled, read once: a preview of the data before training.
+        """The prompts of the first `size` rows of every dataset, read once: a preview of the data before training.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` is "error".
@@ -130,9 +135,10 @@ class PromptStream:
         return list(self._heads[size])
 
     def read(self, seed: int | None, start: int) -> Iterator[tuple[int, Measured]]:
-        """Yield positions and prompts in the order of `seed`, starting at position `start`.
+        """Yield (position in the order, prompt with its length), starting at position `start`.
 
-        Positions count all rows, including skipped ones. Rows before `start` are read, but not parsed.
+        `seed` determines the order; None keeps the order of the data. Positions count all rows, including rows that are
+        dropped. Rows before `start` are read, but not parsed.
         """
         rows: Iterator[Any] = enumerate(itertools.chain.from_iterable(part() for part in self.parts))
         if seed is not None:
@@ -141,13 +147,17 @@ class PromptStream:
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt with its number in the unshuffled data. Returns: the position and the prompt."""
+    """Convert a row to a prompt, whose index is the row's position in the unshuffled data.
+
+    Returns:
+        The row's position in the order of the pass, and the prompt with its length.
+    """
     position, (number, (row, convert)) = item
     return position, convert(row, number)
 
 
 def shuffled(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
-    """Shuffle rows within a buffer: each is sampled by `seed` from the next `buffer_size` rows not yet sampled."""
+    """Shuffle rows within a buffer: each row is sampled from the next `buffer_size` rows that are not sampled yet."""
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
     rows = iter(rows)
@@ -175,7 +185,7 @@ class StreamOrder:
         self.logged_lengths = LengthCount()
 
     def take(self, start: int, size: int) -> tuple[list[Prompt], int]:
-        """Up to `size` prompts starting at position `start`, fewer at the end, and the position after them."""
+        """Get up to `size` prompts from position `start` on. Returns: the prompts, and the position after them."""
         if self.reading is None or start < self.start:
             self.reading = self.stream.read(self.seed, start)
             self.window.clear()
@@ -189,11 +199,11 @@ class StreamOrder:
         return [prompt for _, prompt in block], block[-1][0] + 1 if block else start
 
     def share(self, block: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of part of a block."""
+        """The prompts of a part of a block."""
         return list(block)
 
     def _read_one(self) -> bool:
-        """Read a row into the window, unless it is skipped or lies before it. Returns: False at the end of the data."""
+        """Read a row; append it to the window unless it is dropped or before `start`. Returns: False at the end."""
         assert self.reading is not None
         try:
             position, measured = next(self.reading)
@@ -208,7 +218,8 @@ class StreamOrder:
             if prompt is None and limit.overlong_prompts == "error":
                 limit.check([measured], of="the stream")
             self.lengths = self.lengths.with_one(measured.num_tokens, limit.max_prompt_length)
-            # A run with max_steps may never reach the end of the data: log at count 1 and whenever it doubles.
+            # A run with max_steps may never reach the end of the data, where the number of prompts that are too long is
+            # logged. Therefore it is also logged at the first such prompt, and whenever it has doubled.
             if self.lengths.num_too_long >= max(1, 2 * self.logged_lengths.num_too_long):
                 self._log_lengths("the stream so far")
         if prompt is not None:
@@ -220,39 +231,40 @@ class StreamOrder:
         return True
 
     def _log_lengths(self, of: str) -> None:
-        """Log how many prompts were dropped or truncated, unless these counts were logged last."""
+        """Log how many prompts were dropped or truncated, unless the counts are unchanged since the last log."""
         if self.stream.limit is not None and self.lengths.num_too_long and self.lengths != self.logged_lengths:
             self.stream.limit.warn(self.lengths, of=of)
             self.logged_lengths = self.lengths
 
 
 Prompts: TypeAlias = Sequence[Prompt] | LazyPrompts | PromptStream
-"""The prompts of a dataset: a list, or read when they are used."""
+"""The prompts of a dataset: a list, or an object that reads prompts when they are used."""
 
 
 def known_prompts(prompts: Prompts) -> list[Prompt]:
-    """The prompts available before training: all of a list, otherwise the first ones."""
+    """The prompts that are known before training: all prompts of a list, otherwise only the first prompts."""
     return prompts.head() if isinstance(prompts, LazyPrompts | PromptStream) else list(prompts)
 
 
 def source_names(prompts: Prompts) -> list[str]:
-    """Sorted names of the data's sources: all of a mixture, otherwise those of the known prompts."""
+    """Sorted names of the sources: all sources of a mixture, otherwise the sources of the known prompts."""
     if isinstance(prompts, PromptStream) and prompts.sources:
         return sorted(set(prompts.sources))
     return sorted({prompt.source for prompt in known_prompts(prompts)})
 
 
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
-    """Convert any dataset to prompts: a list at once, others lazily.
+    """Convert a dataset to prompts: a list at once, other datasets lazily.
 
     Args:
-        data: Prompts, rows or texts: a list, a dataset with a length, or an iterable that can be iterated repeatedly.
-        convert: (row, number) -> prompt.
-        stream: Settings of `PromptStream`.
+        data: Prompts, rows or texts, in a list, a dataset with a length, or an iterable that can be iterated
+            repeatedly.
+        convert: Function (row, index) -> prompt; `index` is the row's position in `data`, starting at 0.
+        stream: Keyword arguments of `PromptStream`, for an iterable without length.
 
     Raises:
         TypeError: If `data` is not a dataset, or can be read only once.
-        ValueError: If it is empty.
+        ValueError: If `data` is empty.
     """
     if isinstance(data, DataLoader):
         raise TypeError("PromptSource makes batches itself: give it the dataset, not a DataLoader (loader.dataset).")
@@ -293,5 +305,5 @@ def _open(rows: Iterable[T], convert: Callable[[T, int], Measured]) -> Iterator[
 
 
 def _measure(convert: Callable[[T, int], Prompt], row: T, number: int) -> Measured:
-    """Convert a row to a prompt without a length limit."""
+    """Convert a row to a prompt, whose length is not measured, because there is no length limit."""
     return Measured(convert(row, number))

@@ -1,4 +1,4 @@
-"""Mapping in worker processes or ahead of use in threads: same results and order for any number of workers."""
+"""Parallel map, in worker processes or threads: the results and their order are the same for any number of workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 READ_AHEAD = 16
-"""Maximum items per thread that are computed ahead of their use."""
+"""Maximum number of results per thread that are computed before they are used."""
 
 _function: Callable[[Any], Any] | None = None
 
@@ -20,12 +20,12 @@ def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) 
     """Compute `[function(item) for item in items]` in `num_proc` worker processes; 1 means this process.
 
     Args:
-        function: Picklable. It is sent once per process, so it may be as large as a tokenizer.
-        items: Picklable.
+        function: A picklable function. It is sent to each process only once, so it may hold a tokenizer.
+        items: Picklable items.
         num_proc: Number of processes.
 
     Raises:
-        Exception: The error of the first failing item, in the order of the items.
+        Exception: If `function` fails on an item: the error of the first such item.
     """
     if num_proc == 1 or len(items) < 2:
         return [function(item) for item in items]
@@ -52,10 +52,11 @@ def _call(item: Any) -> Any:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """Compute `function(item)` for every item, ahead of use in `num_workers` threads; 0 computes it when used.
+    """Yield `function(item)` for every item, computed in advance by `num_workers` threads.
 
-    One more thread reads the items. At most `READ_AHEAD` items per thread are computed ahead. An error of `items` or
-    `function` is raised in place of its result. The threads end with the iterator.
+    With 0 threads, each result is computed when it is used. Otherwise, one more thread reads the items, and at most
+    `READ_AHEAD` results per thread are computed in advance. If `items` or `function` raises an error, the iterator
+    raises this error in place of the result. The threads end when the iterator ends or is closed.
     """
     if num_workers == 0:
         return (function(item) for item in items)

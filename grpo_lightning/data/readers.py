@@ -21,7 +21,7 @@ from grpo_lightning.data.templates import PromptTemplate
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read. A line of text is parsed only if the row is selected."""
+    """One row as read from a file or dataset. A line of JSON is parsed only if the row is selected."""
 
     where: str
     """File and line, for error messages."""
@@ -32,7 +32,7 @@ class Row:
     is_line: bool = False
 
     def parse(self) -> dict[str, Any]:
-        """The row's columns. Raises: ValueError naming file and line if it is not a JSON object."""
+        """The row's columns. Raises: ValueError if the row is not a JSON object; the message names file and line."""
         value = self.content
         if self.is_line:
             try:
@@ -60,7 +60,8 @@ class RowReader:
 
     limit: LengthLimit | None = None
     preflight: Preflight | None = None
-    """None if images are checked later, all at once; prompts with images are then measured after that check."""
+    """Check of images and boxes. None if all images are checked together later; the length of prompts with images is
+    then measured after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
         """Convert, check and measure a row. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""
@@ -80,7 +81,8 @@ class RowReader:
         """Convert a row to a prompt.
 
         Raises:
-            ValueError: Naming file and line, if the row is invalid, lacks a column of `columns`, or has video or audio.
+            ValueError: If the row is invalid, lacks a column that `columns` of the entry names, or has video or audio.
+                The message names file and line.
         """
         content = self._rename_columns(row.parse(), row.where)
         # In a CSV file, an empty cell is the only way to write null.
@@ -93,7 +95,7 @@ class RowReader:
         return prompt if self.entry.rewards is None else replace(prompt, rewards=list(self.entry.rewards))
 
     def _rename_columns(self, content: dict[str, Any], where: str) -> dict[str, Any]:
-        """Rename columns and remove those that are dropped. Raises: ValueError for a missing or ambiguous name."""
+        """Rename and drop columns. Raises: ValueError if a column is missing, or two columns get the same name."""
         columns = self.entry.columns
         if not columns:
             return dict(content)
@@ -132,7 +134,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
-    """Find a file in the current folder, then in `folders`. Raises: FileNotFoundError naming all paths tried."""
+    """Find a file in the current folder, then in `folders`. Raises: FileNotFoundError; it names all paths tried."""
     given = Path(path).expanduser()
     tried = [given, *(folder / given for folder in folders)]
     for candidate in tried:
@@ -143,7 +145,7 @@ def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    """One row per line; blank lines are skipped but counted."""
+    """One row per line. Blank lines are skipped; the line numbers in messages include them."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -210,7 +212,7 @@ READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parq
 
 
 def open_dataset(entry: DatasetEntry) -> Any:
-    """Open the dataset of an entry: a `datasets.Dataset`, or an `IterableDataset` if it is streaming.
+    """Open the dataset of an entry: a `datasets.Dataset`, or an `IterableDataset` if the entry is streaming.
 
     Raises:
         FileNotFoundError: If the dataset or folder does not exist, or the hub cannot be reached.

@@ -1,8 +1,9 @@
 """PromptSource: the dataloader that yields the prompts of every cycle.
 
-A cycle is all micro-steps trained on one rollout. The source yields the cycle's prompts once per micro-step, so that
-Lightning's batch counting, gradient accumulation and checkpointing work unchanged. It is deliberately not a DataLoader:
-Lightning would replace a DataLoader's sampler with a shuffling one and scatter the repeats.
+A cycle consists of the micro-steps that train on one rollout; each micro-step is one batch for Lightning. The source
+yields the cycle's prompts once per micro-step, so that Lightning's batch counting, gradient accumulation and
+checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run, Lightning would replace
+the sampler of a DataLoader by a shuffling sampler, which would scatter the repeated prompts.
 """
 
 from __future__ import annotations
@@ -27,33 +28,34 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    Every epoch is one pass over the data: the last cycle may have fewer prompts, and no prompt is dropped. A stream has
-    no length: the run needs `trainer.max_steps`, and an epoch ends with the stream. With dynamic sampling, cycles may
-    use more prompts than `batch_size`: an epoch has no length either, and ends when all prompts are used.
+    An epoch is one pass over the data. No prompt is left out, so the last cycle of an epoch may have fewer prompts. The
+    length of an epoch is not known in advance if the data is a stream, or with dynamic sampling, where a cycle may use
+    more prompts than `batch_size`. Such an epoch ends when all prompts are used. A run on a stream needs
+    `trainer.max_steps`.
 
-    An image shared by several prompts of a cycle is read once. Before a run, all images of a list are read, and those
-    of the first prompts of any other dataset; bad images are reported before any weights load. No row is skipped: only
-    the data module can do that.
+    An image shared by several prompts of a cycle is read once. Before a run, images are read to find bad files: all
+    images if the prompts are a list, otherwise only those of the first prompts. Bad images are reported before any
+    weights load. `PromptSource` skips no rows; only the data module can skip them.
 
     Args:
-        prompts: The dataset: prompts, texts or rows with a prompt column, in a list or a `datasets.Dataset`; or a
-            stream of them, a `datasets.IterableDataset`.
+        prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
+            `datasets.IterableDataset` (a stream).
         batch_size: Prompts per rank and rollout.
-        cycle: Micro-steps per rollout, `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
-        shuffle: A new order every epoch; False keeps the order of the data.
+        cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
+        shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
         seed: Seed of the order.
-        rank: This rank, of `world_size`; each rank gets its share of every cycle's prompts. None uses the process
-            group's.
-        world_size: Number of ranks; None uses the process group's.
-        template: Prompt template for the text of rows.
-        shuffle_buffer: Rows of a stream kept in memory to sample the next one from.
-        num_workers: Threads that decode the images of the next cycle during the training on this one, and read the rows
-            of a stream ahead of their use.
-        draws_more: True for a module with `dynamic_sampling`, which uses further prompts in a cycle.
+        rank: This rank, from 0 to `world_size` - 1; each rank gets its share of the prompts of every cycle. None uses
+            the rank in the process group.
+        world_size: Number of ranks; None uses the size of the process group.
+        template: Prompt template for texts and rows.
+        shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
+        num_workers: Threads that decode the images of the next cycle while the policy trains on the current cycle, and
+            read the rows of a stream before they are used.
+        draws_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
 
     Raises:
-        ValueError: If there is no prompt, a size is below 1, or a row has no prompt.
-        TypeError: If the data cannot be read more than once.
+        ValueError: If the dataset is empty, a size is below 1, or a row has no prompt.
+        TypeError: If `prompts` is not a dataset, or can be read only once.
     """
 
     batch_sampler = None  # Lightning reads it from every loader that has a `sampler`
@@ -90,19 +92,19 @@ class PromptSource:
         self.draws_more = draws_more
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
-        self.prompts_used = 0  # in this epoch, over all ranks, including the current cycle's
-        self.cycle_start = 0  # position in the order of the current cycle's first prompt
+        self.prompts_used = 0  # position in the epoch's order after all used prompts (of all ranks)
+        self.cycle_start = 0  # position in the epoch's order of the current cycle's first prompt
         self.position = 0  # finished micro-steps of the current cycle; 0 between cycles
         self.cycle_prompts: list[Prompt] = []
         self.cycle_size = 0  # prompts used by the current cycle, over all ranks
-        self.settled: list[list[int]] = []  # by rank, the numbers of its trained prompts; empty: the first, in turn
+        self.settled: list[list[int]] = []  # see `settle`; empty if each rank trains on the prompts that it got first
         self.resume_from: dict[str, Any] | None = None
         self.epochs_ahead = 0  # this source's epoch minus the caller's, after a resume
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
     def is_stream(self) -> bool:
-        """True if rows are read when they are used, so that the data have no length."""
+        """True if the data is a stream, whose length is not known."""
         return isinstance(self.prompts, PromptStream)
 
     @property
@@ -121,7 +123,7 @@ class PromptSource:
         return group_size() if self.given_world_size is None else self.given_world_size
 
     def __len__(self) -> int:
-        """Micro-steps per epoch. Raises: TypeError if unknown, as Python requires."""
+        """Number of micro-steps per epoch. Raises: TypeError if it is not known."""
         if isinstance(self.prompts, PromptStream):
             raise TypeError("A stream of prompts has no length. Set trainer.max_steps to say when the run ends.")
         if self.draws_more:
@@ -139,7 +141,8 @@ class PromptSource:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass.
 
-        After a resume, the checkpoint's epoch overrides the caller's, and later epochs are counted from it.
+        The first call after a resume sets the checkpoint's epoch instead of `epoch`. Later calls add the difference
+        between these two epochs to `epoch`.
         """
         if self.resume_from is not None:
             self.epochs_ahead = self.resume_from["epoch"] - epoch
@@ -220,7 +223,7 @@ class PromptSource:
         return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:
-        """Read the prompts of part of a block of the order; each shared image is read once."""
+        """Read some prompts of a block of the order; an image shared by several prompts is read once."""
         return self.images.take(self.order.share(block))
 
     def look_ahead(self) -> None:
@@ -233,16 +236,17 @@ class PromptSource:
             log.debug("Not read ahead: %s", error)
 
     def more(self, num_prompts: int, own: Sequence[int]) -> tuple[int, list[Prompt]]:
-        """Use further prompts in the current cycle (dynamic sampling); they do not come again in this epoch.
+        """Take further prompts for the current cycle (dynamic sampling); they are not used again in this epoch.
 
         Args:
-            num_prompts: Number of prompts over all ranks; all ranks must request the same number, as they share one
-                order.
-            own: This rank's share of them, as numbers from 0.
+            num_prompts: Number of further prompts over all ranks. All ranks must request the same number, because they
+                share one order.
+            own: Positions of this rank's prompts in the list of further prompts, starting at 0.
 
         Returns:
-            The number of prompts used, and this rank's prompts. There are fewer at the end of an epoch, whose last
-            prompt is reserved for the batch that Lightning has already fetched.
+            The number of prompts taken over all ranks, and this rank's prompts. At the end of an epoch, there may be
+            fewer prompts than requested. Lightning has already fetched the next batch, which gets its prompts only when
+            it is used. Therefore the last prompt of the epoch is kept for that batch, so that it is never empty.
 
         Raises:
             ValueError: If `draws_more` is False.
@@ -255,10 +259,10 @@ class PromptSource:
         return len(block), self.read([block[number] for number in own if number < len(block)])
 
     def settle(self, chosen: list[list[int]], prompts: list[Prompt]) -> None:
-        """Set the prompts that the rest of the current cycle trains on, after dynamic sampling.
+        """Set the prompts on which the rest of the current cycle trains, after dynamic sampling.
 
         Args:
-            chosen: For each rank, the numbers of its prompts among all that the cycle has used.
+            chosen: For each rank, the positions of its prompts in the list of all prompts that the cycle has taken.
             prompts: This rank's prompts.
         """
         self.settled, self.cycle_prompts = chosen, prompts
@@ -282,14 +286,16 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at the position in `state`; `shuffle` is compared when the epoch begins.
+        """Resume at the position in `state`.
 
-        Positions count the prompts of all ranks: a checkpoint from the end of a cycle can be resumed with any number
-        of ranks, one from between two epochs with other data as well.
+        Positions count the prompts of all ranks, so a checkpoint saved between two cycles can be resumed with another
+        number of ranks and another batch size. A checkpoint saved between two epochs can also be resumed with other
+        data. `begin` compares `shuffle` with the checkpoint when the epoch begins.
 
         Raises:
-            ValueError: If the data, the seed or the cycle differ from the checkpoint's; or, inside a cycle, the number
-                of ranks or the batch size.
+            ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
+                `shuffle_buffer`), the seed or `cycle` differs; or if the checkpoint was saved inside a cycle, and the
+                number of ranks or the batch size differs.
         """
         sizes = {"batch_size": self.batch_size, "world_size": self.world_size}
         if state.get("position"):
@@ -311,9 +317,10 @@ class PromptSource:
 
     @staticmethod
     def after_epoch(state: dict[str, Any]) -> dict[str, Any]:
-        """The state at the start of the next epoch, skipping the remaining prompts of this one.
+        """The state at the start of the next epoch, for a `state` saved inside an epoch.
 
-        The state of another loader is returned unchanged.
+        The remaining prompts of the epoch in `state` are skipped. A state saved between two epochs, or by another
+        loader, is returned unchanged.
         """
         if "prompts_used" not in state or not _is_inside(state):
             return state
@@ -321,12 +328,12 @@ class PromptSource:
         return state | begin | {"epoch": state["epoch"] + 1}
 
     def num_batches_after(self, prompts_used: int) -> int:
-        """Micro-steps left in the epoch after `prompts_used` of its prompts; not for streams."""
+        """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used; not for streams."""
         assert not isinstance(self.prompts, PromptStream)
         return -(-(len(self.prompts) - prompts_used) // (self.batch_size * self.world_size)) * self.cycle
 
     def _identity(self) -> dict[str, int]:
-        """The settings that must equal the checkpoint's for a position to be valid."""
+        """The settings that must be the same as in the checkpoint for its position to be valid."""
         if isinstance(self.prompts, PromptStream):
             return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed, "cycle": self.cycle}
         return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
@@ -338,7 +345,7 @@ def _is_inside(state: Mapping[str, Any]) -> bool:
 
 
 def _other_settings(changed: Sequence[str]) -> str:
-    """The error for a checkpoint of other data or settings, whose position is not valid here."""
+    """The error for a checkpoint that was saved with other data or settings, so that its position is not valid."""
     return (
         f"The checkpoint was saved with other data or settings: {'; '.join(changed)}. Resume with the original ones, "
         "or start a new run from the checkpoint's weights."

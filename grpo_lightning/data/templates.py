@@ -1,6 +1,7 @@
-"""Prompt templates: a system prompt, a question template and a chat turn around a question.
+"""Prompt templates: an optional system prompt, an optional question template, and whether the prompt becomes a chat.
 
-Both texts may be given by name: `prompts/system` and `prompts/question` have one file per shipped name.
+The system prompt and the question template can be given by name; `prompts/system` and `prompts/question` have one file
+per name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ QUESTION = re.compile(r"\{question\}|\{Question\}")
 
 @dataclass(frozen=True)
 class Original:
-    """A prompt of another trainer that is not shipped; a shipped one has the same instructions in other words."""
+    """A prompt of another trainer. It is not shipped; a shipped prompt has the same instructions in other words."""
 
     ours: str
     """Name of the shipped equivalent."""
@@ -59,7 +60,7 @@ ORIGINALS = {
         ),
     },
 }
-"""Prompts of other trainers by kind and name. Their names are refused, as the shipped words differ."""
+"""Prompts of other trainers, by kind and name. These names are refused, because the shipped prompts differ in words."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -70,7 +71,7 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Shipped names by task."""
+"""Names of shipped prompts by task, for hints in errors."""
 
 LONGEST_NAME = 255
 """Maximum bytes of a file name. File systems raise an error for longer ones."""
@@ -81,20 +82,21 @@ class PromptTemplate:
     """Rendering of a row's text as a prompt."""
 
     system_prompt: str | None = None
-    """System message for every chat without one: a text, a file (`.txt`, `.md`), or a shipped name (`tags`,
-    `gsm8k_xml`)."""
+    """System message for every chat that has no system message: a text, a file (`.txt`, `.md`), or a shipped name
+    (`tags`, `gsm8k_xml`)."""
 
     question_template: str | None = None
     """Template for every question that is text: a text with `{question}`, a file, or a shipped name (`tags`,
-    `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The shipped words differ
-    from those of other trainers, whose templates can be given as files."""
+    `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The shipped templates
+    differ in words from the templates of other trainers. To use another trainer's template, give it as a file."""
 
     prompt_as: PromptAs = "auto"
-    """`text`: the text is tokenized as it is. `chat`: it becomes a user turn. `auto`: the column `prompt` stays text
-    unless there is a system prompt; other columns are questions and become a user turn."""
+    """Form of prompts that are text. `text`: the text is tokenized as it is. `chat`: the text becomes a user turn.
+    `auto`: the text becomes a user turn, unless it comes from the column `prompt` of a row without images and there is
+    no system prompt."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the chat template of every prompt (`enable_thinking: false`)."""
+    """Keyword arguments for the chat template of every prompt, for example `enable_thinking: false`."""
 
     def __post_init__(self) -> None:
         """Read files and shipped texts.
@@ -144,7 +146,7 @@ class PromptTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _render_chat(self, messages: Sequence[Message], where: str) -> list[Message]:
-        """Render messages of the data, whose text is kept."""
+        """Prepend the system prompt to messages of the data, whose text is not changed. Raises: as `render`."""
         if self.question_template is not None:
             raise ValueError(
                 f"{where}: question_template is for questions that are text, but the row is a list of messages. Remove "
@@ -161,11 +163,13 @@ def shipped_names(kind: str) -> list[str]:
 
 
 def named_text(value: str, *, kind: str, key: str) -> str:
-    """Resolve a text, a shipped name or a file to its text, without the final line break of a file.
+    """The text for a setting: `value` itself, or the content of the shipped or given file that `value` names.
+
+    A line break at the end of a file is removed.
 
     Raises:
-        ValueError: If `value` looks like a name (`r2`) but is not shipped, or is the name of another trainer's text.
-        FileNotFoundError: If it looks like a file that does not exist.
+        ValueError: If `value` is empty, looks like a name (`r2`) but is not shipped, or names another trainer's text.
+        FileNotFoundError: If `value` looks like the path of a file that does not exist.
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key} must be a non-empty text, a file or a shipped name, got {value!r:.80}.")
@@ -201,9 +205,10 @@ def _is_file_name(value: str) -> bool:
 
 
 def _is_word(value: str) -> bool:
-    """True if the value looks like a name or a path: short ASCII without spaces, with a slash or of letters and digits.
+    """True if the value looks like a name or a path: short ASCII text without spaces.
 
-    A non-ASCII value is never a name, as some languages write whole texts without spaces.
+    A name consists of letters, digits, `_`, `-` and `.`; a path has a slash. Other scripts are excluded, because some
+    languages write whole texts without spaces.
     """
     is_short = len(value) <= LONGEST_NAME and value.isascii() and re.search(r"\s", value) is None
     return is_short and ("/" in value or re.fullmatch(r"[\w.-]*[\w-]", value) is not None)

@@ -1,12 +1,13 @@
 """The quickstart's tiny Qwen2, its tokenizer and its task: built offline in under a minute, then cached.
 
 The task is the sum of eight digits modulo six, which this model can only solve step by step. A brief supervised warm-up
-teaches it two kinds of completions, and GRPO has to find out which one is rewarded:
+teaches the model two kinds of completions, and GRPO has to find out which kind is rewarded:
 
-- short ones, most of the last warm-up steps, guess and are right once in six: `<answer>4</answer>`;
-- worked ones write every running sum first and are right: `<think>34440214</think><answer>4</answer>`.
+- short completions guess the answer, and are right once in six: `<answer>4</answer>`. At the end of the warm-up, most
+  completions are short;
+- worked completions write every running sum first, and are right: `<think>34440214</think><answer>4</answer>`.
 
-So accuracy and length rise together. Nothing is downloaded.
+So accuracy and completion length rise together during GRPO. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DemoTask:
     """Seed of the sequences, of the model's initial weights and of the warm-up's order."""
 
     def __post_init__(self) -> None:
-        """Check the sizes. Raises: ValueError naming the value got and the allowed range."""
+        """Check the sizes. Raises: ValueError if one is not allowed; the message names value and range."""
         if not 2 <= self.modulus <= 10:
             raise ValueError(f"modulus must be 2 to 10 (a digit is one character), got {self.modulus}.")
         wanted, available = self.num_warm_up + self.num_train + self.num_heldout, self.modulus**self.num_digits
@@ -110,11 +111,12 @@ class DemoModel:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The supervised phase: worked completions until they are learned, then mostly short ones."""
+    """The supervised phase: worked completions until they are learned, then mostly short completions."""
 
     batch_size: int = 64
     learning_rate: float = 5e-3
-    """Reached over the first `num_ramp_steps`, held while worked completions are learned, then decayed to zero."""
+    """Peak learning rate, reached over the first `num_ramp_steps` and held until worked completions are learned. It
+    decays to zero during the last `num_short_steps`."""
 
     num_ramp_steps: int = 20
     beta2: float = 0.99
@@ -123,10 +125,11 @@ class WarmUp:
 
     max_worked_steps: int = 1000
     num_short_steps: int = 250
-    """With fewer steps, worked completions are right in 9 of 10 cases instead of 19 of 20."""
+    """Steps of mostly short completions. With this number of steps, 19 of 20 worked completions are right; with fewer
+    steps, only 18 of 20."""
 
     short_share: float = 0.85
-    """Share of short completions in those last steps, and about their share when GRPO starts."""
+    """Share of short completions in the last `num_short_steps`, and approximately in the samples when GRPO starts."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,12 @@ class DemoRecipe(Recipe):
 
 
 class Quickstart(PrepareDemo):
-    """Builds the demo's model and data for the quickstart recipe; a data module's `prepare`.
+    """Builds the demo's model and data for the quickstart recipe; to be used as `prepare` of a data module.
 
     Args:
-        folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; they depend on the run's seed.
+        folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.
         num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on shared
-            cores, two were 17 times slower than one.
+            cores, two threads were 17 times slower than one.
     """
 
     recipe = DemoRecipe
@@ -165,7 +168,7 @@ class Quickstart(PrepareDemo):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer: a token per printable ASCII character, space, tab and newline, then `<pad>` and `<eos>`."""
+    """Build a tokenizer with a token for each printable ASCII character, space, tab, newline, `<pad>` and `<eos>`."""
     return character_tokenizer(" \t\n")
 
 
@@ -202,10 +205,10 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Train the model in place on worked completions until they are learned, then on mostly short ones.
+    """Train the model in place on worked completions until they are learned, then on mostly short completions.
 
-    Worked completions are learned suddenly, after a number of steps that varies with the seed; so their phase ends by
-    the loss. All completions of one kind have the same length: there is no padding.
+    The model learns worked completions suddenly, after a number of steps that varies with the seed. So the first phase
+    ends when the loss is low. All completions of one kind have the same length, so no padding is needed.
 
     Raises:
         RuntimeError: If worked completions are not learned within `max_worked_steps`.
@@ -241,7 +244,7 @@ class _Corpus:
         self.worked, self.short = (
             torch.tensor([tokenizer.encode(task.question(digits) + complete(digits) + EOS) for digits in sequences])
             for complete in (task.worked, task.short)
-        )  # [rows, L + T], T differs
+        )  # [rows, L + T]; T differs between the two kinds
         self.batch_size = settings.batch_size
         self.draw = torch.Generator().manual_seed(task.seed)
 

@@ -54,7 +54,7 @@ class Recipe(ABC):
     """All settings that determine a demo's files. Subclasses define the fields."""
 
     code: ClassVar[str | int]
-    """Part of the cache key: raise it when code changes the files without changing a field of the recipe."""
+    """Part of the cache key. Change it when a code change alters the files, but no field of the recipe changes."""
 
     @abstractmethod
     def build(self, folder: Path, *, show_progress: bool) -> None:
@@ -119,7 +119,7 @@ def _numbers(value: Any) -> Any:
 
 
 class PrepareDemo:
-    """Builds a demo's model and data and copies them to a folder; a data module's `prepare`.
+    """Builds a demo's model and data, and copies them to a folder; to be used as `prepare` of a data module.
 
     Args:
         folder: Output folder; the files depend on the run's seed.
@@ -132,7 +132,11 @@ class PrepareDemo:
         self.folder, self.num_threads = Path(folder), num_threads
 
     def __call__(self) -> None:
-        """Build the demo unless it is cached, and copy it to the folder. Raises: ValueError if that has other files."""
+        """Build the demo unless it is cached, and copy it to the folder.
+
+        Raises:
+            ValueError: If the folder contains other files.
+        """
         torch.set_num_threads(self.num_threads)
         built = self.recipe().prepare(run_seed(None)).folder
         text = (built / RECIPE).read_text(encoding="utf-8")
@@ -142,9 +146,9 @@ class PrepareDemo:
 def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
     """Build a tokenizer: a token per printable ASCII character and per character of `spaces`, then `<pad>`, `<eos>`.
 
-    Other characters are not encoded. It is a byte-level BPE without merges, because `AutoTokenizer` loads any tokenizer
-    saved next to a Qwen2 as one. For the same reason the unknown token is set: the default would become a token that
-    the model does not have.
+    Other characters are dropped. The tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads
+    the tokenizer of any Qwen2 model as a byte-level BPE. `AutoTokenizer` would also add the default unknown token,
+    which the model does not have, so `<pad>` is set as the unknown token.
     """
     characters = string.digits + string.ascii_letters + string.punctuation
     stored = characters + "".join(chr(256 + ord(space)) for space in spaces)
@@ -162,7 +166,7 @@ class Teacher:
 
     Args:
         parameters: The trainable parameters.
-        learning_rate: The peak; each step uses a fraction of it.
+        learning_rate: Peak learning rate; each step uses a fraction of this rate.
         beta2: AdamW's beta2.
     """
 

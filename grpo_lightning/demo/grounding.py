@@ -1,10 +1,11 @@
 """The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but mostly answers with the whole image.
 
-A brief supervised warm-up teaches the vision tower to recognise shapes, then the language model two kinds of
-completions, and GRPO has to find out which one is rewarded:
+A brief supervised warm-up first teaches the vision tower to recognise shapes. Then it teaches the language model two
+kinds of completions, and GRPO has to find out which kind is rewarded:
 
-- lazy ones, most of the last warm-up steps, answer with the whole image: an IoU of about 0.10;
-- worked ones name the shape, locate it, and answer with its box.
+- lazy completions answer with the whole image, which has an IoU of about 0.10. At the end of the warm-up, most
+  completions are lazy;
+- worked completions name the shape, locate it, and answer with its box.
 
 Nothing is downloaded.
 """
@@ -41,7 +42,7 @@ CHAT_TEMPLATE = (
     "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 PATCHES_PER_TOKEN = 2
-"""Patches per token along each side."""
+"""Patches per token, in each of the two directions."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class GroundingModel:
 
 
 def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
-    """Build a tokenizer: a token per word, number and tag of the task, and per printable ASCII character."""
+    """Build a tokenizer with a token for each word, number and tag of the task and each printable ASCII character."""
     media = {"image_token": IMAGE, "video_token": VIDEO, "vision_start_token": START, "vision_end_token": END}
     tokenizer = character_tokenizer(chat_template=CHAT_TEMPLATE, extra_special_tokens=media)
     tags = ["<think>", "</think>", "<answer>", "</answer>", ", ", "Where is the ", "anything"]
@@ -76,7 +77,7 @@ def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
 
 
 def build_processor(task: SceneTask, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    """Build Qwen2.5-VL's processor, with limits that keep the size of the task's images."""
+    """Build Qwen2.5-VL's processor, with pixel limits within which the task's images are not resized."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     sizes = {"patch_size": task.cell_size, "merge_size": PATCHES_PER_TOKEN}
@@ -139,7 +140,7 @@ def build_model(
 
 
 NOTHING = -100
-"""The label of an image token without a thing; ignored by `cross_entropy`."""
+"""The label of an image token that shows no thing. `cross_entropy` ignores it."""
 
 
 @dataclass(frozen=True)
@@ -156,22 +157,23 @@ class GroundingWarmUp:
 
     num_worked_steps: int = 1600
     lazy_share_of_worked: float = 0.125
-    """Share of lazy completions in the phase of worked ones.
+    """Share of lazy completions in the phase of mostly worked completions.
 
-    With 0, the last phase has to teach the first word of lazy completions, which on held-out questions halves the
-    probability of the correct word.
+    With a share of 0, the model learns the first word of lazy completions only in the last phase. This halves the
+    probability that its worked completions of held-out questions begin with the correct word.
     """
 
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
-    """Reached over the first `num_ramp_steps` of a phase, held for `held_share` of it, then decayed to zero."""
+    """Peak learning rate, reached over the first `num_ramp_steps` of a phase. It is held until the fraction
+    `held_share` of the phase is over, and then decays to zero."""
 
     lazy_learning_rate: float = 5e-4
     num_ramp_steps: int = 20
     held_share: float = 0.5
     beta2: float = 0.99
     lazy_share: float = 0.85
-    """Share of lazy completions in the last phase, and about their share when GRPO starts."""
+    """Share of lazy completions in the last phase, and approximately in the samples when GRPO starts."""
 
 
 def warm_up(
@@ -198,7 +200,7 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the vision tower so that each image token encodes the colour, shape and edges of its thing.
+    """Train the vision tower so that each image token encodes the colour, shape and edges of the thing it shows.
 
     Colour and shape logits are dot products of the token with the embeddings of the words; edges are classified by
     linear layers. The language model can then find a thing by comparing word embeddings with image tokens.
@@ -238,7 +240,7 @@ def teach_language(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the language model on mostly worked completions, then mostly lazy ones; the vision tower is frozen."""
+    """Train the language model on mostly worked, then mostly lazy completions. The vision tower stays as it is."""
     scenes = varied_scenes(task, "language", settings.num_images)
     corpus = _Corpus(model, processor, task, scenes, show_progress=show_progress)
     language = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
@@ -256,7 +258,7 @@ def teach_language(
 
 
 def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
-    """Scenes in which half of the things have a nameless colour or a nameless shape."""
+    """Generate `number` scenes in which about half of the things have a colour or shape that no question names."""
     draw = random.Random(f"{task.seed}, {purpose}, varied")
     return [vary(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
 
@@ -272,7 +274,7 @@ def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) ->
 class _Corpus:
     """The warm-up corpus: every image with the questions about its things and both kinds of completions.
 
-    All questions have the same length, as have all completions of one kind: there is no padding.
+    All questions have the same length, and so have all completions of one kind, so no padding is needed.
     """
 
     def __init__(
@@ -293,7 +295,7 @@ class _Corpus:
         lazy = tokenizer.encode(task.lazy() + EOS)
         self.worked = torch.tensor(
             [ids + tokenizer.encode(task.worked(*about) + EOS) for ids, about in zip(prompts, subjects, strict=True)]
-        )  # [rows, L + T], where T differs from that of the lazy ones
+        )  # [rows, L + T]; lazy completions have another T
         self.lazy = torch.tensor([ids + lazy for ids in prompts])
         self.features = torch.cat(list(features_in_parts(model, processor, task, scenes, show=show_progress)))
         self.grids = torch.tensor([patch_grid(task)])
@@ -321,7 +323,7 @@ class _Corpus:
 
 
 def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTask) -> list[int]:
-    """Tokenize a prompt as the processor does: the image's tokens, one per 2 x 2 patches, then the question."""
+    """Tokenize a prompt as the processor does: one image token per 2 x 2 patches, then the question."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     _, height, width = patch_grid(task)
@@ -331,15 +333,16 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTas
 
 
 def patch_grid(task: SceneTask) -> tuple[int, int, int]:
-    """Frames, rows and columns of patches of an image; a cell is one patch."""
+    """How many frames, rows of patches and columns of patches an image has; a cell is one patch."""
     return 1, task.num_cells, task.num_cells
 
 
 @contextlib.contextmanager
 def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[None]:
-    """Embed patches by one matrix product inside this context.
+    """Embed patches by one matrix product inside the `with` block.
 
-    It is equal to the convolution, whose stride is its kernel size, and five times faster on a CPU.
+    The product equals the convolution of the vision tower, because the convolution's stride is its kernel size. On a
+    CPU the product is five times faster.
     """
     embed = model.model.visual.patch_embed
     weight = embed.proj.weight  # [width, channels, frames, height, width]
@@ -383,7 +386,7 @@ def features_in_parts(
 def patches_in_parts(
     scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor, size: int = 100
 ) -> Iterator[Tensor]:
-    """Compute the patches of many images in chunks, in half precision: those of 6,000 images would take 0.9 GB."""
+    """Compute the patches of many images in chunks. In half precision, the patches of 6,000 images take 0.9 GB."""
     for start in range(0, len(scenes), size):
         yield patches_of(scenes[start : start + size], task, processor).half()
 
@@ -391,8 +394,8 @@ def patches_in_parts(
 def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
     """Label each image token with the thing that covers most of it.
 
-    Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells; `NOTHING`
-        for tokens without a thing, and for nameless colours and shapes.
+    Returns: [images, tokens, 6]: colour, shape, and left, top, right and bottom edge of the thing in cells. The label
+        is `NOTHING` for tokens that show no thing, and for nameless colours and shapes.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
     colours, shapes = ({name: index for index, name in enumerate(names)} for names in (COLOURS, SHAPES))
@@ -433,10 +436,11 @@ class GroundingRecipe(Recipe):
 
 
 class GroundingQuickstart(PrepareDemo):
-    """Builds the demo's model and data for the grounding recipe; a data module's `prepare`.
+    """Builds the demo's model and data for the grounding recipe; to be used as `prepare` of a data module.
 
     Args:
-        folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; they depend on the run's seed.
+        folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's
+            seed.
         num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
     """
 

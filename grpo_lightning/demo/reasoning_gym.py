@@ -1,12 +1,12 @@
 """The reasoning-gym quickstart: a tiny Qwen2 that can solve three of its tasks, but mostly answers without reasoning.
 
-A brief supervised warm-up teaches the model two kinds of completions for every task, and GRPO has to find out which one
-is rewarded:
+A brief supervised warm-up teaches the model two kinds of completions for every task, and GRPO has to find out which
+kind is rewarded:
 
-- hasty ones, most of the last warm-up steps, give the answer of some other question;
-- worked ones write their steps first, and are mostly right.
+- hasty completions give the answer of some other question. At the end of the warm-up, most completions are hasty;
+- worked completions write the steps of the solution first, and are mostly right.
 
-Questions and verifiers are reasoning-gym's; nothing is downloaded.
+Questions and verifiers are those of reasoning-gym. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
 }
-"""The tasks and their settings, chosen so that a question is one line, and a step of its solution depends on little
-but the step before it."""
+"""The tasks and their settings. With these settings, questions are short, and each step of a solution depends mainly on
+the step before it."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -52,7 +52,7 @@ PHRASES = (
     *("<think>", "</think><answer>", "<answer>", "</answer>"),
     *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # possible sums of three digits
 )
-"""Texts that are one token each: the common parts of the questions, and numbers of several characters."""
+"""Texts that are one token each: phrases that recur in the questions, and numbers of several characters."""
 
 
 def steps(task: str, entry: Entry) -> str:
@@ -71,7 +71,7 @@ def hasty(other: Entry) -> str:
 
 
 def _sums(question: str) -> str:
-    """Every running sum of `a + b - c =`, without spaces: with spaces, the warm-up succeeds with few seeds only."""
+    """Every running sum of `a + b - c =`, without spaces. With spaces, the warm-up succeeds only with few seeds."""
     _, _, terms = question.partition(": ")
     first, *rest = re.findall(r"[+-]|\d+", terms)
     total = int(first)
@@ -85,8 +85,8 @@ def _sums(question: str) -> str:
 def _comparisons(question: str) -> str:
     """Every number of the list, its comparison with the limit, and whether it is kept: `y` or `n`.
 
-    Without the last letter, the answer depends on the comparison and on both words of the rule at once, which few
-    warm-ups learn.
+    Without this letter, the answer would depend on the comparison and on both words of the rule ("keep" or "remove",
+    "smaller" or "larger") at once, and few warm-ups learn this.
     """
     rule, numbers = question.partition(" in this list: ")[::2]
     limit = int(rule.rpartition(" ")[2])
@@ -130,7 +130,7 @@ class GymRecipe(Recipe):
 
     batch_size: int = 64
     learning_rate: float = 3e-3
-    """Reached over 20 steps and held until the worked completions are learned."""
+    """Peak learning rate, reached over 20 steps and held until the worked completions are learned."""
 
     target_loss: float = 0.02
     """Worked completions count as learned once the running mean of their loss is below this."""
@@ -142,10 +142,10 @@ class GymRecipe(Recipe):
     """Further steps on worked completions, while the learning rate decays to zero."""
 
     num_hasty_steps: int = 150
-    """Last steps, starting from a third of the learning rate."""
+    """Last steps, with mostly hasty completions. Their learning rate starts at a third of `learning_rate`."""
 
     hasty_share: float = 0.75
-    """Share of hasty completions in those last steps, and about their share when GRPO starts."""
+    """Share of hasty completions in the last `num_hasty_steps`, and approximately in the samples when GRPO starts."""
 
     seed: int = 0
     """Seed of the questions, of the model's initial weights and of the warm-up's order."""
@@ -173,7 +173,7 @@ class GymRecipe(Recipe):
 
     @cached_property
     def heldout(self) -> dict[str, list[Entry]]:
-        """Evaluation questions by task, disjoint from the other two sets. Raises: ValueError if there are too few."""
+        """Evaluation questions by task, not in the other two sets. Raises: ValueError if too few are found."""
         first = self.num_train + self.num_warm_up
         found = {}
         for task, config in TASKS.items():
@@ -201,11 +201,11 @@ class GymRecipe(Recipe):
 
 
 class ReasoningGymQuickstart(PrepareDemo):
-    """Builds the demo's model and data for its recipe; a data module's `prepare`.
+    """Builds the demo's model and data for its recipe; to be used as `prepare` of a data module.
 
     Args:
-        folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; they depend on the run's
-            seed.
+        folder: Output folder of `model/`, `train/<task>.jsonl` and `heldout/<task>.jsonl`; these files depend on the
+            run's seed.
         num_threads: CPU threads of the run, as in `arithmetic.Quickstart`.
     """
 
@@ -227,9 +227,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
 ) -> None:
-    """Train the model in place on worked completions until they are learned, then on mostly hasty ones.
+    """Train the model in place on worked completions until they are learned, then on mostly hasty completions.
 
-    The steps needed for worked completions vary with the seed, so their phase ends by the loss.
+    The number of steps that worked completions need varies with the seed, so the first phase ends when the loss is low.
 
     Raises:
         RuntimeError: If the worked completions are not learned within `max_worked_steps`.
@@ -257,7 +257,7 @@ def warm_up(
 
 
 class _Corpus:
-    """The warm-up corpus: every question with its worked completion or a hasty one."""
+    """The warm-up corpus: every question with its worked completion or a hasty completion."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe) -> None:
         self.questions = [(task, entry) for task, found in recipe.warm_up.items() for entry in found]

@@ -1,7 +1,8 @@
 """The grounding quickstart's task: small images of coloured shapes, with questions and ground-truth boxes.
 
-An image has three shapes on a grid. The question names one of them, "Where is the red circle?", and the answer is its
-box in pixels. The combination of colour and shape in a held-out question, and its box, do not occur in training.
+An image has three shapes on a grid. The question names one shape, "Where is the red circle?", and the answer is the box
+of the shape in pixels. Held-out questions are about pairs of colour and shape, and about boxes, that do not occur in
+training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COLOURS = {
     "white": (250, 250, 250),
 }
 Outline = Sequence[tuple[float, float]]
-"""The corners of a shape in a box of width and height 1, from the upper left."""
+"""The corners (x, y) of a shape in a box of width and height 1; (0, 0) is the upper left corner of the box."""
 
 SHAPES: dict[str, Outline] = {
     "circle": [((1 + math.cos(turn)) / 2, (1 + math.sin(turn)) / 2) for turn in (math.tau * k / 64 for k in range(64))],
@@ -48,10 +49,11 @@ NAMELESS_SHAPES: dict[str, Outline] = {
 """Shapes without a word in any question."""
 
 NAMELESS_DISTANCE = 60.0
-"""Minimum RGB distance of a nameless colour from the named ones."""
+"""Minimum RGB distance of a nameless colour from every named colour."""
 
 MAX_TRIES = 20_000
-"""Maximum tries for one image. In the quickstart one in ten succeeds, for held-out images one in 300."""
+"""Maximum tries to find one image. In the quickstart, one try in 10 succeeds for training images, and one in 300 for
+held-out images."""
 
 ANY_COLOUR, ANY_SHAPE = "coloured", "thing"
 """Placeholder words in questions that name only the shape, or only the colour."""
@@ -60,14 +62,14 @@ Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
 Naming = Literal["both", "colour", "shape"]
-"""The properties named in a question. Colours and shapes are unique within an image."""
+"""The properties named in a question. One is enough, because colours and shapes are unique within an image."""
 
 
 class Thing(NamedTuple):
     """A shape in an image."""
 
     colour: str
-    """A name, or "#rrggbb"."""
+    """A colour name, or "#rrggbb"."""
 
     shape: str
     cells: Cells
@@ -78,13 +80,13 @@ Scene = tuple[Thing, ...]
 
 @dataclass(frozen=True)
 class SceneTask:
-    """Settings of the images, and the held-out pairs of colour and shape and held-out boxes."""
+    """Settings of the images, and what is held out from training: pairs of colour and shape, and boxes."""
 
     num_cells: int = 8
-    """Cells of the grid, on either side."""
+    """Cells along each side of the grid."""
 
     cell_size: int = 14
-    """Pixels; the patch size of Qwen2.5-VL, which merges 2 x 2 patches into a token."""
+    """Side of a cell in pixels: the patch size of Qwen2.5-VL, which merges 2 x 2 patches into a token."""
 
     gap: int = 1
     """Pixels between a shape and the edge of its cells."""
@@ -96,7 +98,8 @@ class SceneTask:
     """Shapes per image, all with different colours and outlines."""
 
     num_heldout_pairs: int = 4
-    """Held-out pairs of a colour and a shape. No two share a colour or shape, so that each occurs in training."""
+    """Number of held-out pairs of colour and shape. No two pairs share a colour or a shape, so that every colour and
+    every shape occurs in training."""
 
     heldout_boxes_share: float = 0.1
     num_train: int = 1024
@@ -110,7 +113,7 @@ class SceneTask:
     heldout_boxes: frozenset[Cells] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the settings, choose held-out pairs and boxes. Raises: ValueError with value and allowed range."""
+        """Check the settings, and choose held-out pairs and boxes. Raises: ValueError if a setting is not allowed."""
         if self.num_cells < 2 or self.num_cells % 2:
             raise ValueError(f"num_cells must be even (a token is two cells wide) and positive, got {self.num_cells}.")
         if not 1 <= self.num_things <= len(SHAPES):
@@ -153,11 +156,12 @@ class SceneTask:
         return [left + self.gap, top + self.gap, right - self.gap, bottom - self.gap]
 
     def scenes(self, purpose: str, *, is_heldout: bool = False) -> Iterator[Scene]:
-        """Generate random scenes without end; the question is about the first thing.
+        """Generate random scenes without end. The question about a scene is about its first thing.
 
         Args:
             purpose: Part of the seed: another purpose gives other scenes.
-            is_heldout: True: the first thing has a held-out pair and a held-out box. False: no thing has either.
+            is_heldout: If true, the first thing of a scene has a held-out pair and a held-out box. If false, no thing
+                has a held-out pair or a held-out box.
 
         Raises:
             ValueError: If no such scene is found within `MAX_TRIES`.
@@ -188,8 +192,8 @@ class SceneTask:
     def picture(self, scene: Scene) -> Image.Image:
         """Draw the scene as an RGB image. Its background gets redder to the right and greener downwards.
 
-        Qwen2.5-VL's vision tower encodes only relative positions of patches. In photographs, it can tell absolute
-        positions by the content; here, the background gradient provides them.
+        Qwen2.5-VL's vision tower encodes only relative positions of patches. In photographs, the tower can infer
+        absolute positions from the content; in these images, the gradient of the background shows the positions.
         """
         from PIL import Image, ImageDraw
 
@@ -207,10 +211,11 @@ class SceneTask:
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked(self, thing: Thing, naming: Naming = "both") -> str:
-        """The worked completion: the thing's name, its left and upper edge, then its box.
+        """The worked completion: the colour or shape of the thing, its left and upper edge, then its box.
 
-        The model finds each number in two steps from the text before it: the left edge by the colour, if it is named,
-        otherwise by the shape; the upper edge by both, which the comma token collects.
+        The model computes each number from the text before it. It finds the left edge by the colour, or by the shape if
+        the question does not name the colour. It finds the upper edge by colour and shape together; the hidden state of
+        the comma token combines the two.
         """
         colour, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
@@ -240,7 +245,7 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """The three namings of a thing; all the same if only its colour or only its shape has a name."""
+    """The three namings of a thing. They are equal if only the colour or only the shape of the thing has a name."""
     if thing.colour not in COLOURS:
         return "shape", "shape", "shape"
     if thing.shape not in SHAPES:
@@ -249,7 +254,7 @@ def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
 
 
 def describe(thing: Thing, naming: Naming) -> tuple[str, str]:
-    """Two words for a thing: colour and shape, or their placeholder words."""
+    """Two words for a thing: a colour and a shape. A placeholder replaces the word that `naming` leaves out."""
     colour = ANY_COLOUR if naming == "shape" else thing.colour
     shape = ANY_SHAPE if naming == "colour" else thing.shape
     return colour, shape
@@ -268,7 +273,8 @@ def overlap(one: Cells, other: Cells) -> bool:
 def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
     """Give a share of the scene's things a nameless colour or a nameless shape.
 
-    A model trained on named ones alone learns fixed pairs such as the red circle, and does not find a red cross.
+    A model that is trained only on named colours and shapes learns fixed pairs, such as the red circle. It then does
+    not find a red cross, if that pair is held out.
     """
     shapes = draw.sample(list(NAMELESS_SHAPES), len(scene))
     things = []
@@ -279,7 +285,7 @@ def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
 
 
 def nameless(draw: random.Random) -> str:
-    """Sample a colour that is clearly different from the named ones, as "#rrggbb"."""
+    """Sample a colour that differs clearly from all named colours, as "#rrggbb"."""
     while True:
         colour = tuple(draw.randrange(256) for _ in range(3))
         if all(math.dist(colour, named) > NAMELESS_DISTANCE for named in COLOURS.values()):
@@ -287,7 +293,7 @@ def nameless(draw: random.Random) -> str:
 
 
 def draw_shape(pencil: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], colour: str) -> None:
-    """Fill a shape that spans its box, given in pixels; the box's right and bottom edges are inclusive."""
+    """Fill a shape that spans `box`, which is in pixels and includes its right and bottom edges."""
     left, top, right, bottom = box
     outline = (SHAPES | NAMELESS_SHAPES)[shape]
     corners = [(round(left + x * (right - left)), round(top + y * (bottom - top))) for x, y in outline]

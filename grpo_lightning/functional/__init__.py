@@ -1,7 +1,8 @@
 """The mathematics of GRPO: tensors in, tensors out; no state, no logging, no in-place writes.
 
-The loss of N prompts with G completions each, from rewards [N, G], logits [N * G, T, V] of the T completion tokens
-`ids`, their mask, and the log-probs of the policy that sampled them (`old`) and of the reference (`ref`):
+These lines compute the loss of N prompts with G completions each. Given are rewards [N, G], logits [N * G, T, V] of the
+T completion tokens `ids`, the mask of these tokens, and their log-probs under the policy that sampled them (`old`) and
+under the reference (`ref`):
 
     advantages = group_relative_advantages(rewards).view(-1, 1)
     logprobs = token_logprobs(logits, ids)

@@ -1,6 +1,7 @@
-"""Advantages: how much better a completion is than the others of its prompt.
+"""Advantages: how much better a completion is than the other completions of its prompt.
 
-Several rewards are weighted and summed before these functions are called.
+`group_relative_advantages` takes one reward per completion. If a completion has several rewards, combine them first, by
+a weighted sum or by `normalized_sum`.
 """
 
 from __future__ import annotations
@@ -26,43 +27,52 @@ def group_relative_advantages(
 ) -> Tensor:
     """Compute advantages: each completion's reward relative to its group.
 
-        A[n, g] = gain[n, g] / (std + eps),   "group_mean": / mean[n],   "nonzero_fraction": / fraction,   "none": gain
-        gain[n, g] = r[n, g] - baseline[n, g],   "pass_at_k": mean over subsets of k - 1 others of max(r - best, 0)
+        scale "group_std", "batch_std", "batch_advantage_std":  A[n, g] = gain[n, g] / (std + eps)
+        scale "group_mean":                                     A[n, g] = gain[n, g] / mean[n]
+        scale "nonzero_fraction":                               A[n, g] = gain[n, g] / fraction
+        scale "none":                                           A[n, g] = gain[n, g]
 
-    A nan reward is not scorable: it is excluded from every mean and std, and its advantage is 0. Zero-variance groups
-    and groups with fewer than two scorable rewards get exactly 0 (rounding can make their std positive, and dividing
-    rounding errors by it would train on noise).
+        gain[n, g] = r[n, g] - baseline[n, g]
+        gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)    for "pass_at_k"
+
+    A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
+    is 0. The advantages of zero-variance groups, and of groups with fewer than two scorable rewards, are set to exactly
+    0. Otherwise, rounding could make both the differences and the std of such a group slightly different from 0, and
+    their quotient would be noise.
 
     Args:
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
-        baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2); "leave_one_out" is the mean of the other scorable
-            rewards, RLOO (arXiv:2402.14740): its advantages are K / (K - 1) times the former for K scorable rewards;
-            "length_weighted" is sum(l r) / sum(l) over the group's completions of l tokens, which minimises the
-            variance of the gradient if its squared norm grows with l (OPO, arXiv:2505.23585, eq. 9). "pass_at_k" is no
-            baseline: it is how much the completion adds to the best of k - 1 others, averaged over all choices of
-            them. k / G times the sum over the group of A times the gradient of the log-prob is an unbiased gradient
-            of the expected best of k, with k = G `r_best - r_second` for the best and 0 for all others
-            (arXiv:2503.19595, sec. 3.2; verl's `grpo_passk`). It is never negative.
-        scale: "group_std" is GRPO; "batch_std" divides by the std of all scorable rewards in `rewards` (pass those of
-            all ranks, otherwise each rank divides by its own), "batch_advantage_std" by that of their differences from
-            the baseline, REINFORCE++-baseline (arXiv:2501.03262); "none" is Dr. GRPO (arXiv:2503.20783). Every std is
-            unbiased (divided by K - 1). "group_mean" is MaxRL (arXiv:2602.02710): with rewards 1 and 0 the gradient is
-            that of the log success probability, so that rarely solved prompts weigh more. "nonzero_fraction" divides
-            by the fraction of groups that are not zero-variance, alpha = B / (B - M) of GPG (arXiv:2504.02546, eq. 7;
-            pass the rewards of all ranks): a mean over all groups becomes one over those that have a gradient.
+        baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2). "leave_one_out" is RLOO (arXiv:2402.14740), the
+            mean of the other scorable rewards of the group: with K scorable rewards, the difference from this baseline
+            is K / (K - 1) times the difference from the group's mean. "length_weighted" is OPO (arXiv:2505.23585), the
+            mean reward of the group with completions weighted by their lengths: it minimizes the variance of the
+            gradient if the squared norm of a completion's gradient grows with its length. "pass_at_k" trains the best
+            of k (arXiv:2503.19595): a completion's advantage is how much it adds to the best of k - 1 others. With
+            k = G, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`). For
+            any k, the mean over the group of k A times the gradient of the log-prob is an unbiased estimate of the
+            gradient of the expected maximum of k rewards.
+        scale: "group_std" is GRPO. "batch_std" divides by the std of all scorable rewards in `rewards`: pass the
+            rewards of all ranks, otherwise each rank divides by the std of its own rewards. "batch_advantage_std"
+            divides by the std of all differences from the baseline (REINFORCE++-baseline, arXiv:2501.03262). Every std
+            is unbiased (K - 1 in the denominator). "none" is Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL
+            (arXiv:2602.02710): with rewards of 1 and 0, the gradient is that of the log success probability, so that
+            rarely solved prompts weigh more. "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups that
+            are not zero-variance: a mean over all groups becomes a mean over those that have a gradient. Pass the
+            rewards of all ranks.
         eps: Added to the std, in units of reward.
         lengths: [N, G] trained tokens of each completion, for "length_weighted". Completions without any count
             equally if the whole group has none.
         k: For "pass_at_k", from 2 to G; None is G. Groups with fewer than k scorable rewards get 0.
 
     Returns:
-        [N, G] float32 (float64 if the rewards are). The rows of "group_mean" and "leave_one_out" sum to 0; those of
-        "length_weighted" do when weighted by the lengths.
+        [N, G] float32, or float64 if the rewards are float64. Rows of "group_mean" and "leave_one_out" sum to 0, and so
+        do rows of "length_weighted" if each advantage is multiplied by its length. No advantage of "pass_at_k" is
+        negative.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, for an unknown baseline or scale, missing lengths, a
-            wrong k, rewards below 0 with the scale "group_mean", or "batch_advantage_std" with a baseline whose rows do
-            not sum to 0.
+        ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, if a reward is below
+            0 and the scale is "group_mean", if the lengths are missing or k is out of range, or if the scale is
+            "batch_advantage_std" and the rows of the baseline do not sum to 0.
     """
     _check_shape(rewards)
     if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
@@ -111,7 +121,7 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
         spread = rewards - rewards.nanmean()
         return (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt() + eps
     if scale == "batch_advantage_std":
-        # Every group's mean is 0, so no mean is subtracted.
+        # The gains of every group have mean 0, so no mean is subtracted from them.
         return (gains.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt() + eps
     if scale == "group_mean":
         if (rewards < 0).any():
@@ -119,7 +129,7 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
                 f"scale 'group_mean' divides by the mean reward, a success rate: rewards must be at least 0, got "
                 f"{rewards[rewards < 0].min():g}. Use another scale, or rewards from 0 to 1."
             )
-        return rewards.nanmean(dim=1, keepdim=True)  # 0 only where all are equal
+        return rewards.nanmean(dim=1, keepdim=True)  # the mean is 0 only if all rewards are 0
     if scale == "nonzero_fraction":
         return (~zero_variance_groups(rewards)).to(rewards.dtype).mean()
     if scale == "none":
@@ -153,17 +163,17 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
-    If they were summed first, opposing rewards would cancel, and a reward in larger units would decide alone. GDPO
-    (arXiv:2601.05242) and TRL (`normalize_then_sum`) divide the sum by its std over the batch: `scale="batch_std"` of
-    `group_relative_advantages`.
+    If the rewards were summed first, opposing rewards would cancel, and a reward in larger units would dominate. GDPO
+    (arXiv:2601.05242) and TRL (`normalize_then_sum`) then divide the sum by its std over the batch: pass the sum to
+    `group_relative_advantages` with `scale="batch_std"`.
 
     Args:
-        by_reward: [K, N, G]; nan where a reward does not apply or returned no value, which contributes 0.
+        by_reward: [K, N, G]; nan where a reward does not apply or returned no value. A nan adds 0 to the sum.
         weights: [K].
         eps: Added to each std.
 
     Returns:
-        [N, G], not yet an advantage; the mean of each group is 0.
+        [N, G], to be passed to `group_relative_advantages`; the mean of each group is 0.
     """
     compared = torch.stack([group_relative_advantages(values, eps=eps) for values in by_reward])
     return (compared * weights.to(compared)[:, None, None]).sum(dim=0)

@@ -1,7 +1,7 @@
 """Bounding boxes (x1, y1, x2, y2): area, IoU, clipping to an image.
 
-A box is half-open: the right and bottom edges are outside, so its width is x2 - x1, in any unit. It is empty if
-x2 <= x1 or y2 <= y1.
+The right and bottom edges of a box are exclusive, so its width is x2 - x1, in any unit. A box is empty if x2 <= x1 or
+y2 <= y1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def area(boxes: Tensor) -> Tensor:
-    """Area of each box, 0 if it is empty. Args: boxes: [..., 4]. Returns: [...] in square units."""
+    """Area of each box, 0 if the box is empty. Args: boxes: [..., 4]. Returns: [...] in square units."""
     return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(dim=-1)
 
 
@@ -22,8 +22,8 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
         IoU = area(a and b) / (area(a) + area(b) - area(a and b)), and 0 if both are empty
 
-    VLM-R1 subtracts 1 from the right edges of the intersection only, which makes overlaps of at most one unit 0: every
-    overlap if coordinates go from 0 to 1.
+    VLM-R1's formula differs: it subtracts 1 from the right and bottom edges of the intersection alone. An overlap of at
+    most one unit in width or height then counts as 0, and so does every overlap if coordinates go from 0 to 1.
 
     Args:
         a: [..., 4] float boxes.
@@ -38,7 +38,7 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clip(boxes: Tensor, width: float, height: float) -> Tensor:
-    """Clip each box to the image; a box outside becomes empty.
+    """Clip each box to the image; a box outside of the image becomes empty.
 
     Args:
         boxes: [..., 4].
@@ -49,9 +49,9 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
 
 
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
-    """True if a box that should be in pixels looks normalized: it ends within the first pixel of the image.
+    """True if a box that should be in pixels looks normalized: no coordinate is above 1.
 
-    No annotated object is that small, so its coordinates are fractions of width and height, from 0 to 1. Always False
-    for images of at most 2 pixels in width or height.
+    No annotated object lies within the first pixel of an image, so the coordinates must be fractions of width and
+    height, from 0 to 1. Always False for images of at most 2 pixels in width or height.
     """
     return max(box) <= 1 and min(size) > 2

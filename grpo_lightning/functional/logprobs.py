@@ -38,7 +38,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         H[b, t] = -sum_v p[v] log p[v],   p = softmax(logits[b, t] / temperature)
 
     Args:
-        logits: [B, T, V] of any float type; -inf forbids a token, which adds nothing.
+        logits: [B, T, V] of any float type; -inf forbids a token, which then adds 0 to the entropy.
         temperature: Divides the logits; positive.
 
     Returns:
@@ -48,7 +48,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         ValueError: If `temperature` is not positive.
     """
     logprobs = _scaled(logits, temperature).log_softmax(dim=-1)
-    # p log p is 0 at p = 0; computed as 0 x -inf it would be nan.
+    # p log p is 0 at p = 0, but computing it as 0 x -inf would give nan.
     return -(logprobs.exp() * logprobs.masked_fill(logprobs.isneginf(), 0.0)).sum(dim=-1)
 
 

@@ -1,8 +1,8 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
-The caller combines the pieces: a paper is one choice of each. No function averages over its micro-batch: a micro-batch
-contributes its share of a mean over the entire optimizer step, so that the gradient does not depend on how a step is
-split into micro-batches and ranks.
+The caller combines the pieces; the method of each paper is one choice of pieces. The loss is not averaged over a
+micro-batch. Instead, each micro-batch contributes its share of the mean over the entire optimizer step, so that the
+gradient does not depend on how a step is split into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Importance ratio: probability of the tokens under the current policy over that under the old policy.
+    """Importance ratio: probability of tokens under the current policy, divided by that under the old policy.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
-    Exponents are clipped to -20 and 20, with a gradient of 0 outside (`bounded_exp`; `is_ratio_clamped` finds them).
+    Exponents are clipped to [-20, 20], with a gradient of 0 outside (`bounded_exp`). `is_ratio_clamped` finds the
+    tokens whose exponent is clipped.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7);
-            "sequence_token" has its value and the gradient of each token's own log-prob, so that advantages may differ
-            between tokens (GSPO-token, eq. 14).
+            "sequence_token" has the value of "sequence" and the gradient of each token's own log-prob, so that
+            advantages may differ between tokens (GSPO-token, eq. 14).
 
     Returns:
         [B, T], or [B, 1] for "sequence"; exactly 1 if the policy has not changed.
@@ -69,7 +70,7 @@ def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, le
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
     """Log-ratio [B, T], or its mean over each sequence [B, 1]."""
-    # Masked before exp: an overflow at a padded position has a nan gradient even when it is masked afterwards.
+    # Masked before exp, because an overflow at a padded position gives a nan gradient even if it is masked afterwards.
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
     if level == "token":
         return log_ratio
@@ -90,23 +91,25 @@ def clipped_surrogate(
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    PPO (arXiv:1707.06347, eq. 7). The minimum does not bound tokens of negative advantage as their ratio grows.
-    `dual_clip` = c bounds their loss by -c A, with no gradient beyond. That is max(min(r A, clip(r) A), c A) for A < 0
-    (dual clip, arXiv:1912.09729), and delta of the two-sided clip of INTELLECT-2 (arXiv:2505.07291).
+    PPO (arXiv:1707.06347, eq. 7) has no `dual_clip`: the loss of a token of negative advantage then grows with the
+    token's ratio without a limit. `dual_clip` = c bounds this loss by -c A, with a gradient of 0 beyond the bound. For
+    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). c is the delta of
+    INTELLECT-2's two-sided clipping (arXiv:2505.07291).
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         epsilon: How far below 1 the ratio may fall.
-        epsilon_high: How far above 1 it may rise (clip-higher, DAPO, arXiv:2503.14476, sec. 3.1); None uses `epsilon`.
+        epsilon_high: How far above 1 the ratio may rise (clip-higher, DAPO, arXiv:2503.14476, sec. 3.1); None uses
+            `epsilon`.
         dual_clip: Maximum ratio of tokens of negative advantage; None means no limit.
 
     Returns:
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`: it would cut into the trust region. If `ratio` or
-            `advantages` does not have two dimensions.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the trust region; or if
+            `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -128,15 +131,16 @@ def cispo_surrogate(
 
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5). Its authors do not use the lower bound, nor does TRL; verl does. The
-    cap is 1 + `epsilon_high`; in code that caps at `epsilon_high` itself, the same value is larger by 1.
+    CISPO (MiniMax-M1, arXiv:2506.13585). Its authors do not use the lower bound, nor does TRL; verl does. The cap is
+    1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract 1 from
+    their value.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
         advantages: [B, 1], or [B, T].
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
-        epsilon_high: How far above 1 the weight may rise.
-        epsilon: How far below 1 the weight may fall; None means no lower bound.
+        epsilon_high: How far above 1 the ratio may rise before it is capped.
+        epsilon: How far below 1 the ratio may fall before it is capped; None means no lower bound.
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
@@ -154,7 +158,7 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
 
         loss = -A logprob
 
-    Williams 1992; the loss of GPG (arXiv:2504.02546, eq. 6). It is the gradient of every other surrogate as long as the
+    Williams 1992; the loss of GPG (arXiv:2504.02546). It is the gradient of every other surrogate as long as the
     policy has not moved since it sampled: train on each rollout once.
 
     Args:
@@ -176,16 +180,16 @@ def sapo_surrogate(
 ) -> Tensor:
     """SAPO: a sigmoid gate fades the gradient out as the ratio leaves 1, instead of a hard clip.
 
-        loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   tau by the sign of A
+        loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   where tau depends on the sign of A
 
-    At r = 1 the gradient is that of r A. SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). Only the
-    gradient is meaningful, not the value.
+    SAPO (soft adaptive policy optimization, arXiv:2511.20347, eq. 5-6). At r = 1 the gradient is that of -r A, the loss
+    without a gate. Only the gradient is meaningful, not the value of the loss.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         temperature_positive: tau where A > 0.
-        temperature_negative: tau elsewhere; larger fades sooner.
+        temperature_negative: tau where A <= 0. A larger tau fades the gradient out at ratios closer to 1.
 
     Returns:
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
@@ -213,7 +217,7 @@ def gmpo_surrogate(
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
         loss = -exp( mean over trained t of c ) A
 
-    GMPO (geometric-mean policy optimization, arXiv:2507.20673, eq. 4 and its pseudo-code). The clip range is in nats:
+    GMPO (geometric-mean policy optimization, arXiv:2507.20673). The clip range is in nats:
     the ratio of a token stays in exp(-epsilon) to exp(epsilon_high). Far outside of it on the side without a clip, the
     mean is bounded as every log-ratio (`bounded_exp`).
 
@@ -251,7 +255,7 @@ def kl_cov_surrogate(
 
         loss = -r A + coefficient |logprobs - old_logprobs| where selected
 
-    KL-Cov (arXiv:2505.22617, eq. 13, with the absolute log-ratio of its code and of verl as the KL).
+    KL-Cov (arXiv:2505.22617), with the absolute log-ratio as the KL, as in its authors' code and in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -372,7 +376,7 @@ def vespo_surrogate(
         loss = -stop_gradient(phi) A logprob
 
     phi is 1 at w = 1, has its maximum at w = k / lambda and vanishes at 0 and for large w. VESPO (variational
-    sequence-level soft policy optimization, arXiv:2602.10693, eq. 12); bounds as in its code and TRL: log-ratios and
+    sequence-level soft policy optimization, arXiv:2602.10693); bounds as in TRL: log-ratios and
     log w at most 20 nats, log w and the logs of `rollout_weights` at least log 1e-8, lambda at least 1e-4.
 
     Args:
@@ -416,7 +420,7 @@ def _check_columns(**tensors: Tensor) -> None:
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
 
-    With A > 0 a low ratio is not clipped: the minimum is r A, whose gradient raises it again.
+    With A > 0 a low ratio is not clipped: the minimum is r A, whose gradient raises the ratio again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -424,7 +428,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        bool, shaped as the loss; padding is never True at token level.
+        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -432,7 +436,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
 def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
 
-    With A < 0 a high ratio is not clipped: the minimum is r A, whose gradient lowers it again.
+    With A < 0 a high ratio is not clipped: the minimum is r A, whose gradient lowers the ratio again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -440,15 +444,15 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        bool, shaped as the loss; padding is never True at token level.
+        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
 
 MAX_LOG_RATIO = 20.0
 """Bound of the log-ratio, in nats, as in verl, OpenRLHF and ms-swift. exp overflows float32 above 88.7, and the
-gradient is then nan even where the loss is clipped to a finite value; at a ratio of exp(20) = 5e8 the two
-distributions have nothing in common."""
+gradient is then nan, even where the loss is clipped to a finite value. At a ratio of exp(20) = 5e8, the two
+distributions have nothing in common anyway."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -466,7 +470,7 @@ def rollout_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Off-policy correction weights: the policy's probability of the sampled tokens over the engine's.
+    """Off-policy correction weights: the policy's probability of the sampled tokens, divided by the engine's.
 
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
@@ -475,20 +479,21 @@ def rollout_weights(
         truncate:  min(max(w, low), high)
         mask:      w where low <= w <= high, else 0
 
-    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"); masked per token it is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is a product
-    over its tokens, so that long completions leave any fixed range. The geometric mean of its factors does not depend
-    on the length, but is no longer the ratio of two probabilities: masked, it drops completions that the policy would
-    not have sampled, and its range is narrow (0.99 to 1.01; Liu, Li et al. 2025, "When speed kills stability"; the
-    sequence modes of ms-swift; verl's `seq_mean_k1` keeps the same completions, with weight 1). Exponents are clipped
-    to -20 and 20 (`bounded_exp`).
+    "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"). "mask" per token is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is
+    a product over its tokens, so that the weights of long completions leave any fixed range. Their geometric mean does
+    not depend on the length, but it is not a ratio of probabilities of completions: it is used to mask completions that
+    the policy would not have sampled, with a narrow range such as 0.99 to 1.01 (verl's `seq_mean_k1` keeps the same
+    completions with weight 1, ms-swift's sequence modes use this weight). Exponents are clipped to [-20, 20]
+    (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, of the policy at the start of the cycle.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: One weight per token, or one per completion: the product or the geometric mean of its tokens' weights.
-        outside: Truncate weights outside of [low, high] to that range, or set them to 0.
+        level: "token" computes one weight per token, "sequence" and "geometric" one per completion: the product or the
+            geometric mean of its tokens' weights.
+        outside: "truncate" clips the weights to [low, high]; "mask" sets weights outside of [low, high] to 0.
         low: Minimum weight.
         high: Maximum weight.
 
@@ -496,7 +501,7 @@ def rollout_weights(
         [B, T] for tokens, otherwise [B, 1]; detached. Exactly 1 where both distributions agree and 1 is in range.
 
     Raises:
-        ValueError: If level or outside is none of these.
+        ValueError: If `level` or `outside` has another value.
     """
     difference = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
     if level == "sequence":
@@ -538,8 +543,9 @@ def keeps_sequence(
 
 
 MAX_K3 = 10.0
-"""Bound of k3 in nats per token, as in verl, OpenRLHF and ms-swift. k3 grows as exp(d): without a bound, a single token
-that has become very unlikely dominates the loss. The bound is reached where d is above 2.6 or below -11."""
+"""Bound of k3 in nats per token, as in verl, OpenRLHF and ms-swift. With d = ref_logprobs - logprobs, k3 grows as
+exp(d): without a bound, a single token that has become very unlikely dominates the loss. The bound is reached where d
+is above 2.6 or below -11."""
 
 
 def kl_divergence(
@@ -554,17 +560,18 @@ def kl_divergence(
         d = ref_logprobs - logprobs
         k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
 
-    k1 and k3 are unbiased if the tokens were sampled from the policy, k2 is not; k2 and k3 are never negative
-    (Schulman 2020, http://joschu.net/blog/kl-approx.html). Unbiased in value is not unbiased in gradient: of the three
-    only k2's gradient is that of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). k3's exponent is clipped to 20 nats
-    and its value to 10, with a gradient of 0 beyond (`is_k3_clamped` finds these tokens); the properties above hold
-    within these bounds.
+    For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
+    never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradients differ: of the three, only the
+    gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). The
+    exponent of k3 is clipped to 20 nats and its value to 10, with a gradient of 0 beyond these bounds (`is_k3_clamped`
+    finds the clipped tokens). The properties above hold within the bounds.
 
     Args:
         logprobs: [B, T] nats, of the policy.
         ref_logprobs: [B, T] nats, of the reference; treated as a constant.
         mask: [B, T] bool, True where a token is trained on; None means everywhere. Masked tokens get 0, whatever their
-            log-probs: exp(d) of padding can overflow, and its gradient is nan even after masking.
+            log-probs. They are masked before exp, because an overflow at padding gives a nan gradient even if it is
+            masked afterwards.
         estimator: "k1", "k2" or "k3".
 
     Returns:
@@ -603,7 +610,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     Args:
         values: [...] of any float type; may be nan or infinite where the mask is False.
-        mask: bool, broadcastable with `values`; True counts.
+        mask: bool, broadcastable with `values`; True where a value counts.
         dim: Dimension to average over; None averages over all.
 
     Returns:
@@ -631,12 +638,13 @@ def aggregate(
         sequence:  sum_i( sum_t(v m) / sum_t(m) ) / num_sequences
         constant:  sum_it(v m) / (num_sequences * max_completion_length)
 
-    The shares of all micro-batches of all ranks add up to the mean. Where ranks average their gradients (DDP, FSDP,
-    ZeRO), multiply the share by the number of ranks; where micro-batches are averaged, by their number.
+    The shares of all micro-batches of all ranks add up to the mean. If the strategy averages gradients over ranks (DDP,
+    FSDP, ZeRO), multiply the share by the number of ranks. If gradient accumulation averages over micro-batches,
+    multiply it by the number of micro-batches as well.
 
     Args:
-        values: [B, T] per-token loss, or [B, 1] when it is the same for every token of a row; may be nan or infinite
-            where the mask is False.
+        values: [B, T] loss of each token, or [B, 1] if the loss is the same for every token of a row; may be nan or
+            infinite where the mask is False.
         mask: [B, T] bool, True where a token is trained on.
         by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" all completions equally
             (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by a constant that does not depend on the lengths

@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
-    """Unbiased estimate of pass@k, the probability that one of k completions solves the prompt, from n >= k of them.
+    """Unbiased estimate of pass@k (at least one of k completions solves the prompt) from n >= k completions.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    Chen et al. 2021 (arXiv:2107.03374), equation 1. The plain estimate, 1 - (1 - c / n)^k, is too low. With k = 1 it is
-    c / n, and its mean over prompts is avg@n.
+    Chen et al. 2021 (arXiv:2107.03374), equation 1. The plain estimate, 1 - (1 - c / n)^k, is too low. pass@1 is c / n,
+    and its mean over prompts is avg@n.
 
     Args:
         solved: [N] c, number of completions that solve their prompt.
-        sampled: [N] n, number of completions sampled for it.
+        sampled: [N] n, number of completions sampled for each prompt.
         k: Number of attempts.
 
     Returns:
@@ -36,11 +36,11 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
 
         low, high = (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-    Wilson's score interval (1927), which stays inside [0, 1] and does not shrink to a point when every prompt is
-    solved. n is the effective sample size: the number of independent attempts that are as informative as N prompts with
-    `draws` completions each, i.e. N times the ratio of a single attempt's variance p (1 - p) to the variance of the
-    prompts' values. Completions of one prompt are correlated, so n lies between N and N x draws (Miller 2024,
-    arXiv:2411.00640, on clustered questions).
+    Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
+    the mean of the values, z the normal quantile of `confidence`, and n the effective sample size: the number of
+    independent attempts that are as informative as N prompts with `draws` completions each: n = N p (1 - p) / v, where
+    p (1 - p) is the variance of a single attempt, and v the variance of the values. Completions of one prompt are
+    correlated, so n lies between N and N x draws (Miller 2024, arXiv:2411.00640, on clustered questions).
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.
@@ -55,8 +55,8 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
         return math.nan, math.nan
     mean, num_prompts = values.mean().item(), len(values)
     one_attempt, between = mean * (1 - mean), values.var(correction=0).item()
-    # Variance 0: all prompts are equally hard and the completions count as independent. If all values are 0 or all are
-    # 1, the correlation is unknown, and each prompt counts once.
+    # If the values have variance 0, all prompts are equally hard, and completions count as independent. If all values
+    # are 0 or all are 1, the correlation is unknown, and each prompt counts as one attempt.
     worth = (one_attempt / between if between > 0 else draws) if one_attempt > 0 else 1
     n = num_prompts * min(max(worth, 1.0), draws)
     z = NormalDist().inv_cdf((1 + confidence) / 2)

@@ -17,7 +17,7 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
-    "Beyond the 80/20 rule" (arXiv:2506.01939, eq. 5, with a fraction of 0.2). The quantile is interpolated linearly, as
+    "Beyond the 80/20 rule" (arXiv:2506.01939, with a fraction of 0.2). The quantile is interpolated linearly, as
     `torch.quantile` does it for fewer elements: floor(fraction (M - 1)) + 1 tokens are chosen, and more with ties.
 
     Args:
@@ -31,7 +31,7 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
 
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float) -> Tensor:
-    """Find the tokens of highest covariance, whose updates lower the entropy most (KL-Cov, arXiv:2505.22617, sec. 4.3).
+    """Find the tokens of highest covariance, whose updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
     Args:
         logprobs: [M] nats.
@@ -54,7 +54,7 @@ def random_covariance_tokens(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """Choose tokens of high covariance at random (Clip-Cov, arXiv:2505.22617, sec. 4.2).
+    """Choose tokens of high covariance at random (Clip-Cov, arXiv:2505.22617).
 
     Candidates are the tokens with low < covariance < high that are not clipped. Of these, floor(fraction M) are chosen,
     at least one, or all if there are fewer.
@@ -82,7 +82,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
         cov[m] = (logprob[m] - mean of logprobs) (A[m] - mean of A)
 
-    A policy gradient step changes the entropy by minus this covariance (arXiv:2505.22617, eq. 10): likely tokens of
+    A policy gradient step changes the entropy by minus this covariance (arXiv:2505.22617): likely tokens of
     good completions lower it, and so do unlikely tokens of bad ones.
 
     Args:

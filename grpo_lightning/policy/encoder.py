@@ -1,7 +1,7 @@
 """Encoding prompts: token ids, and image tensors made by the policy's own processor.
 
-The processor encodes each prompt once and alone, however many completions it gets: encoded prompts are never sliced out
-of a batch.
+The processor encodes each prompt once and alone, however many completions the prompt gets, so that encoded prompts
+never have to be sliced out of a batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible character, inserted into texts that spell an image placeholder token."""
+"""Invisible character, inserted into texts that spell an image placeholder, so that they are tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side of the blank image in pixels: it becomes a few tokens."""
+"""Side in pixels of the blank image, small enough for a few tokens. A vision tower that must run although its prompts
+have no images runs on the blank image."""
 
 
 class Encoder:
@@ -53,7 +54,7 @@ class Encoder:
         """Ids of the placeholder and delimiter tokens of images and videos.
 
         Raises:
-            ValueError: If the tokenizer has no image placeholder token.
+            ValueError: If the config's `image_token_id` is not a token of the tokenizer.
         """
         if not self.sees_images:
             return ()
@@ -72,9 +73,9 @@ class Encoder:
 
     @functools.cached_property
     def never_sampled(self) -> tuple[int, ...]:
-        """Ids that are never sampled: image placeholders, and ids beyond the tokenizer's last token.
+        """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Embeddings are padded to a round number of rows; the additional ids cannot be decoded to text or fed back.
+        Many embeddings are padded to a round number of rows. The ids of the padding cannot be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -94,8 +95,8 @@ class Encoder:
             where: Name of the prompt in errors; its `label` by default.
 
         Raises:
-            ValueError: If it cannot be tokenized, has unreadable images, or contains something that the policy does not
-                support.
+            ValueError: If the prompt cannot be tokenized, has unreadable images, or contains something that the policy
+                does not support.
         """
         self.check(prompt, where)
         if not self.sees_images:
@@ -116,7 +117,7 @@ class Encoder:
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or an image that a text-only policy cannot take.
 
-        Chat templates silently drop parts that they do not know, or render them as a placeholder without content.
+        Chat templates silently drop message parts of unknown types, or render them as a placeholder without content.
         """
         messages = () if isinstance(prompt.content, str) else prompt.content
         contents = (message.get("content") for message in messages)
@@ -157,7 +158,7 @@ class Encoder:
         """Collect the vision inputs of encoded prompts; None if the policy is text-only.
 
         Args:
-            prompts: N vision inputs, encoded for this policy.
+            prompts: The vision inputs of N encoded prompts.
             needs_blank: True if the vision tower has to run even without images.
         """
         if not self.sees_images:
@@ -168,7 +169,7 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt, computed from the image sizes without decoding them. Raises: as encoding does."""
+        """Length L of a prompt, computed from the sizes of images without decoding them. Raises: as `__call__`."""
         if not prompt.images or not self.sees_images:
             return len(self(prompt, where).token_ids)
         self.check(prompt, where)
@@ -182,7 +183,7 @@ class Encoder:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - the encoder lives as long as the run
     def num_more_tokens(self, width: int, height: int) -> int:
-        """Tokens that an image of this size adds to its placeholder."""
+        """Number of tokens that a text gains when an image of this size replaces its placeholder."""
         text = self.template([{"role": "user", "content": [{"type": "image"}]}], {})
         ids = self.process(text, [blank_image(width, height)], "an image")["input_ids"][0]
         return len(ids) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -199,7 +200,7 @@ class Encoder:
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Render messages as text. Opens the assistant's turn, or continues it if it is the last message."""
+        """Render messages as text. Continues a final assistant message, or else opens an assistant turn."""
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
             [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
@@ -243,7 +244,7 @@ class Encoder:
             ) from error
 
     def with_images(self, outputs: Mapping[str, Tensor], images: Sequence[Image]) -> EncodedPrompt:
-        """Make an encoded prompt with images from the processor's outputs."""
+        """Convert the processor's outputs for a prompt with images to an encoded prompt."""
         ids = outputs["input_ids"][0]
         others = {
             name: value
@@ -257,7 +258,7 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """Original size of an image, and its size after the processor resized it."""
+        """Original size of an image, and its size as resized by the processor (if unknown, the original size)."""
         resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()
@@ -295,7 +296,7 @@ def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def merge_text_parts(parts: Any) -> Any:
-    """Merge adjacent text parts of a message, as templates do: no token can be spelled across two of them."""
+    """Merge adjacent text parts of a message, as templates do: a token could be spelled across two parts."""
     if isinstance(parts, str):
         return parts
     merged: list[Mapping[str, Any]] = []
@@ -320,7 +321,7 @@ def blank_image(width: int, height: int) -> Image:
 
 
 OWN_SETTINGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
-"""Arguments of `apply_chat_template` that follow from each prompt."""
+"""Arguments of `apply_chat_template` that the encoder sets for each prompt."""
 
 
 def check_template_settings(settings: Mapping[str, Any]) -> None:
@@ -335,14 +336,14 @@ def check_template_settings(settings: Mapping[str, Any]) -> None:
 
 
 def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `apply_chat_template`: continue a final assistant message (prefill), or else open an assistant turn.
+    """Arguments of `apply_chat_template` to continue a final assistant message (prefill), or to open an assistant turn.
 
     Args:
         messages: The chat.
         settings: `chat_template_kwargs`.
 
     Raises:
-        ValueError: If `settings` sets one of these arguments.
+        ValueError: If `settings` sets one of `OWN_SETTINGS`.
     """
     check_template_settings(settings)
     is_prefilled = messages[-1].get("role") == "assistant"
@@ -361,7 +362,7 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
 
     Raises:
         ValueError: If the prompt has no tokens, or the tokenizer has no chat template for its messages, or the template
-            cannot render them.
+            cannot render them, or the prompt's `chat_template_kwargs` set one of `OWN_SETTINGS`.
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
@@ -397,13 +398,13 @@ def check_length(prompt: Prompt, num_tokens: int, limit: int | None, max_complet
     """Check that a prompt and its longest completion fit the model's positions.
 
     Args:
-        prompt: Named in the error.
+        prompt: The prompt, which the error names.
         num_tokens: Length L of the prompt.
-        limit: Positions of the model, see `num_positions`; None is no limit.
-        max_completion_length: Maximum number of tokens of its completions.
+        limit: Number of positions of the model (`num_positions`); None means no limit.
+        max_completion_length: Maximum number of tokens of a completion.
 
     Raises:
-        ValueError: If they do not fit, naming the prompt and the lengths.
+        ValueError: If prompt and completion do not fit; the message names the prompt and the lengths.
     """
     if limit is not None and num_tokens + max_completion_length > limit:
         raise ValueError(

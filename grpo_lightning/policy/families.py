@@ -1,7 +1,7 @@
-"""Vision-language model families, one record each: no other file depends on a model type of theirs.
+"""Vision-language model families, one record each. No other file depends on the model types of these families.
 
-Only properties that the models do not declare themselves. Declared are the tensors of their forward, whether positions
-are three-dimensional, and the number of tokens of an image.
+A record has only the properties that models do not declare themselves. Models do declare the tensors that their forward
+takes, whether their positions are three-dimensional, and the number of tokens of an image.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from grpo_lightning.policy.hf import base_model
 log = logging.getLogger(__name__)
 
 Resizing = Literal["pixels", "tiles", "fixed"]
-"""How the number of tokens per image is limited: by its `pixels`, by its number of `tiles`, or not at all (`fixed`),
-because all images are resized to the same size."""
+"""How the number of tokens per image can be limited: by the image's number of `pixels`, by its number of `tiles`, or
+not at all (`fixed`), because all images are resized to the same size."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Family:
     """Names of the modules that compute image features: the vision tower and its projector."""
 
     media_tokens: tuple[str, ...]
-    """Placeholder and delimiter tokens of images and videos. They are never sampled, and escaped in text.
+    """Placeholder and delimiter tokens of images and videos. They are never sampled, and are escaped in prompt texts.
 
-    A sampled placeholder would have no image, and the next forward pass would fail.
+    There would be no image for a sampled placeholder, and the next forward pass would fail.
     """
 
     coordinates: Coordinates
@@ -49,7 +49,7 @@ class Family:
     """True if image tokens attend bidirectionally to the tokens of their image, which requires a mask."""
 
     unused: tuple[str, ...] = ()
-    """Names of vision-tower modules whose outputs are unused: they never get a gradient."""
+    """Names of vision-tower modules whose outputs are unused, so that these modules never get a gradient."""
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -97,8 +97,8 @@ def family_of(config: Any) -> Family | None:
 def native_checkpoints(name: str) -> str:
     """Names of the native transformers checkpoints on the hub that replace a remote-code InternVL.
 
-    OpenGVLab publishes InternVL3 and InternVL3.5 in that format, with different suffixes. There are none for
-    InternVL2.5 and older, or for checkpoints fine-tuned from them.
+    OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. There are no native
+    checkpoints of InternVL2.5 and older, or of models fine-tuned from those: for such models, two examples are named.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:
@@ -107,7 +107,7 @@ def native_checkpoints(name: str) -> str:
 
 
 def unknown_reason(config: Any) -> str | None:
-    """Why the images of a model cannot be encoded once per prompt; None if they can, or it is text-only."""
+    """Reason why images cannot be encoded once per prompt and reused; None if they can, or the model is text-only."""
     if not sees_images(config) or family_of(config) is not None:
         return None
     return (
@@ -117,7 +117,7 @@ def unknown_reason(config: Any) -> str | None:
 
 
 def refuse_remote_code(name: str, model_type: str | None) -> None:
-    """Raise ValueError if this model type needs remote code, naming its native checkpoint."""
+    """Raise ValueError if this model type needs remote code; the message names native checkpoints."""
     if model_type in REMOTE_CODE:
         raise ValueError(
             f"model.policy {name!r} is a checkpoint with remote code (model type {model_type}), which cannot be "
@@ -138,7 +138,7 @@ def inner_model(model: nn.Module) -> Any:
 
 
 def is_tower_trained(model: nn.Module) -> bool:
-    """True if the vision tower is trained: images have to be encoded again in every pass."""
+    """True if the vision tower is trained, or its family unknown: images have to be encoded again in every pass."""
     family = family_of(base_model(model).config)
     if family is None:
         return True

@@ -1,6 +1,7 @@
 """Helpers for transformers models and configs. Start here when upgrading transformers.
 
-Forward arguments and positions, config fields that differ between families and releases, private names.
+The helpers deal with forward arguments, positions, config fields that differ between model families and releases of
+transformers, and private names of transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def attention_kernel(model: nn.Module) -> str:
 
 
 def compute_device(policy: nn.Module) -> torch.device:
-    """The device the policy computes on: sharded weights may be stored elsewhere (offloading)."""
+    """The device that the policy computes on; sharded weights may be stored on another device (offloading)."""
     parameter = next(policy.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device if mesh is None else torch.device(mesh.device_type)
@@ -44,8 +45,8 @@ def compute_device(policy: nn.Module) -> torch.device:
 def text_positions(mask: Tensor) -> Tensor:
     """[N, L] position of every token, without counting padding: left padding must not shift a prompt.
 
-    Completions continue at the unpadded prompt length. Continuing at the padded length makes the gradient wrong by
-    60 %, which no loss curve shows.
+    The positions of a completion continue at the unpadded length of its prompt. Continuing at the padded length makes
+    the gradient wrong by 60 %, which no loss curve shows.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
@@ -76,7 +77,7 @@ def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards restores the mode of each module."""
+    """Context in which the model is in eval mode; afterwards the mode of each module is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -88,7 +89,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(key: str, name: str) -> Iterator[None]:
-    """Report which setting cannot be loaded; transformers' own message asks for a hub login."""
+    """Context for loading the files of a setting: errors name the setting.
+
+    transformers' own message only asks for a hub login. Raises: FileNotFoundError.
+    """
     # Hub names are `name` or `owner/name`: anything else can only be a folder.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
         raise FileNotFoundError(
@@ -110,7 +114,7 @@ def naming(key: str, name: str) -> Iterator[None]:
 def num_positions(config: PretrainedConfig) -> int | None:
     """Maximum number of positions of the language model; None if it has no limit.
 
-    Dynamic NTK rope multiplies the positions of training by its factor.
+    With dynamic NTK rope, this number is the number of positions in pretraining times the rope factor.
     """
     text = config.get_text_config(decoder=True)
     positions: int | None = getattr(text, "max_position_embeddings", None)

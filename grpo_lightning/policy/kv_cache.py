@@ -1,12 +1,14 @@
 """Write-once KV cache for scoring: the states of each prompt are stored once and only read afterwards.
 
-    prefix = PrefixCache(model.config)                                   # phase 1 fills it
+    prefix = PrefixCache(model.config)                                   # the prompt pass fills it
     model(**prompts, past_key_values=prefix, use_cache=True)
-    model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # phase 2 only reads
+    model(**completions, past_key_values=prefix.extend(rows), use_cache=True)   # the completion pass only reads
 
-The phases have separate cache objects because activation checkpointing recomputes phase 1 during backward, after phase
-2 has started: it must find phase 1's cache unchanged. Because nothing is written twice, both phases can be
-checkpointed, and linear-attention layers, whose stock cache overwrites its states in place, become differentiable.
+The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
+cache objects, because activation checkpointing recomputes the prompt pass in the backward pass, after the completion
+pass has run: the recompute must find the prompt pass's cache unchanged. Because no state is written twice, both passes
+can be checkpointed. Linear-attention layers, whose states are overwritten in place in the cache of transformers, also
+become differentiable.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 Rows = int | Tensor
-"""How prompts fan out to completions: G (every prompt has G, in order), or [B] the prompt index of every completion."""
+"""Which prompt each completion belongs to: G, if every prompt has G completions in order; or [B] prompt indices."""
 
 
 class UnsupportedCacheError(NotImplementedError):
-    """The model has a cache layer that has no write-once version."""
+    """The model has a cache layer without a write-once version."""
 
 
 class LostCacheError(RuntimeError):
@@ -32,12 +34,12 @@ class LostCacheError(RuntimeError):
 
 
 def fan_out(states: Tensor, rows: Rows) -> Tensor:
-    """Repeat prompt states [N, ...] for their completions, [B, ...]. With int rows, backward is a deterministic sum."""
+    """Repeat prompt states [N, ...] for their completions, [B, ...]; deterministic in backward if `rows` is an int."""
     return states.repeat_interleave(rows, 0) if isinstance(rows, int) else states.index_select(0, rows)
 
 
 class StoredAttention(DynamicLayer):
-    """Phase 1 of a full-attention layer: keeps the keys and values of its first update."""
+    """Prompt pass of a full-attention layer: keeps the keys and values of its first update."""
 
     dtype: torch.dtype
     device: torch.device
@@ -62,7 +64,7 @@ class StoredAttention(DynamicLayer):
 
 
 class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
-    """Phase 1 of a sliding-window layer: stores the last window."""
+    """Prompt pass of a sliding-window layer: stores the last window."""
 
     def visible(self, states: Tensor) -> Tensor:
         """The last `sliding_window - 1` positions: the next token completes the window."""
@@ -70,7 +72,7 @@ class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
 
 
 class ReadAttention(DynamicLayer):
-    """Phase 2 of a full-attention layer: attends to [fanned-out prompt | new tokens] and stores nothing."""
+    """Completion pass of a full-attention layer: attends to [repeated prompt | new tokens] and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class ReadAttention(DynamicLayer):
         self.keys, self.values = stored.keys, stored.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Prepend the prompt's states to the new ones."""
+        """Prepend the prompt's keys and values to the new keys and values."""
         return (
             torch.cat([fan_out(self.stored.keys, self.rows), key_states], -2),
             torch.cat([fan_out(self.stored.values, self.rows), value_states], -2),
@@ -90,7 +92,7 @@ class ReadAttention(DynamicLayer):
 
 
 class ReadSlidingAttention(ReadAttention, DynamicSlidingWindowLayer):
-    """Phase 2 of a sliding-window layer."""
+    """Completion pass of a sliding-window layer."""
 
     def __init__(self, stored: StoredSlidingAttention, rows: Rows) -> None:
         DynamicSlidingWindowLayer.__init__(self, stored.sliding_window)
@@ -105,12 +107,12 @@ STORES: dict[type, StoreMaker] = {
 }
 READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttention: ReadSlidingAttention}
 
-# Older releases of transformers do not read linear-attention states through the cache object: there, these models use
-# the dense path.
+# In older releases of transformers, models do not read linear-attention states through the cache object. With such
+# releases, models with linear attention use the dense path.
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Phase 1 of a linear-attention layer: convolution and recurrent states, stored by reference."""
+        """Prompt pass of a linear-attention layer: convolution and recurrent states, stored by reference."""
 
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -138,7 +140,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return any(self.is_conv_states_initialized.values()) or any(self.is_recurrent_states_initialized.values())
 
     class ReadLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Phase 2 of a linear-attention layer."""
+        """Completion pass of a linear-attention layer."""
 
         def __init__(self, stored: StoredLinear, rows: Rows) -> None:
             super().__init__(number_of_states=stored.number_of_states)
@@ -148,12 +150,12 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
 
         def state(self, kind: str, state_idx: int) -> Tensor | None:
-            """The prompt's state of this kind, fanned out."""
+            """The prompts' states of this kind, repeated for the completions."""
             value = getattr(self.stored, kind)[state_idx]
             return None if value is None else fan_out(value, self.rows)
 
         def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Prepend the prompt's last columns to the new ones."""
+            """Prepend the prompt's last columns to the new columns."""
             previous = self.state("conv_states", state_idx)
             return conv_states if previous is None else torch.cat([previous, conv_states], -1)
 
@@ -162,14 +164,14 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return recurrent_states
 
     class StoredHybrid(StoredLinear, StoredAttention):
-        """Phase 1 of a hybrid layer with attention and linear attention."""
+        """Prompt pass of a hybrid layer with attention and linear attention."""
 
         def __init__(self, number_of_states: int = 1) -> None:
             StoredAttention.__init__(self)
             StoredLinear.__init__(self, number_of_states=number_of_states)  # type: ignore[call-arg]
 
     class ReadHybrid(ReadLinear, ReadAttention):
-        """Phase 2 of a hybrid layer."""
+        """Completion pass of a hybrid layer."""
 
         def __init__(self, stored: StoredHybrid, rows: Rows) -> None:
             ReadAttention.__init__(self, stored, rows)
@@ -180,12 +182,12 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
     READS |= {StoredLinear: ReadLinear, StoredHybrid: ReadHybrid}
 
 if hasattr(cache_utils, "DummyLayer"):
-    # A layer that shares the states of another layer.
+    # The cache of a layer that shares the states of another layer.
     STORES[cache_utils.DummyLayer] = lambda layer: layer
 
 
 class PrefixCache(Cache):
-    """Phase 1's cache: filled by one forward pass over the prompts.
+    """Cache of the prompt pass: filled by one forward pass over the prompts.
 
     Raises:
         UnsupportedCacheError: If a layer has no write-once version; such models use the dense path.
@@ -200,10 +202,10 @@ class PrefixCache(Cache):
         super().__init__(layers=[STORES[type(layer)](layer) for layer in layers])
 
     def extend(self, rows: Rows) -> ExtendedCache:
-        """Phase 2's cache: the prompts fanned out to `rows`.
+        """Cache of the completion pass: the prompts' states, repeated for `rows`.
 
         Raises:
-            LostCacheError: If phase 1 left a layer empty.
+            LostCacheError: If the prompt pass left a layer empty.
         """
         for i, layer in enumerate(self.layers):
             if type(layer) in READS and not layer.is_filled:
@@ -218,12 +220,12 @@ class PrefixCache(Cache):
 
 
 class ExtendedCache(Cache):
-    """Phase 2's cache: reads the prompt and stores nothing."""
+    """Cache of the completion pass: reads the prompt and stores nothing."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The prompt's convolution state, fanned out."""
+        """The prompts' convolution states, repeated for the completions."""
         return self.layers[layer_idx].state("conv_states", state_idx)  # type: ignore[no-any-return]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The prompt's recurrent state, fanned out."""
+        """The prompts' recurrent states, repeated for the completions."""
         return self.layers[layer_idx].state("recurrent_states", state_idx)  # type: ignore[no-any-return]

@@ -40,13 +40,13 @@ class Policy:
     """A loaded policy with its encoder and scorer."""
 
     model: PreTrainedModel
-    """The model, or peft's wrapper of it with adapters."""
+    """The model; with adapters, peft's wrapper of the model."""
 
     encoder: Encoder
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None for sharded weights until they can be run (`PolicyLoader.choose_scorer`)."""
+    """None if the weights are sharded: they cannot run before training starts, and `choose_scorer` is called then."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,7 +67,7 @@ class PolicyLoader(PolicySettings):
         """Make a loader for a policy given as name, folder, model, config or settings.
 
         Raises:
-            ValueError: If a tokenizer is given both here and in the loader.
+            ValueError: If a tokenizer is given together with a loader, which has its own setting for the tokenizer.
         """
         if isinstance(policy, PolicyLoader):
             if tokenizer is not None:
@@ -87,13 +87,13 @@ class PolicyLoader(PolicySettings):
         compute_dtype: str | None = None,
         device_type: str | None = None,
     ) -> Policy:
-        """Load tokenizer, then weights (cheapest first), and choose the scoring path.
+        """Load the tokenizer first and then the weights, and choose the scoring path.
 
         Args:
             sharding: How the weights will be sharded over the ranks; None: unsharded.
-            longest_row: Tokens of the run's longest prompt plus completion, which fixes the frequencies of longrope and
-                dynamic rope; None uses all positions of the model.
-            compute_dtype: Dtype the run computes in (`trainable.compute_dtype`); None: the weights' dtype.
+            longest_row: Tokens of the longest prompt plus completion of the run. The frequencies of longrope and
+                dynamic rope are fixed to this length. None uses all positions of the model.
+            compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None: the weights' dtype.
             device_type: Device type of the run; None: CUDA if available.
         """
         sharding = sharding or Sharding()
@@ -113,7 +113,7 @@ class PolicyLoader(PolicySettings):
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
     def choose_scorer(self, model: nn.Module, encoder: Encoder) -> Scorer:
-        """Choose the scoring path and vocabulary head of a model that can be run, and log the reasons."""
+        """Choose the scoring path and vocabulary head of a model by running the model, and log the reasons."""
         path, reason = choose_path(model, self.scoring)
         write = log.info if unknown_reason(encoder.config) is None else log.warning
         write("Scoring path: %s (%s).", path, reason)
@@ -124,7 +124,7 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer, with a pad token; for a multimodal policy, its processor's."""
+        """Load the tokenizer, with a pad token; for a multimodal policy, the tokenizer of its processor."""
         return self.load_encoder().tokenizer
 
     def load_processor(self) -> Any:
@@ -179,7 +179,7 @@ class PolicyLoader(PolicySettings):
                 model = auto_class.from_pretrained(self.name, revision=self.revision, **options)
             keep_differentiable(model)
             return model.eval()  # type: ignore[no-any-return]
-        # Seeded: a resumed run must build the same weights, which are its reference.
+        # Seeded, because a resumed run must build the same weights: they are its reference.
         with torch.random.fork_rng(), sharding.building():
             torch.manual_seed(derived_seed(run_seed(None), "weights"))
             return auto_class.from_config(config, **options).eval()
@@ -209,13 +209,13 @@ MOST_FLASH_HEAD = 256
 
 
 def no_flash_reason(config: PretrainedConfig, *, trust_remote_code: bool = False) -> str | None:
-    """Why a model of this config cannot run with flash_attention_2, or would give wrong results; None if it can.
+    """Reason why a model of this config cannot run with flash_attention_2, or would give wrong results; None if it can.
 
-    Its kernels support no mask other than row lengths: other masks of transformers are silently ignored.
+    FlashAttention's kernels support no mask other than padding, and silently ignore all other masks of transformers.
 
     Args:
         config: The policy's config.
-        trust_remote_code: Run modelling code that comes with the checkpoint.
+        trust_remote_code: True if modelling code that comes with the checkpoint may run.
     """
     text, family = config.get_text_config(decoder=True), family_of(config)
     if family is not None and family.attends_both_ways:
@@ -244,17 +244,19 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Choose the attention kernel to request from transformers; None: the model's default (sdpa where it has it).
+    """Choose the attention kernel to request from transformers; None: the model's default, mostly sdpa.
 
     Args:
         requested: `policy.attention`.
-        compute_dtype: Dtype the run computes in.
+        compute_dtype: Dtype that the run computes in.
         device_type: Device type of the run.
-        no_flash_reason: Returns why the model cannot run with FlashAttention; called only if nothing else prevents it.
+        no_flash_reason: Returns the reason why the model cannot run with FlashAttention, or None. Called only if
+            nothing else prevents FlashAttention.
 
     Raises:
         ModuleNotFoundError: If FlashAttention is requested and not installed.
-        ValueError: If it is requested and cannot run: not on CUDA, in float32, or not with this model.
+        ValueError: If FlashAttention is requested and cannot run, because the run is not on CUDA, computes in float32,
+            or has a model that does not support it.
     """
     if requested not in ("auto", "flash_attention_2"):
         return requested
@@ -287,7 +289,7 @@ def refuse_non_causal(model: nn.Module) -> None:
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout rate to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update.
 
-    Models store their rates in modules or attributes, or read them from the config in every forward pass.
+    Models store dropout rates in modules or attributes, or read them from the config in every forward pass.
     """
     for owner in (model.config, text_config(model), *model.modules()):
         if isinstance(owner, nn.Dropout):
@@ -298,10 +300,10 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def disable_router_loss(model: nn.Module) -> None:
-    """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`), which is not trained on.
+    """Disable the load-balancing loss of mixture-of-experts models (`output_router_logits`): GRPO does not train on it.
 
-    Models compute it from the mask of all tokens and the routing of the tokens of one call: with a KV cache their
-    numbers differ.
+    Models compute this loss from the attention mask, which covers all tokens, and the routing, which covers only the
+    tokens of one forward call. With a KV cache, these are different numbers of tokens, so the loss cannot be computed.
     """
     configs: list[Any] = [model.config, text_config(model)]
     for config in configs:
@@ -314,10 +316,10 @@ def disable_router_loss(model: nn.Module) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Activation checkpointing: recompute every decoder layer in the backward pass, keeping the prefix cache.
+    """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the KV cache.
 
-    Wraps `forward`, not the module: hooks of sharding strategies stay outside the recompute. transformers' own gradient
-    checkpointing cannot be used: it drops the cache in train mode.
+    The `forward` of each layer is wrapped, not the layer, so that hooks of sharding strategies stay outside the
+    recompute. transformers' own gradient checkpointing cannot be used, because it drops the cache in train mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -333,13 +335,13 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
-    """Check that the policy can be loaded, before its weights are.
+    """Check that the policy can be loaded, before any weights are loaded.
 
     Raises:
-        FileNotFoundError: If the initial adapter does not exist.
+        FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        RuntimeError: If there is no CUDA device where one is needed.
-        ValueError: If the strategy would shard quantised weights, or more layers are to be frozen than there are.
+        ValueError: If the strategy would shard quantised weights, the adapter cannot be used, the model does not
+            support a setting of images or vision, or more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -365,10 +367,10 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
 
 
 def check_in_step(model: Any, sharding: Sharding) -> None:
-    """Check that ranks without images can make the same collective calls as the others.
+    """Check that ranks without images can make the same collective calls as ranks with images.
 
     Raises:
-        ValueError: If the family is not known and its vision tower would need every rank.
+        ValueError: If the model family is not known and its vision tower would have to run on every rank.
     """
     reason = unknown_reason(base_model(model).config)
     is_trained = any(parameter.requires_grad for parameter in model.parameters()) and not hasattr(model, "peft_config")
@@ -408,7 +410,7 @@ def quantization_options(kind: Quantization, device_type: str) -> dict[str, Any]
         if kind == "4bit"
         else BitsAndBytesConfig(load_in_8bit=True)
     )
-    # Quantised on the device it runs on: bitsandbytes stores the weights there.
+    # The model is quantised on the device that it will run on: bitsandbytes stores the weights there.
     device: int | str = torch.cuda.current_device() if device_type == "cuda" else device_type
     return {"quantization_config": config, "device_map": {"": device}}
 
@@ -417,7 +419,7 @@ def keep_differentiable(model: nn.Module) -> None:
     """Keep the differentiable weight layout of 4-bit layers on CPUs.
 
     On CPUs with bf16 instructions, bitsandbytes repacks 4-bit weights in the first forward pass in eval mode. The
-    product with packed weights has no backward: after the first rollout, most adapters would get no gradient.
+    product with repacked weights has no backward pass: after the first rollout, most adapters would get no gradient.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

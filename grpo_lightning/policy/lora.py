@@ -23,31 +23,33 @@ TRAINED = "default"
 """peft's name of the adapter that is trained."""
 
 STARTING = "reference"
-"""Name of the frozen copy of the initial adapter, which is the reference."""
+"""peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
-"""Initialisations (`init_lora_weights`) that change the base's weights in ways a saved adapter does not record: random
-numbers, or activations and gradients of data. For the others (PiSSA, OLoRA, LoftQ), peft recomputes the base when
-loading."""
+"""Initialisations (`init_lora_weights`) that change the base's weights in ways that a saved adapter does not record:
+they depend on random numbers, or on activations and gradients of data. Other initialisations that change the base
+(PiSSA, OLoRA, LoftQ) are no problem: peft recomputes the base when loading."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
-"""Initialisations whose base peft recomputes when loading, by decompositions whose rounding depends on the machine."""
+"""Initialisations whose base peft recomputes when loading; the rounding of this computation depends on the machine."""
 
 
 @dataclass
 class LoRA:
     """Low-rank adapters (arXiv:2106.09685): a layer W computes W + alpha / rank * B A, and only A and B are trained.
 
-    B starts at 0: the initial policy equals the base. Adapters are float32, whatever the dtype of the base.
+    B starts at 0, so that the initial policy equals the base, the model without adapters. Adapters are float32,
+    whatever the dtype of the base.
 
     Args:
         rank: Rows of A, columns of B.
         alpha: B A is scaled by alpha / rank.
-        dropout: Share of A's inputs set to 0 in the update. Importance ratios are then not 1 before the first update.
+        dropout: Fraction of A's inputs that is set to 0 during updates. Importance ratios then differ from 1 already
+            before the first update.
         target_modules: Suffixes of layer names, for example `q_proj`; None selects every linear layer of the language
             model except its output head.
-        adapter: Folder or hub name of a peft adapter to start from, with its own rank, alpha and layers. It is then
-            also the reference.
+        adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
+            layers. The reference is then the base with the initial adapter.
     """
 
     rank: int = 16
@@ -83,7 +85,7 @@ class LoRA:
         Raises:
             ModuleNotFoundError: If peft is not installed.
             FileNotFoundError: If the adapter does not exist.
-            ValueError: If the adapter trains more than low-rank matrices.
+            ValueError: If the adapter is not supported (see `adapter_config`).
         """
         try:
             import peft  # noqa: F401 - checks that it is installed
@@ -99,9 +101,9 @@ def adapter_config(adapter: str) -> Any:
     """Load the config of a saved adapter.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is not LoRA, or trains biases or full layers, which cannot be switched off for the reference,
-            or was trained on a base whose modified weights cannot be recomputed.
+        FileNotFoundError: If the adapter cannot be found.
+        ValueError: If the adapter is not LoRA; if it trains biases or full layers, which cannot be switched off for the
+            reference; or if its initialisation changed the base's weights and they cannot be recomputed.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -136,11 +138,11 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
     """Freeze a model and add float32 adapters to its layers, the same on every rank.
 
     Args:
-        model: The unsharded base; it is wrapped, and its layers are replaced in place.
+        model: The unsharded base, whose layers are replaced in place. The result wraps it.
         lora: Settings of the adapters.
 
     Raises:
-        ValueError: If the model already has adapters, or a target matches none of its layers.
+        ValueError: If the model already has adapters, or a name in `target_modules` matches none of its layers.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers.pytorch_utils import Conv1D
@@ -150,7 +152,8 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
             "The policy already has adapters: give its base, and the folder of the adapter as lora.adapter. If it got "
             "them from an earlier run in this process, load it again."
         )
-    # Seeded: sharded strategies keep each rank's own shard of A, and a resumed run must start from the same A.
+    # Seeded, because every rank must make the same A (of which sharded strategies keep a different shard on each rank),
+    # and a resumed run must start with this A again.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
@@ -177,9 +180,9 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
 
 
 def add_starting_adapter(policy: Any, adapter: str) -> None:
-    """Add a frozen copy of the initial adapter, which is the reference, next to the one that is trained."""
+    """Add a frozen copy of the initial adapter, for the reference, next to the trained adapter."""
     config = adapter_config(adapter)
-    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base, which loading the first adapter already did.
+    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Loading the trained adapter already did this.
     config.init_lora_weights, config.inference_mode = False, True
     policy.add_adapter(STARTING, config)
     policy.load_adapter(adapter, STARTING, is_trainable=False)
@@ -187,9 +190,10 @@ def add_starting_adapter(policy: Any, adapter: str) -> None:
 
 
 class UpdateDropout(nn.Dropout):
-    """Dropout only in passes with a gradient: not in sampling, old log-probs and the reference.
+    """Dropout that is active only in forward passes with a gradient: not in sampling, old log-probs and the reference.
 
-    Depends on grad mode, because a forward pass that is recomputed in backward must drop the same activations.
+    Grad mode is the switch, because it is on again when the backward pass recomputes a forward pass, and the recompute
+    must drop the same activations.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ class UpdateDropout(nn.Dropout):
 
 
 def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
-    """Set the dropout of an adapter, whatever it was saved with."""
+    """Set the dropout of an adapter, whatever dropout it was saved with."""
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
     policy.peft_config[adapter].lora_dropout = rate  # type: ignore[union-attr, index]
@@ -206,10 +210,10 @@ def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
 
 @contextlib.contextmanager
 def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
-    """Run the policy, which is yielded, with another of its adapters or without one.
+    """Context in which the policy runs with the given adapter, or without adapters (None). Yields the policy.
 
-    peft's own switches turn off `requires_grad` of the trained adapter: sharded strategies whose first pass runs inside
-    would never train it.
+    peft's own switches also turn off `requires_grad` of the trained adapter. A sharded strategy whose first forward
+    pass runs in that state would never train the adapter.
     """
     layers = list(adapter_layers(policy))
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
@@ -225,10 +229,10 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 
 
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
-    """Iterate over the frozen base weights, without those that loading computes.
+    """Iterate over the frozen weights of the base, except weights that are computed while loading.
 
-    Loading computes quantised weights and those that PiSSA, OLoRA and LoftQ subtract the adapters from: their last bits
-    depend on the device and the number of threads.
+    Two kinds of weights are computed while loading: quantised weights, and weights of layers where PiSSA, OLoRA or
+    LoftQ subtracts the initial adapter. Their last bits depend on the device and the number of threads.
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()

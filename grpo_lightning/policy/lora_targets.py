@@ -1,4 +1,4 @@
-"""Find the layers that get LoRA adapters: the linear layers of the language model, except those that cannot."""
+"""Find the layers that get LoRA adapters: all linear layers of the language model that can have an adapter."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from grpo_lightning.policy.sharding import full_shape
 
 NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "connector")
-"""Name parts of modules outside the language model, for models that do not declare their decoder."""
+"""Parts of the names of modules outside the language model, for models that do not declare their decoder."""
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:
     """Every module of the decoder by name, except the output head.
 
-    Vision tower and projector of multimodal models are not part of the decoder.
+    The vision tower and projector of a multimodal model are not part of its decoder.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}
@@ -30,7 +30,7 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """Names of parameters that hold all experts of a layer in one tensor: no linear layer, so no adapter."""
+    """Names of parameters that hold all experts of a layer in one tensor; only linear layers can have adapters."""
     if not _has_experts(model.get_decoder().config.to_dict()):
         return []
     return sorted(
@@ -45,9 +45,10 @@ def expert_tensors(model: Any) -> list[str]:
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
-    """True if a config has experts, under any field name; dense models may have the field, empty.
+    """True if a config declares experts: if the value of any field with "expert" in its name is not 0 or empty.
 
-    Keys need not be strings: those of `id2label` are numbers.
+    Dense models may have such a field with an empty value. Keys need not be strings: the keys of `id2label` are
+    numbers.
     """
     return any(
         _has_experts(value) if isinstance(value, Mapping) else "expert" in str(name) and bool(value)
@@ -56,15 +57,15 @@ def _has_experts(settings: Mapping[Any, Any]) -> bool:
 
 
 def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Names of linear layers that peft mistakes for experts, so that they would get no adapter.
+    """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
-    Adapters older than the fused expert tensors name each expert's own `gate_proj`, `up_proj` and `down_proj`. To load
-    them, peft adds adapters of these names to the fused tensor instead, and a dense layer or shared expert of the same
-    name would get none.
+    Before all experts were fused into one tensor, each expert had its own `gate_proj`, `up_proj` and `down_proj`. To
+    load adapters from before the fusion, peft redirects these names to the fused tensor. A dense layer or a shared
+    expert with one of these names would then get no adapter.
 
     Args:
-        model: The base.
-        names: Names of its linear layers.
+        model: The base model.
+        names: Names of the base model's linear layers.
     """
     try:
         from peft import LoraConfig
@@ -78,7 +79,7 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
         try:
             convert_peft_config_for_transformers(config, model, None)
             is_taken = end not in (config.target_modules or ())
-        except ValueError:  # one of two fused projections without the other
+        except ValueError:  # peft refuses one of two fused projections without the other
             is_taken = True
         if is_taken:
             taken |= {name for name in names if name.rpartition(".")[2] == end}
@@ -86,11 +87,11 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
 
 
 def missing_adapter_reason(model: Any, names: Iterable[str]) -> str | None:
-    """Why parts of a mixture of experts get no adapter; None if all linear layers do.
+    """Reason why parts of a mixture of experts get no adapter; None if the model has no fused expert tensors.
 
     Args:
-        model: The base.
-        names: Names of its linear layers.
+        model: The base model.
+        names: Names of the base model's linear layers.
     """
     tensors = expert_tensors(model)
     if not tensors:
@@ -103,18 +104,18 @@ def missing_adapter_reason(model: Any, names: Iterable[str]) -> str | None:
 
 
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Model types whose kernels read the weight of `out_proj` without calling the layer: peft refuses it."""
+"""Model types whose kernels read the weight of `out_proj` without calling this layer: peft refuses the layer."""
 
 
 def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
     """Select the layers that get adapters, by name: linear layers of the language model, except its output head.
 
     Args:
-        model: The base.
-        names: Suffixes of layer names to select; None selects all.
+        model: The base model.
+        names: Suffixes of layer names to select; None selects all layers that can have an adapter.
 
     Raises:
-        ValueError: If a suffix matches no layer, or one that cannot have an adapter, such as the output head.
+        ValueError: If a suffix matches no layer, or a layer that cannot have an adapter, such as the output head.
     """
     layers = language_layers(model)
     taken = names_mistaken_for_experts(model, layers)
@@ -145,7 +146,7 @@ def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
 
 
 def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer of the language model by name, except the output head."""
+    """Every linear layer of the language model by name, except the output head and the `out_proj` of Mamba."""
     from transformers.pytorch_utils import Conv1D
 
     return {

@@ -1,7 +1,8 @@
 """Choose a model's scoring path and vocabulary head: from its declared properties, then with a small probe.
 
-Chosen once per run, the same on every rank. Probes run in eval mode, and 32-bit weights in full float32 whatever the
-precision of the run: TF32 and autocast change log-probs by more than the errors that the probe detects.
+The choice is made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode.
+32-bit weights compute in full float32, whatever the precision of the run, because TF32 and autocast change log-probs by
+more than the errors that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_lightning.policy.sharding import gathered_dtypes
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
-    """Why a prompt's KV cache cannot be shared by its completions, from declared properties; None if it can."""
+    """Reason why completions cannot share their prompt's KV cache, from declared properties; None if they can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -34,7 +35,7 @@ def no_cache_reason(model: nn.Module) -> str | None:
 
 
 def dense_reason(model: nn.Module) -> str | None:
-    """Why this model cannot use the extended path, from declared properties; None if it can."""
+    """Reason why this model cannot use the extended path, from declared properties; None if it can."""
     if reason := no_cache_reason(model):
         return reason
     try:
@@ -46,18 +47,21 @@ def dense_reason(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def probe_difference(model: nn.Module, one: Scorer, other: Scorer) -> Tensor:
-    """|one - other| log-probs of 2 ragged prompts x 2 completions: [real tokens], nats."""
+    """|difference| of two scorers' log-probs, on the tokens of `probe_batch` without padding: [tokens], nats."""
     batch = probe_batch(model)
     scores = [scorer(model, batch, temperature=1.0).logprobs for scorer in (one, other)]
     return (scores[0] - scores[1]).abs()[batch.attention_mask]
 
 
 def probe_batch(model: nn.Module) -> MicroBatch:
-    """2 ragged prompts x 2 completions, longer than a small sliding window."""
+    """Make a micro-batch of a short and a long prompt with 2 completions each.
+
+    The long prompt is longer than a small sliding window (64 tokens or fewer).
+    """
     config = text_config(model)
     window = getattr(config, "sliding_window", None) or 0
     length, width, device = max(12, min(window, 64) + 3), 6, next(model.parameters()).device
-    # Explicitly on the CPU: Lightning loads models with the GPU as default device, for which a CPU generator fails.
+    # Created on the CPU: Lightning loads models with the GPU as default device, where a CPU generator fails.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (2, length + 2 * width), generator=generator, device="cpu")
     prompt_mask = torch.ones(2, length, dtype=torch.bool, device="cpu")
@@ -94,13 +98,13 @@ def prompt_alone(batch: MicroBatch, prompt: int) -> MicroBatch:
 
 @torch.no_grad()
 def scored_alone(model: nn.Module, scorer: Scorer, batch: MicroBatch) -> Tensor:
-    """[B, T] log-probs at temperature 1, with each prompt scored alone and so without left padding."""
+    """[B, T] log-probs at temperature 1; each prompt is scored alone, and therefore without left padding."""
     alone = [prompt_alone(batch, prompt) for prompt in range(len(batch.prompt_ids))]
     return torch.cat([scorer(model, part, temperature=1.0).logprobs for part in alone])
 
 
 def padding_difference(model: nn.Module, scorer: Scorer) -> Tensor:
-    """How much left padding changes the log-probs of a prompt's completions: [real tokens], nats."""
+    """How much left padding of prompts changes the log-probs of their completions: [completion tokens], nats."""
     batch = probe_batch(model)
     with torch.no_grad():
         together = scorer(model, batch, temperature=1.0).logprobs
@@ -113,7 +117,7 @@ class Measured(NamedTuple):
     nats: float
     tolerance: float
     failure: str | None = None
-    """The exception that one of them raised; `nats` is infinite then."""
+    """The exception that one of the two ways raised; `nats` is infinite then."""
 
     @property
     def is_rounding(self) -> bool:
@@ -132,8 +136,8 @@ class Measured(NamedTuple):
 
 
 WRONG = 1e-3
-"""Nats, in float32. Rounding stays below 5e-5; padding that leaks into a model's state changes log-probs by 0.01 to
-1.5."""
+"""Differences above this, in nats, are not rounding in float32. Rounding stays below 5e-5; padding that leaks into a
+model's state changes log-probs by 0.01 to 1.5."""
 
 
 def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
@@ -142,7 +146,10 @@ def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
 
 
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
-    """The maximum difference in float32, or the mean at 16 bits, over all ranks; the same result on each.
+    """Measure a difference of log-probs; every rank gets the same result, the maximum over ranks.
+
+    The result of a rank is the maximum over tokens if the model computes in float32, and the mean over tokens if it
+    computes in 16 bits.
 
     Args:
         model: The policy.
@@ -167,9 +174,9 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 
 @contextlib.contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode, and 32-bit weights compute in full float32.
+    """Context in which the model is in eval mode, and 32-bit weights compute in full float32.
 
-    Except with FlashAttention, whose kernels need 16 bits: 32-bit weights then run under autocast.
+    With FlashAttention, whose kernels need 16 bits, 32-bit weights compute under autocast instead.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_float32(model)
@@ -180,16 +187,18 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
 
 def uses_flash_attention(model: nn.Module) -> bool:
     """True if the decoder's attention is a FlashAttention kernel."""
-    # "flash_attention_2" for its own package, "kernels-community/flash-attn2" for a build from the hub.
+    # The name is "flash_attention_2" for the package flash-attn, "kernels-community/flash-attn2" for a build of the
+    # hub.
     return "flash" in attention_kernel(model)
 
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """Inside, 32-bit matrix products and convolutions are not rounded to TF32 or bfloat16; restored afterwards."""
+    """Context in which 32-bit matrix products and convolutions are not rounded to TF32 or bfloat16."""
     backends: Any = torch.backends
     precision = torch.get_float32_matmul_precision()
-    # Torch 2.9 and newer also have one setting per backend; after these were used, reading the older global one raises.
+    # Torch 2.9 and newer also have one setting per backend. Once such a setting was used, reading the older global
+    # setting raises an error.
     parts = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     before = [(part, part.fp32_precision) for part in parts if hasattr(part, "fp32_precision")]
     try:
@@ -210,16 +219,16 @@ def full_float32() -> Iterator[None]:
 
 
 def computes_in_float32(model: nn.Module) -> bool:
-    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16."""
+    """False if a weight is stored or used in fewer than 32 bits; quantised weights compute in 16 bits."""
     if getattr(base_model(model).config, "quantization_config", None) is not None:
-        return False  # whatever dtype the codes are stored in
+        return False  # whatever dtype the quantised weights are stored in
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return False
     return all(dtype in (None, torch.float32) for dtype in gathered_dtypes(model))
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
-    """Choose the scoring path of a run, with the reason: by static rules, then with a small probe.
+    """Choose the scoring path of a run, with the reason: from declared properties, then with a small probe.
 
     Raises:
         ValueError: If "extended" is requested and the model does not support it.
@@ -243,10 +252,10 @@ def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"
 
 
 def check_scorer(scorer: Scorer, model: nn.Module) -> None:
-    """Check that log-probs do not depend on the left padding of their prompt.
+    """Check that the log-probs of completions do not depend on the left padding of their prompts.
 
     Raises:
-        ValueError: If they do, or the model cannot be scored at all.
+        ValueError: If log-probs depend on the padding, or the model cannot be scored at all.
     """
     measured = compare(model, lambda: padding_difference(model, scorer))
     if measured.failure is not None:
@@ -269,7 +278,7 @@ def model_type(model: nn.Module) -> str:
 
 
 def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
-    """Choose a vocabulary head that the model supports, sliced or with full logits: the scorer and the reason."""
+    """Choose the vocabulary head, sliced if the model supports it, else full; returns the scorer and the reason."""
     full = dataclasses.replace(scorer, head_chunk_size=None)
     if scorer.head_chunk_size is None:
         return full, "full logits: requested"
@@ -290,7 +299,7 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 
 
 def no_slices_reason(model: nn.Module) -> str | None:
-    """Why this model's head cannot run in slices, from declared properties; None if it can."""
+    """Reason why this model's head cannot run in slices, from declared properties; None if it can."""
     base = base_model(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:

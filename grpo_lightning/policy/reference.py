@@ -1,7 +1,8 @@
 """The reference policy of the KL term: the policy as it was when the run began.
 
-With `sync_reference` it is periodically updated towards the policy (TR-DPO, arXiv:2404.09656). Every few optimizer
-steps: reference = alpha * policy + (1 - alpha) * reference.
+With `sync_reference`, the reference is periodically updated towards the policy (TR-DPO, arXiv:2404.09656):
+
+    reference = alpha * policy + (1 - alpha) * reference        every few optimizer steps
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
 
 PART = 2**24
-"""Numbers that are summed at once: torch first converts each to 8 bytes."""
+"""How many numbers are summed at once. Limits memory, because torch first converts each number to 8 bytes."""
 
 
 class FrozenCopy(nn.Module):
-    """A second model as the reference. A submodule of the Lightning module, so that it is moved and sharded with it.
+    """A second model as the reference; a submodule of the Lightning module, so that both are moved to the same device.
 
     Args:
         model: Model with frozen weights.
@@ -43,7 +44,7 @@ class FrozenCopy(nn.Module):
         self.model = model
         self.eval()
         self.has_moved = False
-        """True once it differs from the initial policy: checkpoints then have to contain it."""
+        """True once the reference differs from the initial policy: checkpoints must then contain the reference."""
 
     @contextlib.contextmanager
     def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
@@ -51,26 +52,26 @@ class FrozenCopy(nn.Module):
         yield self.model
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """The reference's weights; those that the policy does not train may be shared with the policy."""
+        """The reference's weights; weights that the policy does not train may be shared with the policy."""
         return self.model.parameters()
 
 
 class OtherAdapter:
-    """The policy with its initial adapter, or without adapters, as the reference: no second model.
+    """The policy with its initial adapter, or without adapters, as the reference; needs no second model.
 
     Args:
-        adapter: Name of the initial adapter; None if the reference is the base alone.
+        adapter: Name of the initial adapter; None if the reference is the base without adapters.
     """
 
     def __init__(self, adapter: str | None) -> None:
         self.adapter = adapter
 
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
-        """Yield the policy, running with the other adapter."""
+        """Yield the policy, running with the reference's adapter."""
         return using_adapter(policy, self.adapter)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """The weights of the other adapter; the base belongs to the policy."""
+        """The weights of the reference's adapter; the weights of the base belong to the policy."""
         if self.adapter is None:
             return iter(())
         return (weight for name, weight in policy.named_parameters() if f".{self.adapter}." in name)
@@ -85,7 +86,7 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
     Args:
         policy: Result of `loader.load(sharding)`.
         loader: The loader of the policy.
-        sharding: How its weights will be sharded over the ranks; None: unsharded.
+        sharding: How the policy's weights will be sharded over the ranks; None: unsharded.
     """
     sharding = sharding or Sharding()
     if loader.lora is not None and loader.lora.adapter is not None:
@@ -95,7 +96,7 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
     if loader.lora is not None:
         return OtherAdapter(None)
     if any(map(is_partitioned, policy.parameters())):
-        # Partitioned while loading: there are no full weights to copy.
+        # The policy was partitioned while it was loaded: there are no full weights to copy.
         model = loader.load_model(sharding, attention_kernel(policy))
         disable_dropout(model)
         disable_router_loss(model)
@@ -108,9 +109,9 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksum of the reference's weights by dtype: the sum of their bits, the same on every device.
 
-    Checkpoints do not contain the reference; the checksum shows whether a resumed run has made the same one. A base
-    shared with the policy has its own checksum ("base torch.float32"). Weights that are already partitioned (ZeRO-3)
-    are skipped; models given in memory never are.
+    Checkpoints do not contain the reference; the checksum shows whether a resumed run has made the same reference. A
+    base that is shared with the policy has its own checksum ("base torch.float32"). Weights that ZeRO-3 has partitioned
+    while loading are skipped. The weights of a model given in memory are never skipped: they are partitioned later.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -119,7 +120,7 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the bits of weights by dtype, weighted by position so that the order matters."""
+    """Sum the bits of weights by dtype, each weight's sum times the weight's position, so that the order matters."""
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):
         if not is_partitioned(weight):
@@ -132,7 +133,8 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    A copy instead of a second load by name: a model built in memory, or changed since loading, is its own reference.
+    The policy is copied, not loaded again by name, because a policy that was built in memory, or changed after loading,
+    cannot be loaded by name.
 
     Args:
         policy: The model to copy.
@@ -155,7 +157,7 @@ class SyncReference:
     """Weight of the policy in the new reference; 1 copies the policy."""
 
     def __post_init__(self) -> None:
-        """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
+        """Check ranges. Raises: ValueError if a value is not allowed; the message names field, value and range."""
         limits = [
             ("every_n_steps", self.every_n_steps >= 1, "at least 1"),
             ("mixup_alpha", 0 < self.mixup_alpha <= 1, "above 0 and at most 1"),
@@ -171,29 +173,30 @@ class RunReference:
     policy: nn.Module
     sharding: Sharding
     fingerprint: dict[str, int]
-    """Checksums of its weights when the run began (`policy.reference.fingerprint`)."""
+    """Checksums of the reference's weights when the run began (`policy.reference.fingerprint`)."""
 
     sync: SyncReference | None = None
 
     @property
     def has_moved(self) -> bool:
-        """True if it differs from the initial policy."""
+        """True if the reference differs from the initial policy."""
         return bool(getattr(self.reference, "has_moved", False))
 
     def move_if_due(self, step: int) -> None:
-        """Update the reference if the optimizer step that just ended is a multiple of `every_n_steps`.
+        """Update the reference if the number of the optimizer step that just ended is a multiple of `every_n_steps`.
 
-        The KL of the next rollout uses the new reference. Collective: all ranks call it.
+        The KL of the next rollout uses the new reference. Collective: all ranks must call this.
         """
         if self.sync is not None and step % self.sync.every_n_steps == 0:
             assert isinstance(self.reference, FrozenCopy)
             mix(self.reference, self.policy, self.sync.mixup_alpha, self.sharding)
 
     def check_fingerprint(self, saved: Mapping[str, int]) -> None:
-        """Raise ValueError if a resumed run's reference differs from the one the run of the checkpoint began with.
+        """Raise ValueError if the initial reference differs from that of the run that wrote the checkpoint.
 
         Args:
-            saved: Checksums of that run's reference by dtype; dtypes that one of the two lacks are not compared.
+            saved: Checksums, by dtype, of the reference that the checkpoint's run began with. Only dtypes that both
+                references have are compared.
         """
         if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
             raise ValueError(
@@ -204,10 +207,10 @@ class RunReference:
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:
-        """The full weights of a reference that was updated, on the CPU; None if it was not.
+        """The full weights, on the CPU, of a reference that was updated; None for a reference that was not.
 
-        Collective: all ranks call it, and only rank 0 gets weights. Weights that the policy does not train are left
-        out: they did not change.
+        Collective: all ranks must call this, and only rank 0 gets weights. Weights that the policy does not train have
+        not changed and are left out.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None
@@ -221,10 +224,12 @@ class RunReference:
 
     @torch.no_grad()
     def restore(self, weights: dict[str, Tensor] | None) -> None:
-        """Restore the result of `moved_weights`. Collective: all ranks call it; with sharding, rank 0's weights count.
+        """Restore the result of `moved_weights`. Collective: all ranks must call this.
+
+        With sharded weights, only the `weights` of rank 0 are used.
 
         Raises:
-            ValueError: If the run has no second model to restore them into.
+            ValueError: If the run's reference is not a second model.
         """
         if not isinstance(self.reference, FrozenCopy):
             raise ValueError(NO_REFERENCE)
@@ -249,11 +254,11 @@ def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Shardi
         reference: A model of the policy's architecture.
         policy: The policy.
         alpha: Weight of the policy.
-        sharding: How both are sharded over the ranks.
+        sharding: How the weights of both models are sharded over the ranks.
     """
     sharding.reshard(policy)
     for old, new in zip(reference.model.parameters(), policy.parameters(), strict=True):
-        if new.requires_grad:  # the others are equal, or even shared
+        if new.requires_grad:  # frozen weights are equal, or even shared
             sharding.assign(old, torch.lerp(sharding.whole(old), sharding.whole(new).to(old.dtype), alpha))
     reference.has_moved = True
 

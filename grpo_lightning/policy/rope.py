@@ -1,9 +1,10 @@
 """Fix length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
-transformers recomputes these frequencies in every forward pass from its largest position. A row that crosses the
-original length then changes the log-probs of all rows in its batch, and of its own tokens in the cache: log-probs of
-sampling, batched and single-row scoring would differ by nats. Here every pass uses the frequencies of the longest
-possible row of the run, as a batch with such a row would: sampling, scoring and the reference agree in any batch.
+transformers recomputes these frequencies in every forward pass, from the largest position in the batch. A row that
+grows beyond the model's original length then changes the log-probs of all rows in its batch, and of its own earlier
+tokens in the KV cache. The log-probs of sampling, of scoring in batches and of scoring row by row would differ by nats.
+Here every forward pass uses the frequencies of the longest possible row of the run, as if the batch contained such a
+row. Sampling, scoring and the reference then agree in any batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_length_dependent(kind: str) -> bool:
 
 
 def original_length(config: Any) -> int | None:
-    """Row length above which the frequencies depend on the length; None if they never do."""
+    """Row length above which the frequencies depend on the length; None if they never depend on it."""
     lengths = [
         entry.get("original_max_position_embeddings", config.max_position_embeddings)
         if rope_type(entry) == "longrope"
@@ -41,11 +42,12 @@ def fix_frequencies(model: nn.Module, longest: int) -> None:
     """Make every forward pass of a model use the frequencies of a row of `longest` tokens.
 
     Args:
-        model: Changed in place; unchanged if its frequencies do not depend on the length.
+        model: Changed in place, unless its frequencies do not depend on the length.
         longest: Tokens of the longest row of the run, completion included.
 
     Raises:
-        ValueError: If rows cross the original length and the model's code does not follow transformers' conventions.
+        ValueError: If rows may exceed the original length, and the model's code does not follow transformers'
+            conventions.
     """
     config = text_config(model)
     original = original_length(config)
@@ -98,7 +100,7 @@ def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Forward pre-hook: append the position of the longest row's last token.
 
     Raises:
-        ValueError: If a row is longer and would change the frequencies.
+        ValueError: If a row is longer than the run allows for, and would change the frequencies.
     """
     positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if module.largest_length < math.inf and (length := int(positions.max()) + 1) > module.largest_length:

@@ -19,16 +19,16 @@ from grpo_lightning.policy.sharding import Sharding
 def write_policy(
     model: Any, tokenizer: Any, folder: Path, *, config: Any = None, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Save weights, config and tokenizer or processor; for a model with adapters, the adapters instead of all weights.
+    """Save weights, config and tokenizer or processor; of a model with adapters, save the adapter, not all weights.
 
-    Files appear in the folder only when all are complete.
+    Files appear in the folder only when all files are complete.
 
     Args:
         model: The policy.
-        tokenizer: Its tokenizer, or the processor of a multimodal policy, which writes the tokenizer as well.
-        folder: Created if missing; other files in it stay.
-        config: Replaces the model's own config.
-        weights: Replace the model's own weights, by the model's names.
+        tokenizer: The policy's tokenizer, or the processor of a multimodal policy, which saves the tokenizer as well.
+        folder: The folder to write to; created if missing. Files of an earlier model are replaced; other files stay.
+        config: Config to save instead of the model's own.
+        weights: Weights to save instead of the model's own, under the same names.
     """
     options: dict[str, Any] = {} if weights is None else {"state_dict": dict(weights)}
     if is_adapted(model):
@@ -52,12 +52,14 @@ def is_adapted(model: Any) -> bool:
 
 
 def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) -> dict[str, Tensor]:
-    """Gather the policy's weights on the CPU, one by one; with adapters, only these. Collective: all ranks call it.
+    """Gather the policy's full weights on the CPU, one by one. Collective: all ranks must call this.
+
+    If the policy has adapters, only the adapters' weights are gathered.
 
     Args:
         policy: The policy in training.
         sharding: How its weights are sharded over the ranks.
-        keeps: False on ranks that only take part in gathering; they get an empty dict.
+        keeps: False on ranks that only take part in gathering; these ranks get an empty dict.
     """
     sharding.reshard(policy)
     gathered: dict[int, Tensor] = {}
@@ -75,9 +77,10 @@ def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) 
 
 
 def original_tokenizer(loader: PolicyLoader) -> Any:
-    """Load the policy's unmodified tokenizer, without the pad token that a run adds if there is none.
+    """Load the policy's unmodified tokenizer, without the pad token that a run sets if the tokenizer has none.
 
-    For a multimodal policy, its processor with the run's image limits: the model was trained on images of that size.
+    For a multimodal policy, load its processor, with the run's image limits: the policy was trained on images of these
+    sizes.
     """
     from transformers import AutoTokenizer
 

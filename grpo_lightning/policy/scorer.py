@@ -1,19 +1,25 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
-extended: the prompts run once (phase 1), their states stay in the graph, and the completions run on top (phase 2).
-dense: every row is [prompt | completion]; for models that do not support the extended path, and to verify it in tests.
+extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
+the completions with this cache.
 
-Both give the same values and gradients. A run uses one of them throughout: mixing them inside one importance ratio
-would mix two kinds of rounding.
+dense: Every row is [prompt | completion]. This path is for models that do not support the extended path, and for
+verifying the extended path in tests.
 
-The vocabulary head, which turns hidden states into the log-prob and entropy of each token, also has two versions:
+Both paths give the same values and gradients, up to rounding. A run uses one path throughout: otherwise the two
+log-probs of an importance ratio could differ by rounding alone.
 
-full: the model's own logits, [rows, T, V], scored at once.
-sliced: the head runs on a slice of tokens at a time, and the logits of a slice are freed before those of the next one
-are computed. The backward pass recomputes them. Padding is skipped.
+The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
+in one of two ways:
 
-The policy is only called through its root forward, because hooks of its modules may gather sharded weights. So nothing
-here calls the head: its `forward` is replaced while the root runs, inside its hooks.
+full: The model's own logits, [rows, T, V], of all tokens at once.
+
+sliced: The logits of one slice of tokens at a time. The logits of a slice are freed before the next slice is computed,
+and recomputed in the backward pass. Padding is skipped.
+
+The policy is only called through the forward of its root module, because hooks of its modules may gather sharded
+weights. Therefore no code here calls the head directly. Instead, the head's `forward` is replaced while the root module
+runs, so that the replacement runs inside the hooks of the head.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ class TokenScores(NamedTuple):
     """[B, T] float32 nats at the sampling temperature."""
 
     entropy: Tensor
-    """[B, T] float32 nats; has a gradient only if it is part of the loss."""
+    """[B, T] float32 nats; has a gradient only if the entropy is part of the loss."""
 
 
 @dataclass
@@ -54,13 +60,14 @@ class Scorer:
 
     Args:
         path: The scoring path.
-        chunk_size: Completions per forward pass of phase 2, sorted by length to reduce padding. None runs all rows at
-            once.
+        chunk_size: Completions per chunk. Each chunk is one forward pass: a completion pass, or a pass of the dense
+            path. Completions are sorted by length first, to reduce padding. None runs all rows in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
-        head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None uses the model's own logits of all
-            tokens.
-        logit_scale: Factor that the model multiplies its head's output by, for the slices.
-        never: Token ids that are never sampled (image placeholders): excluded from the distribution.
+        head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
+            all tokens at once (`FullHead`).
+        logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
+        never: Ids of tokens that are never sampled (`Encoder.never_sampled`), and therefore excluded from the
+            distribution.
     """
 
     path: ScoringPath = "extended"
@@ -79,7 +86,7 @@ class Scorer:
             model: The policy, or the reference.
             batch: The completions.
             temperature: Sampling temperature.
-            trains_entropy: Keep the graph of the entropies for the loss.
+            trains_entropy: True if the entropies need a gradient for the loss.
         """
         refuse_transformers_checkpointing(model)
         head = replace(self.head(temperature), trains_entropy=trains_entropy)
@@ -90,7 +97,7 @@ class Scorer:
         count, width = batch.completion_ids.shape
         scores = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
         if chunks[0] is not None:
-            # Rows repeated to fill up the number of chunks come last. They are dropped, and their gradient is 0.
+            # Rows that were repeated to fill up the number of chunks come last; dropping them sets their gradient to 0.
             original_order = torch.cat(chunks)[:count].argsort()  # type: ignore[arg-type]
             scores = scores[original_order]
         scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
@@ -103,13 +110,13 @@ class Scorer:
         return SlicedHead(temperature, self.head_chunk_size, self.logit_scale, self.never)
 
     def num_chunks(self, batch: MicroBatch) -> int:
-        """Number of forward passes of phase 2 that this batch needs."""
+        """Number of chunks that this batch needs."""
         return max(1, math.ceil(len(batch.completion_ids) / (self.chunk_size or math.inf)))
 
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
         """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
 
-        If other ranks need more chunks than this rank has rows, the shortest row is repeated.
+        If another rank needs more chunks than this rank has rows, the shortest row is repeated.
         """
         number = self.num_chunks(batch) if batch.num_chunks is None else batch.num_chunks
         assert number >= self.num_chunks(batch), f"{number} chunks would hold more than {self.chunk_size} rows"
@@ -124,7 +131,7 @@ ScoreChunk = Callable[[Tensor | None], Tensor]
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
-    """A chunk's completions and masks, cut to its longest completion, and how its prompts fan out to its rows."""
+    """A chunk's completion ids and mask, cut to its longest completion, and the prompt of each row (`Rows`)."""
     if rows is None:
         return batch.completion_ids, batch.attention_mask, even_groups(batch)
     mask = batch.attention_mask[rows]
@@ -140,7 +147,7 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 
 def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
-    """Run phase 1 now, and return the function that runs phase 2 for a chunk."""
+    """Run the prompt pass now, and return the function that runs the completion pass for a chunk."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     inputs = {
@@ -153,13 +160,14 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         first = head.prompt_states(model, inputs | images)  # [N, 1, ...] predicts the first completion token
 
     def score(rows: Tensor | None) -> Tensor:
-        ids, mask, fan = rows_of(batch, rows)
+        ids, mask, fan = rows_of(batch, rows)  # [B, T], [B, T], prompt of each row
         width = ids.shape[1]
-        # The last token predicts nothing. At least two columns: models use in-place decode kernels for a single token.
+        # The last token predicts nothing, so it is no input. There are always at least two input columns, because
+        # models use in-place decoding kernels for a single token.
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
-        seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()
-        # The additional column repeats the last position, so that no row becomes longer.
+        seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
+        # A column that was added for this reason repeats the last position, so that no row becomes longer.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
@@ -203,12 +211,12 @@ def dense_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChunk:
 
 
 def fan_out_last(prompts: Tensor, fan: Rows) -> Tensor:
-    """Repeat [..., N, L] for the completions: [..., B, L]."""
+    """Repeat a tensor [..., N, L] of the prompts for their completions: [..., B, L]."""
     return fan_out(prompts, fan) if prompts.ndim == 2 else torch.stack([fan_out(part, fan) for part in prompts])
 
 
 def refuse_transformers_checkpointing(model: nn.Module) -> None:
-    """Raise RuntimeError if transformers' own gradient checkpointing is on: it drops the cache in train mode."""
+    """Raise RuntimeError if transformers' own gradient checkpointing is on, which drops the cache in train mode."""
     if any(getattr(module, "gradient_checkpointing", False) for module in base_model(model).modules()):
         raise RuntimeError(
             "transformers' gradient checkpointing is enabled for the policy. In train mode it drops the prompt's KV "
@@ -228,7 +236,7 @@ class Head(Protocol):
     """The vocabulary head of a forward pass."""
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Run the prompts; return [N, 1, ...] at their last tokens, which predict the first completion tokens."""
+        """Run the prompts; return the outputs [N, 1, ...] at their last tokens, which predict the first new tokens."""
         ...
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
@@ -239,7 +247,7 @@ class Head(Protocol):
             inputs: Arguments of its forward.
             aligned: Aligns the outputs with the tokens they predict, and adds the states of the prompts.
             ids: [rows, T] tokens.
-            mask: [rows, T] True at real tokens; padding gets any score.
+            mask: [rows, T] True at real tokens; the scores of padding are arbitrary.
         """
         ...
 
@@ -251,7 +259,7 @@ class FullHead:
     Args:
         temperature: Divides the logits.
         never: Token ids that are never sampled: excluded from the distribution.
-        trains_entropy: Entropies have a gradient.
+        trains_entropy: True if entropies need a gradient.
     """
 
     temperature: float
@@ -274,10 +282,10 @@ class SlicedHead:
 
     Args:
         temperature: Divides the logits.
-        chunk_size: Tokens per slice. A single slice keeps its logits for the backward pass.
-        scale: Factor that the model multiplies its head's output by (`logit_scale`).
+        chunk_size: Tokens per slice. If all tokens fit into one slice, its logits are kept for the backward pass.
+        scale: Factor by which the model multiplies its head's output (`logit_scale`).
         never: Token ids that are never sampled: excluded from the distribution.
-        trains_entropy: Entropies have a gradient.
+        trains_entropy: True if entropies need a gradient.
     """
 
     temperature: float
@@ -287,12 +295,13 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """[N, 1, H] hidden states; the head runs on them together with the completions."""
+        """[N, 1, H] hidden states; the head runs on these states together with those of the completions."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
             dtypes.append(hidden.dtype)
-            # In float32 the scale can be undone exactly for 16-bit states. A copy: sharded models warn about views.
+            # In float32, the model's scaling of 16-bit states can be undone exactly. Copied, because sharded models
+            # warn about views.
             return hidden[:, -1:].to(torch.float32, copy=True)
 
         with head_replaced(model, pass_hidden, self.scale):
@@ -316,7 +325,7 @@ class SlicedHead:
                 score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
             scores = torch.cat([score(logits, *part) for part in slices])
             scattered = scores.new_zeros(mask.numel(), 2).index_copy(0, places, scores)
-            return scattered.view(*mask.shape, 2).clone()  # not a view, as above
+            return scattered.view(*mask.shape, 2).clone()  # a copy, because sharded models warn about views
 
         with head_replaced(model, score_slices, self.scale):
             scores = model(**inputs).logits
@@ -328,7 +337,7 @@ class SlicedHead:
 
 
 NO_CHANCE = -1e4
-"""Logit of tokens that are never sampled: probability 0, but finite, as the entropy requires."""
+"""Logit of tokens that are never sampled. It is finite, but their probability is 0 in float32."""
 
 
 def token_scores(
@@ -338,11 +347,12 @@ def token_scores(
 
     The entropy has a gradient only with `trains_entropy`.
     """
-    # In some families the image placeholder is beyond the vocabulary of the head.
+    # In some model families, the id of the image placeholder is beyond the vocabulary of the head.
     if known := [token for token in never if token < logits.shape[-1]]:
         logits = logits.index_fill(-1, torch.tensor(known, device=logits.device), NO_CHANCE)
     logprobs = token_logprobs(logits, ids, temperature=temperature)
-    # Last, because a recompute stops at the last tensor that the backward pass needs.
+    # The entropy comes last: activation checkpointing stops recomputing at the last tensor that the backward pass
+    # needs, and skips an entropy without a gradient.
     with torch.set_grad_enabled(trains_entropy and torch.is_grad_enabled()):
         entropy = token_entropy(logits, temperature=temperature)
     return torch.stack([logprobs, entropy], -1)
@@ -350,13 +360,14 @@ def token_scores(
 
 @contextlib.contextmanager
 def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor], scale: float = 1.0) -> Iterator[None]:
-    """Replace the forward of the model's head by `forward(logits, hidden)` inside.
+    """Context in which the model's head runs `forward(logits, hidden)` instead of its own forward.
 
     Args:
         model: The policy; its weights stay unchanged.
-        forward: Gets `logits`, which maps hidden states to the model's final logits, and the head's input.
-        scale: Factor that the model multiplies its head's output by: `logits` applies it, and the model multiplies the
-            result of `forward` by it.
+        forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
+            `hidden`, the input of the head.
+        scale: Factor by which the model multiplies its head's output. `logits` multiplies by this factor. The model
+            also multiplies the result of `forward` by this factor, which the caller must undo.
     """
     head, config = base_model(model).get_output_embeddings(), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)
@@ -384,9 +395,9 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 
 @torch.no_grad()
 def logit_scale(model: nn.Module) -> float | None:
-    """Measure the factor that the model multiplies its head's output by; None if it does anything else with it.
+    """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
-    Soft-capping declared in the config (`final_logit_softcapping`) is handled separately.
+    Soft-capping that the config declares (`final_logit_softcapping`) is left out: `head_replaced` handles it.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)
@@ -394,7 +405,7 @@ def logit_scale(model: nn.Module) -> float | None:
     with head_replaced(model, lambda _, hidden: points.expand(*hidden.shape[:-1], -1).clone()):
         try:
             outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
-        except (IndexError, RuntimeError, TypeError, ValueError):  # its code depends on the vocabulary size
+        except (IndexError, RuntimeError, TypeError, ValueError):  # the model's code depends on the vocabulary size
             return None
     if outputs.shape != (1, 4, len(points)):
         return None

@@ -1,4 +1,4 @@
-"""Settings of the policy in a recipe: where it is loaded from and how it is run. Loads only the config."""
+"""Settings of the policy in a recipe: where it is loaded from and how it is run. No weights are loaded here."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ class PolicySettings:
         name: Hub name or local folder. Not needed when `model` is given.
         model: A transformers model in memory, trained in place, or a config for random weights. `torch.compile(model)`
             is trained without compilation.
-        tokenizer: Tokenizer, or the processor of a multimodal policy, or the name or folder of either; `name`'s own by
-            default.
-        dtype: Dtype of the weights. Keep float32 unless the strategy keeps fp32 master weights: at GRPO's learning
+        tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
+            the tokenizer or processor of `name`.
+        dtype: Dtype of the weights. Keep float32 unless the strategy keeps float32 master weights: at GRPO's learning
             rates, updates of bfloat16 weights are lost to rounding.
         attention: Attention kernel; "auto" uses flash_attention_2 if it is installed and the run computes in 16 bits on
             CUDA (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights), else sdpa.
         from_scratch: Build the architecture of `name` with random weights.
-        scoring: "auto" runs each prompt once per group if the model supports it ("extended"), else "dense".
-        chunk_size: Completions per scoring forward, longest first; fewer need less memory. None runs a micro-batch at
-            once.
+        scoring: "extended" runs each prompt once for all its completions, "dense" once per completion. "auto" uses
+            "extended" if the model supports it, else "dense".
+        chunk_size: Completions per forward pass in scoring; a smaller number needs less memory. None runs all
+            completions of a micro-batch at once.
         head_chunk_size: Tokens per slice of the vocabulary head in scoring: limits the memory of the logits. None
             computes the logits of all tokens at once.
-        activation_checkpointing: Recompute activations in the backward pass: per "chunks" of completions, or per
-            "layers".
-        lora: Train low-rank adapters and freeze the rest; a mapping gives the fields of `LoRA`.
-        freeze_layers: Freeze the embeddings and this many decoder layers, from the first. The reference shares them. A
-            head that is tied to the embeddings is frozen with them.
+        activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass,
+            "layers" those of each decoder layer. "none" stores all activations.
+        lora: Train low-rank adapters and freeze all other weights; a mapping gives the fields of `LoRA`.
+        freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. The reference shares
+            the frozen weights. A head that is tied to the embeddings is frozen as well.
         freeze_vision_modules: Freeze the vision tower and its projector. Images are then encoded once per rollout.
-        max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. For
-            families whose number of image tokens is proportional to the pixels (Qwen-VL, GLM-4.1V).
-        min_pixels: Minimum pixels per image; smaller images are scaled up.
-        max_anyres_num: Maximum number of tiles per image (InternVL).
+        max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
+            for model families in which an image's number of tokens is proportional to its number of pixels (Qwen-VL,
+            GLM-4.1V).
+        min_pixels: Minimum pixels per image; smaller images are scaled up. For the same families as `max_pixels`.
+        max_anyres_num: Maximum number of tiles per image. Only for InternVL.
         quantization: Quantise the frozen weights under adapters to "4bit" (NF4) or "8bit". `dtype` is then the dtype of
-            the other weights: embeddings, norms and head.
+            the weights that are not quantised: embeddings, norms and head.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run modelling code that comes with the checkpoint.
     """
@@ -167,11 +169,11 @@ class PolicySettings:
 
 
 def model_or_config(given: Any) -> Any:
-    """Check a policy given as a transformers model or config; unwraps `torch.compile(model)`.
+    """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If it is another wrapper, which would be treated as a config and trained from random weights, or has
-            adapters.
+        ValueError: If the policy is not a transformers model or config, for example another wrapper of a model; or if
+            the model has adapters.
     """
     from transformers import PretrainedConfig, PreTrainedModel
 

@@ -1,8 +1,7 @@
-"""Sharding of the policy's weights over ranks: full weights on each, or a shard on each.
+"""Sharding of the policy's weights over ranks: every rank has the full weights, or a shard of each weight.
 
-Used only where models are loaded, sampled from and compared. `Sharding` is the case of full weights (one device, DDP,
-ZeRO-1 and 2); subclasses override what differs. No other file depends on how FSDP2 and DeepSpeed mark modules and
-parameters.
+`Sharding` is the case of full weights on one device or with DDP; its subclasses override what differs with ZeRO-1 and
+2, ZeRO-3 and FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ class Sharding:
     """True if forward passes are collective: all ranks must make the same calls."""
 
     gathered_dtype: torch.dtype | None = None
-    """The dtype that weights are gathered in; None: their own."""
+    """The dtype that weights are gathered in; None: the weights' own dtype."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, a model is loaded from a checkpoint."""
+        """Context in which a model is loaded from a checkpoint."""
         yield
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, layers are created and initialised unsharded (random weights, adapters), to be sharded later."""
+        """Context in which layers with new weights (random or adapters) are created unsharded, to be sharded later."""
         yield
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Inside, models outside the training module (reward models) are created unsharded, and stay so."""
+        """Context in which models that are not part of the policy (reward models) are created, and stay unsharded."""
         yield
 
     def shard(self, model: nn.Module) -> None:
@@ -46,27 +45,27 @@ class Sharding:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Inside, every rank has the model's full weights: forward passes are not collective."""
+        """Context in which every rank has the model's full weights: forward passes are not collective."""
         yield
 
     def reshard(self, model: nn.Module) -> None:
         """Free the full weights that a forward pass without a backward pass has left gathered."""
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Gather the full value of a parameter. Collective: all ranks call it."""
+        """Gather the full value of a parameter. Collective: all ranks must call this."""
         return parameter.detach()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Set a parameter to a full value, the same on every rank. Collective: all ranks call it."""
+        """Set a parameter to a full value, the same on every rank. Collective: all ranks must call this."""
         assert value is not None
         parameter.copy_(value)
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """Norm over all gradients of all ranks; None if it is not known before the optimizer step."""
+        """Norm over all gradients of all ranks; None if the norm is not known before the optimizer step."""
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def norm_of_last_step(self) -> float | None:
-        """Gradient norm, if it is only known after the optimizer step; else None."""
+        """Gradient norm of the last optimizer step, if the norm is only known after the step; else None."""
         return None
 
 
@@ -97,7 +96,7 @@ class FullyShard(Sharding):
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather everything once, instead of every layer at every token."""
+        """Gather all weights once, instead of every layer at every token."""
         parts = fsdp_modules(model)
         for part in parts:
             part.unshard()
@@ -110,17 +109,17 @@ class FullyShard(Sharding):
                 part.reshard()
 
     def reshard(self, model: nn.Module) -> None:
-        """Reshard embeddings and head, which stay gathered in the dtype they are used in."""
+        """Reshard all modules: embeddings and head stay gathered after a forward pass without a backward pass."""
         for part in fsdp_modules(model):
             part.reshard()
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Gather all shards. Embeddings and head stay gathered after a forward pass, and are full already then."""
+        """Gather all shards of a parameter; return a parameter that a forward pass has left gathered as it is."""
         value: Tensor = parameter.detach()
         return value.full_tensor() if hasattr(value, "full_tensor") else value
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Every rank takes its shard of rank 0's value."""
+        """Set a parameter: every rank gets its shard of rank 0's value."""
         from torch.distributed.tensor import distribute_tensor
 
         shard: Any = parameter
@@ -136,17 +135,17 @@ class FullyShard(Sharding):
 
 
 class PartitionedGradients(Sharding):
-    """ZeRO-1 and 2: full weights, but gradients are only accessible to DeepSpeed.
+    """ZeRO-1 and 2: full weights on every rank, but only DeepSpeed can access the gradients.
 
     Args:
-        strategy: The DeepSpeed strategy; its `model` is the engine after setup.
+        strategy: The DeepSpeed strategy, whose `model` is DeepSpeed's engine once the strategy is set up.
     """
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """None: only known after the optimizer step."""
+        """None: the norm is only known after the optimizer step."""
         return None
 
     def norm_of_last_step(self) -> float | None:
@@ -165,7 +164,7 @@ class Partitioned(PartitionedGradients):
         """Let transformers partition the weights while it loads them."""
         from transformers.integrations import HfDeepSpeedConfig
 
-        # transformers keeps a weak reference: once it is collected, the run counts as unsharded.
+        # Stored, because transformers keeps only a weak reference to the config, and partitions nothing without it.
         self.hf_config = HfDeepSpeedConfig(self.strategy.config)
         with using_full_shapes():
             yield
@@ -174,7 +173,8 @@ class Partitioned(PartitionedGradients):
     def building(self) -> Iterator[None]:
         """Create layers unpartitioned: initialising a partitioned layer silently does nothing.
 
-        LoRA's B would keep random values. DeepSpeed partitions the layers in the setup of the run.
+        LoRA's B, for example, would keep random values instead of zeros. DeepSpeed partitions the layers later, in the
+        setup of the run.
         """
         from deepspeed.runtime.zero import partition_parameters
 
@@ -192,7 +192,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather everything once, and keep DeepSpeed's hooks from releasing it layer by layer."""
+        """Gather all weights once, and keep DeepSpeed's hooks from releasing them layer by layer."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -213,17 +213,17 @@ class Partitioned(PartitionedGradients):
     def hooks(self) -> Any:
         """The object through which DeepSpeed gathers and releases weights."""
         optimizer = self.strategy.model.optimizer
-        return getattr(optimizer, "parameter_offload", optimizer)  # without training, it takes the optimizer's place
+        return getattr(optimizer, "parameter_offload", optimizer)  # without training, `optimizer` is this object
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Gather all partitions."""
+        """Gather all partitions of a parameter."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Rank 0 sends every rank its partition."""
+        """Set a parameter: every rank gets its partition of rank 0's value."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -234,7 +234,7 @@ class Partitioned(PartitionedGradients):
 
 @contextlib.contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Inside, transformers partitions no weights, even after a ZeRO-3 run in this process."""
+    """Context in which transformers partitions no weights, even after a ZeRO-3 run in this process."""
     from transformers.integrations import deepspeed
 
     reference = deepspeed._hf_deepspeed_config_weak_ref
@@ -249,10 +249,11 @@ def unpartitioned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def using_full_shapes() -> Iterator[None]:
-    """Inside, transformers transposes expert tensors according to their full shapes.
+    """Context in which transformers transposes expert tensors according to their full shapes.
 
-    Checkpoints store them either way, and transformers compares them with the model's weight, which is empty under
-    ZeRO-3: tensors in the right layout would be transposed, and then refused for their shape.
+    Checkpoints store expert tensors in one of two layouts. transformers transposes a tensor if its shape is not that of
+    the model's weight. Under ZeRO-3 the model's weight is empty, so that tensors in the right layout would be
+    transposed as well, and then refused for their shape.
     """
     from transformers import core_model_loading
 
@@ -275,7 +276,7 @@ def using_full_shapes() -> Iterator[None]:
 
 
 class FullShapes:
-    """Wraps a model for weight conversion: parameters with their full shapes, without values."""
+    """Wraps a model for weight conversion: gives its parameters with their full shapes, without values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -296,12 +297,12 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None: their own."""
+    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None stands for the shards' own dtype."""
     return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True for a parameter partitioned by ZeRO-3: an empty vector while it is not gathered."""
+    """True for a parameter partitioned by ZeRO-3, which is an empty vector while it is not gathered."""
     return hasattr(parameter, "ds_id")
 
 
@@ -311,5 +312,5 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """The tensor that holds this rank's partition of a parameter under ZeRO-3, else the parameter."""
+    """The tensor that holds this rank's partition of a parameter under ZeRO-3, else the parameter itself."""
     return getattr(parameter, "ds_tensor", parameter)

@@ -31,12 +31,12 @@ def load_tokenizer(
     """Load the tokenizer, with a pad token that the policy has an embedding for (padding is masked: any id works).
 
     Args:
-        loader: Settings with its name.
-        processor: The processor that contains it, for a multimodal policy.
+        loader: Settings of the policy, which name the tokenizer.
+        processor: The processor of a multimodal policy, which contains the tokenizer.
         config: The policy's config; None assumes an embedding for every token.
 
     Raises:
-        ValueError: If neither its pad nor its eos token has an embedding.
+        ValueError: If neither the tokenizer's pad token nor its eos token has an embedding.
     """
     from transformers import AutoTokenizer
 
@@ -69,9 +69,9 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
     """Load the processor of a multimodal policy with the loader's image limits; None for a text-only policy.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ImportError: If a package it needs is not installed.
-        ValueError: If the given object is not a processor.
+        FileNotFoundError: If the processor cannot be loaded.
+        ImportError: If a package that the processor needs is not installed.
+        ValueError: If the given object is not a processor, or does not support the image limits.
     """
     from transformers import AutoProcessor
 
@@ -105,7 +105,7 @@ def naming_extra() -> Iterator[None]:
 
 
 def origin(loader: PolicySettings) -> dict[str, Any]:
-    """Arguments of `from_pretrained` other than the name; the revision is the policy's."""
+    """Arguments of `from_pretrained` other than the name; the policy's `revision` is not that of `tokenizer`."""
     return {
         "revision": "main" if loader.tokenizer else loader.revision,
         "trust_remote_code": loader.trust_remote_code,
@@ -127,7 +127,7 @@ def check_image_family(loader: PolicySettings, config: PretrainedConfig) -> None
 
 
 def limit_images(processor: Any, loader: PolicySettings, config: PretrainedConfig) -> None:
-    """Set a processor's minimum and maximum number of tokens per image."""
+    """Set a processor's limits of pixels or tiles per image. Raises: ValueError if the limits contradict each other."""
     images = processor.image_processor
     check_image_family(loader, config)
     if loader.max_pixels is not None or loader.min_pixels is not None:

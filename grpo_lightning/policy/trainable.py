@@ -34,12 +34,12 @@ def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> An
 
 
 def freeze_first_layers(model: Any, number: int) -> None:
-    """Freeze the embeddings and the first decoder layers.
+    """Freeze the embeddings and the first `number` decoder layers.
 
     A head that is tied to the embeddings is frozen with them.
 
     Raises:
-        ValueError: If there are fewer layers, or they cannot be found.
+        ValueError: If the model has fewer than `number` layers, or its layers cannot be found.
     """
     decoder, layers = decoder_layers(model)
     check_num_layers(number, len(layers))
@@ -49,7 +49,7 @@ def freeze_first_layers(model: Any, number: int) -> None:
 
 
 def check_num_layers(number: int, available: int) -> None:
-    """Raise ValueError if more layers are to be frozen than there are."""
+    """Raise ValueError if more layers are to be frozen than the model has."""
     if number > available:
         raise ValueError(f"policy.freeze_layers is {number}, and the policy has {available} layers.")
 
@@ -58,7 +58,7 @@ def decoder_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     """The language model's decoder and its list of layers.
 
     Raises:
-        ValueError: If they cannot be found.
+        ValueError: If the layers cannot be found.
     """
     decoder, count = model.get_decoder(), text_config(model).num_hidden_layers
     for module in decoder.modules():
@@ -78,14 +78,15 @@ def frozen_names(owner: nn.Module) -> set[str]:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
 
-    With adapters, only trained weights stay: quantised layers write scales and codes next to their weights. Without
-    adapters, buffers stay.
+    In a policy with adapters, only the trained weights stay in the state dict, because quantised layers write scales
+    and codes next to their weights. In a policy without adapters, buffers stay as well.
 
-    Drops only weights that are frozen both now and when the state dict is taken: those frozen later have been trained,
-    and those unfrozen later will be. Loading does not report dropped keys as missing.
+    A weight is only dropped if it is frozen both now and when the state dict is taken. A weight that is frozen later
+    has been trained before, and a weight that is unfrozen later will be trained, so the state dict keeps both. Loading
+    does not report dropped keys as missing.
 
-    Uses a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies, and a hook of the
-    owner, because the policy may be a user's model.
+    The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
+    The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
     """
     at_start = frozen_names(owner)
 
@@ -94,7 +95,7 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and is_dropped(key.removeprefix(prefix))]:
             del state_dict[key]
 
-    loaded = ""  # prefix of the keys: the owner, or a copy of it, may be a part of the loaded module
+    loaded = ""  # prefix of the owner's keys: the owner, or a copy of it, may be a submodule of the loaded module
 
     def remember(module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
         nonlocal loaded
@@ -127,7 +128,7 @@ def dropped_keys_filter(owner: nn.Module, at_start: set[str]) -> Callable[[str],
 
 
 def key_prefixes(owner: nn.Module, mark: str) -> tuple[str, ...]:
-    """State-dict key prefixes of modules that have this attribute."""
+    """State-dict key prefixes of submodules that have the attribute `mark`."""
     return tuple(f"{path}." if path else "" for path, part in owner.named_modules() if hasattr(part, mark))
 
 
@@ -137,21 +138,22 @@ def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Half the distance between neighbouring numbers, relative to the weight: smaller updates are lost to rounding."""
+"""Unit roundoff by dtype: the largest update, as a fraction of the weight, that can be lost to rounding."""
 
 
 def check_masters(settings: PolicySettings, precision: str | int | None, *, has_masters: bool) -> None:
-    """Refuse 16-bit trained weights without float32 masters, whose updates are lost to rounding. Runs before loading.
+    """Refuse to train 16-bit weights without float32 master copies: their updates would be lost to rounding.
 
-    AdamW changes a weight by about the learning rate per step. A bfloat16 weight of 0.02 changes by 8e-5 or not at all.
+    The check runs before weights are loaded. AdamW changes a weight by about the learning rate per step, but a bfloat16
+    weight of 0.02 changes by at least 1.2e-4 or not at all.
 
     Args:
-        settings: Adapters and dtype of the weights.
+        settings: The policy's settings, which give the dtype of the weights and the adapters.
         precision: `trainer.precision`.
-        has_masters: The strategy updates 32-bit master copies of the trained weights, as DeepSpeed does.
+        has_masters: True if the strategy updates 32-bit master copies of the trained weights, as DeepSpeed does.
 
     Raises:
-        ValueError: If trained weights have 16 bits and no 32-bit masters.
+        ValueError: If trained weights have 16 bits and no 32-bit master copies.
     """
     if has_masters:
         return
@@ -176,12 +178,14 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 def compute_dtype(
     settings: PolicySettings, precision: str | int | None, deepspeed: Mapping[str, Any] | None = None
 ) -> str:
-    """The dtype of a run's matrix products: with mixed precision, fewer bits than the weights have.
+    """The dtype in which a run computes matrix products.
+
+    It is that of the trainer's or DeepSpeed's precision if this is bf16 or fp16, otherwise that of the weights.
 
     Args:
-        settings: Dtype of the weights.
+        settings: The policy's settings, which give the dtype of the weights.
         precision: `trainer.precision`.
-        deepspeed: DeepSpeed's configuration, which may also set it; None without DeepSpeed.
+        deepspeed: DeepSpeed's configuration, which may also set the precision; None without DeepSpeed.
     """
     for dtype, name, key in (("bfloat16", "bf16", "bf16"), ("float16", "16", "fp16")):
         if str(precision).startswith(name) or (deepspeed or {}).get(key, {}).get("enabled") is True:

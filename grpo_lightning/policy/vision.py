@@ -1,7 +1,8 @@
 """Run a model with images: each image is encoded once per prompt, and features of a frozen vision tower are kept.
 
-All vision-language models of transformers call their `get_image_features` inside forward. That method is replaced while
-a forward pass runs: to return known features, to store new ones, or to run the tower on a blank image.
+All vision-language models of transformers call their method `get_image_features` in their forward. The method is
+replaced while a forward pass runs: to return features that are known already, to store new features, or to run the
+vision tower on a blank image and discard the features.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from grpo_lightning.policy.hf import base_model, compute_device, known_arguments
 
 @contextlib.contextmanager
 def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
-    """Inside, the model's forward runs with the images of the given prompts.
+    """Context in which the model's forward runs with the images of the given prompts.
 
     Args:
         model: The policy.
-        vision: Vision inputs of the prompts of the pass, in order; None for a text-only model.
-        keeps: Store the features with the prompts.
+        vision: Vision inputs of the prompts of the forward pass, in order; None for a text-only model.
+        keeps: Store the image features in the `PromptVision` of each prompt.
 
     Yields:
         The image arguments of the model's forward.
@@ -67,7 +68,7 @@ def seeing(model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
 
 
 def to_model(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Move tensors to the model's device and dtype: not every model does so itself."""
+    """Move tensors to the model's device and dtype: not every model does this itself."""
     device = compute_device(model)
     dtype = next(p.dtype for p in base_model(model).parameters() if p.is_floating_point())
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
@@ -112,7 +113,7 @@ class Outputs(SimpleNamespace):
 
 
 def make_outputs(features: ImageFeatures) -> Outputs:
-    """Convert features to the output of `get_image_features`, with all images as one."""
+    """Convert features to the output of `get_image_features`, as if all images were one image."""
     forms: dict[int, Callable[[Tensor], Any]] = {
         0: lambda level: (level,),
         2: lambda level: level,
@@ -136,10 +137,10 @@ def flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_sharded: bool) -> bool:
-    """True if the vision tower has to run on every rank, on a blank image where a rank has none.
+    """True if the vision tower has to run on every rank; a rank without images then runs it on a blank image.
 
-    A trained tower averages its gradient over all ranks, and a sharded tower is gathered from all ranks. Known features
-    need no tower.
+    The gradient of a trained tower is averaged over all ranks, and a sharded tower is gathered from all ranks. A frozen
+    tower need not run if the features of all images are known already.
     """
     if is_tower_trained(model):
         return True
@@ -154,7 +155,7 @@ class PlacedPrompts(NamedTuple):
     """Positions of prompt tokens, and of the first token after each prompt."""
 
     arguments: dict[str, Tensor]
-    """Arguments of the model's forward over the prompts: `position_ids`, and the type of each token."""
+    """Arguments of the model's forward for the prompts: `position_ids`, and the token types under the model's names."""
 
     first: Tensor
     """[N, 1] position of the first token after each prompt."""
@@ -168,7 +169,7 @@ class PlacedPrompts(NamedTuple):
 
 
 def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs | None) -> PlacedPrompts:
-    """Compute positions without counting padding, as `text_positions`; image tokens get the model's own positions.
+    """Compute positions, without counting padding (see `text_positions`); image tokens get the model's own positions.
 
     Args:
         model: The policy.
@@ -180,7 +181,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
         return PlacedPrompts({"position_ids": text_positions(prompt_mask)}, prompt_mask.sum(-1, keepdim=True), 1)
     lengths = prompt_mask.sum(-1).tolist()
     types = {
-        # Prompts without types, for example a placeholder prompt, are text.
+        # The tokens of prompts without types, for example of a dummy prompt, are text.
         name: pad_left(
             [
                 prompt.token_types.get(name, torch.zeros(length, dtype=torch.long))
@@ -204,7 +205,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 
 
 def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, int]:
-    """[3, L] positions of a prompt's tokens, and the position of the first token after it."""
+    """[3, L] positions of a prompt's tokens, and the position of the first token after the prompt."""
     if prompt.positions is None:
         if prompt.images:
             names = inspect.signature(inner.get_rope_index).parameters

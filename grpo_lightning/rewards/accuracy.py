@@ -1,7 +1,7 @@
 """Mathematical equality of an answer and the ground truth, by math-verify.
 
-math-verify runs in a process that can be killed: sympy may compute forever, and not even a signal interrupts a large
-power (signals also work in the main thread only).
+math-verify runs in a separate process, which is killed after a time limit, because sympy may compute forever. A signal
+would not be enough: it does not interrupt the computation of a large power, and it works only in the main thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MOST_UNDECIDED = 4
 """Maximum number of failed or timed-out comparisons per ground-truth answer in a call."""
 
 MAX_NESTING = 30
-"""Texts with deeper brackets are not parsed: the LaTeX parser takes seconds on "((((((" instead of failing."""
+"""Maximum nesting depth of brackets in a text. Texts with deeper nesting are not parsed, because the LaTeX parser takes
+seconds on "((((((" instead of failing."""
 
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
@@ -82,21 +83,23 @@ _SYMBOLS = str.maketrans(
 class Accuracy(AnswerReward):
     r"""1 if the completion's answer is mathematically equal to the ground truth, else 0: `\frac{1}{2}` equals 0.5.
 
-    The answer is read from the last `<answer>...</answer>` of the completion, otherwise from its last `\boxed{...}`,
-    otherwise from an announcement near the end ("the final answer is $x$"), the text after `####` or bold text,
-    otherwise from the end of the last line, if the completion is not truncated. Missing, unparsable and multiple
-    answers ("3 and 4", or one per line) are wrong. A row whose ground truth cannot be parsed as mathematics is not
-    scorable, and neither is a completion whose comparison fails or times out; both log a warning.
+    The answer of a completion is the content of the last `<answer>...</answer>`, or of a box inside these tags. Without
+    tags, it is the content of the last `\boxed{...}`. Without a box, these places are tried in order: an announced
+    answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion; bold text; the
+    end of the last line, if the completion is not truncated. A missing or unparsable answer is wrong, and so are
+    several answers ("3 and 4", or one per line). A completion is not scorable if the ground truth cannot be parsed as
+    mathematics, or if the comparison fails or times out; a warning is then logged.
 
-    math-verify (extra `math`) compares in a separate process and can be called from any thread. After four failed or
-    timed-out comparisons for a question, its remaining answers are not compared and not scorable, so that a call ends.
+    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
+    four comparisons with the same ground truth have failed or timed out in a call, no further answers are compared with
+    this ground truth, to bound the time of the call. These answers are not scorable.
 
     Args:
-        answer_column: The data column with the ground truth, text or a number: all of it, or the part after `####`,
-            between answer tags or in `\boxed{}`.
+        answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
+            between answer tags or in `\boxed{}`, that part is the ground truth.
         timeout_seconds: Time limit of one comparison.
-        max_answer_characters: Longer answers are not parsed; an announced answer must be within the last so many
-            characters.
+        max_answer_characters: Maximum length of an answer that is parsed. Without tags and box, the answer is searched
+            for in this many characters at the end of the completion.
     """
 
     def __init__(
@@ -135,7 +138,14 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Compare an answer with the ground truth. Returns, Raises: as `compare`; long answers are not parsed."""
+        """Compare an answer with the ground truth by the function `compare`.
+
+        Args:
+            gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
+            answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
+
+        Returns and raises the same as the function `compare`.
+        """
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None
@@ -167,14 +177,14 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Compares expressions: the only reward of a pool with one worker. Its import and first call are slow."""
+    """Compares two expressions; a `Reward`, so that a `WorkerPool` can run it. Its import and first call are slow."""
 
     def __reduce__(self) -> Any:
-        """Unpickle by `_ready_comparison`, which builds the parsers in the worker."""
+        """Unpickle by calling `_ready_comparison`, which builds the parsers in the worker."""
         return _ready_comparison, ()
 
     def __call__(self, gold: str, answer: str) -> bool | None:
-        """Compare. Args, Returns: as `compare`."""
+        """Compare. Args, Returns: as the function `compare`."""
         from math_verify import verify
 
         expected = parse_short(gold)
@@ -201,10 +211,13 @@ COMPARISON = WeightedReward(Comparison())
 
 @functools.cache
 def _pool(process_id: int) -> WorkerPool:
-    """Make a pool of one worker with a memory limit of 4 GB: `9^{9^9}` must not exhaust the machine before the timeout.
+    """Make a pool of one worker with a memory limit of 4 GB.
+
+    Without this limit, `9^{9^9}` could exhaust the memory of the machine before the timeout.
 
     Args:
-        process_id: Cache key. A forked process lacks its parent's threads and needs its own pool.
+        process_id: Id of this process, as the cache key: a forked process lacks its parent's threads and needs its own
+            pool.
     """
     return WorkerPool(
         [COMPARISON], RewardWorkers(num_workers=1, timeout_seconds=math.inf, step_timeout_seconds=math.inf, memory_gb=4)
@@ -226,10 +239,10 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
     Args:
         gold: The ground truth.
         answer: An answer.
-        timeout_seconds: The process is killed after this time.
+        timeout_seconds: Time limit; the comparison process is killed after this time.
 
     Returns:
-        Whether they are equal (also False if the answer cannot be parsed); None if `gold` cannot be parsed.
+        True if the two are equal; False if they are not, or `answer` cannot be parsed; None if `gold` cannot be parsed.
 
     Raises:
         UndecidedError: If the comparison failed or timed out.
@@ -246,7 +259,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 def parse_short(text: str) -> list[Any]:
     r"""Parse a short answer into its possible expressions; empty if it is not mathematics.
 
-    Bare formulas are put between `$`: `math_verify` would parse a bare `2\pi` or `(1, 2)` as the number 2.
+    A formula without delimiters is put between `$`, because `math_verify` would parse `2\pi` and `(1, 2)` without `$`
+    as the number 2.
     """
     from math_verify import parse
 
@@ -302,7 +316,7 @@ def delimit(text: str) -> str:
 def is_formula(text: str) -> bool:
     """Whether the whole text is mathematics, rather than text with a number in it.
 
-    Words and units are not mathematics. (math-verify parses a word as a product of letters: "god" would equal "dog".)
+    Words and units are not mathematics. (math-verify parses a word as a product of letters, so "god" equals "dog".)
     """
     if "\\" in text:
         return True
@@ -312,11 +326,11 @@ def is_formula(text: str) -> bool:
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:
-    """Whether a text has more than one answer ("3 and 4", one per line): `math_verify` would take one of them.
+    """Whether a text has several answers ("3 and 4", one per line), of which `math_verify` would use only one.
 
     Args:
-        text: An answer.
-        expressions: Its parsed expressions. A set counts as one answer.
+        text: The answer of a completion.
+        expressions: The expressions parsed from the text. A finite set counts as one answer.
     """
     if "\\begin" in text or any(getattr(expression, "is_FiniteSet", False) for expression in expressions):
         return False
@@ -331,7 +345,7 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 
 
 def is_negated(text: str) -> bool:
-    """Whether a text negates its answer ("not 54"): `math_verify` would take the number."""
+    """Whether a text negates its answer ("not 54"), which `math_verify` would ignore."""
     return "\\" not in text and _NEGATED.search(text) is not None
 
 

@@ -1,7 +1,8 @@
 r"""Extract answers from text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
 
-Also parses the number or the option of an answer. Completions are untrusted text, so everything here takes linear time:
-`str` methods, and patterns that cannot backtrack or look only a few characters ahead.
+Other functions of this module find the number in an answer, or the option that it chooses. Completions are untrusted
+text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that look only a
+few characters ahead.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _DISPLAY = {"\\[": "\\]", "$$": "$$"}
 
 
 def readable(text: str) -> str:
-    r"""Convert full-width characters to ASCII and separate unspaced scripts (Chinese, ...) from words and numbers.
+    r"""Convert full-width characters to ASCII, and put spaces around text in unspaced scripts (Chinese, ...).
 
-    Python's `\b` and `\w` treat "3个" (three pieces) as one word.
+    Without these spaces, Python's `\b` and `\w` treat "3个" (three pieces) as one word.
     """
     return _SEAM.sub(" ", text.translate(_FULL_WIDTH))
 
@@ -62,7 +63,7 @@ def between_answer_tags(text: str) -> str | None:
 
 
 def after_reasoning(text: str) -> str:
-    """The text after the last `</think>`, otherwise all of it; empty if `<think>` is never closed (truncated)."""
+    """The text after the last `</think>`, otherwise the whole text; empty if `<think>` is never closed (truncated)."""
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
 
@@ -76,7 +77,7 @@ def after_hashes(text: str) -> str | None:
 def in_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`, with matched braces inside; None if there is none.
 
-    `\\boxed{...}`, from data that were escaped once too often, is accepted too.
+    `\\boxed{...}`, which occurs in data that was escaped twice, is accepted too.
     """
     opened: list[int | None] = []  # per open brace: the start of the box's content, None for other braces
     last: tuple[int, int] | None = None
@@ -91,17 +92,18 @@ def in_box(text: str) -> str | None:
 
 
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
-    r"""Extract the answer from where chat models put it; None if there is none.
+    r"""Extract the answer from the places where chat models write answers; None if there is no answer.
 
-    The first match wins: the last `<answer>...</answer>`; after the reasoning, the last `\boxed{}`; the last
-    announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**) with no number after it; the
-    last line, after its last "=" or "is". The ground truth is not consulted, and everything at that place is the
-    answer: "3 or 4" is neither 3 nor 4, and "not 7" is no answer.
+    These places are tried in order, and the first that the text has is used: the last `<answer>...</answer>`, or a box
+    inside it; after the reasoning, the last `\boxed{}`; the last announcement ("The answer is 7.", "Answer: 7") or
+    `#### 7`; the last bold text (**7**), if no number follows it; the last line, after its last "=" or "is". The whole
+    text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated answer
+    ("not 7") is no answer.
 
     Args:
         text: A completion.
-        finish_reason: "length" if it was truncated: its last line is then searched for closed tags and boxes only, as
-            it may hold half an answer.
+        finish_reason: "length" if the completion was truncated. Only closed tags and boxes are then read from its last
+            line, because that line may end with half an answer.
     """
     tagged = between_answer_tags(text)
     final = readable(after_reasoning(text) if tagged is None else tagged)
@@ -117,7 +119,7 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 
 
 def _announced(text: str) -> str | None:
-    """The announced answer or the one after `####`, whichever comes last."""
+    """The announced answer or the answer after `####`, whichever comes last."""
     *_, last = None, *_ANNOUNCED.finditer(text)
     hashes = text.rfind("####")
     if hashes > (last.start() if last else -1):
@@ -135,7 +137,7 @@ def _announced(text: str) -> str | None:
 
 
 def _in_bold(text: str) -> str | None:
-    """The last bold text that is not a heading, if no number follows it; its whole line if that has several."""
+    """The last bold text that is not a heading, if no number follows; the whole line if it has several bold texts."""
     last = None
     for found in _BOLD.finditer(text):
         last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
@@ -149,9 +151,10 @@ def _in_bold(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """The last non-empty line, after its last "=" or "is" if it does not list several answers.
+    """The part of the last non-empty line after its last "=" or "is"; the whole line if it lists several answers.
 
-    Lines with only formula or code delimiters are skipped; in a line with "so", only the clause after it counts.
+    Lines that have only delimiters of formulas or code are skipped. If the line has a clause with "so", "thus", "hence"
+    or "therefore", only the text after that word is used.
     """
     lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")
@@ -184,9 +187,10 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
 
 
 def given_answer(text: str) -> str:
-    r"""Extract the answer of a completion: the last answer tags, otherwise the last `\boxed{}` or all after `</think>`.
+    r"""Extract the answer of a completion: the content of the last answer tags, otherwise of the last `\boxed{}`.
 
-    The reasoning itself is never the answer.
+    Without tags, only the text after `</think>` is searched for a box, because the reasoning is never the answer. If
+    this text has no box, the whole text after `</think>` is the answer.
     """
     if (answer := between_answer_tags(text)) is not None:
         return answer
@@ -198,11 +202,15 @@ def given_answer(text: str) -> str:
 def gold_answer(answer: Any, column: str) -> str:
     r"""Extract the ground-truth answer of a data row: after `####`, between answer tags, in `\boxed{}`, or all of it.
 
+    Args:
+        answer: The value of the column.
+        column: Name of the column, for messages.
+
     Returns:
-        The answer; empty if the row has none.
+        The answer; an empty string if the row has none.
 
     Raises:
-        ValueError: If it is not text or a number.
+        ValueError: If `answer` is not text or a number.
     """
     if answer is None:
         return ""
@@ -218,7 +226,7 @@ def gold_answer(answer: Any, column: str) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""Normalize a text for comparison: "1,000" without commas, no full stop at the end, no delimiters around it.
+    r"""Normalize a text for comparison: remove the commas of "1,000", a full stop at the end, and outer delimiters.
 
     The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
     """
@@ -254,7 +262,7 @@ _NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]
 
 
 def single_number(text: str) -> float | None:
-    """The number in a text ("There are 3." is 3); None if it has none, or several of different value."""
+    """The number in a text ("There are 3." is 3); None if the text has no number, or numbers of different value."""
     values = {float(number.replace(",", "")) for number in _NUMBER.findall(readable(text))}
     return values.pop() if len(values) == 1 else None
 
@@ -302,13 +310,19 @@ _WRONG = re.compile(
 
 
 def choice(text: str) -> str | None:
-    """Extract the option that a text chooses, as a capital letter; None if it chooses none, or lists several.
+    """Extract the option that a text chooses, as a capital letter; None if it chooses no option, or lists several.
 
-    In this order: the text is one letter; the last letter called the answer ("the answer is B"); the marked letter at
-    the start of the text ("B) because", "A, because I ..."), unless others have the same mark ("(A) 1 (B) 2"); the
-    only letter that is marked ("(B)") or called an option; the only capital letter on its own. A letter directly
-    followed by another ("A, B", "A or B") is part of a list; one that is called wrong ("not B", "B is wrong") is not
-    chosen.
+    These rules are tried in order, and the first that finds a letter decides:
+
+    1. the letter that is the whole text;
+    2. the last letter that is called the answer ("the answer is B");
+    3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
+       mark ("(A) 1 (B) 2"), the result is None;
+    4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
+    5. the capital letters that stand alone; if they are different letters, the result is None.
+
+    If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
+    result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.
     """
     text = readable(text)
     if lone := _LONE.fullmatch(text):
@@ -351,7 +365,7 @@ def _is_article(found: re.Match[str], text: str) -> bool:
 
 
 def _is_listed(found: re.Match[str], text: str) -> bool:
-    """Whether another letter follows directly that does not start a clause of its own ("A. B is wrong")."""
+    """Whether another letter follows directly, unless that letter starts a clause of its own ("A. B is wrong")."""
     following = _NEXT.match(text, found.end())
     if following is None or _WORD_FOLLOWS.match(text, following.end()):
         return False
@@ -368,10 +382,10 @@ def _others_alike(first: re.Match[str], text: str) -> bool:
 
 
 class AnswerReward(Reward):
-    """Base class of rewards that compare a completion's answer with the ground truth of its row, text or a number.
+    """Base class of rewards that compare a completion's answer with the ground truth of its row.
 
     Args:
-        answer_column: The data column with the ground truth.
+        answer_column: The data column with the ground truth, which is text or a number.
     """
 
     says_solved = True

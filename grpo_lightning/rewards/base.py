@@ -5,31 +5,36 @@ A reward is a function or a callable object, sync or async. It is called by keyw
     prompts, completions, completion_ids, finish_reasons, image_views, max_completion_length, trainer_state,
     log_extra, log_metric
 
-and every data column. Arguments that its signature does not name are left out (`**kwargs` receives all). Prompts,
-completions, ids, finish reasons ("stop" or "length") and columns are lists with one element per completion, the G
-completions of a prompt next to each other; `max_completion_length` is the run's limit in tokens, None without a limit.
-`image_views` is a list of `ImageView` per completion, one for each image of its prompt: its size, and the coordinates
-in which the policy refers to it. A chat prompt is a list of messages and its completion
-`[{"role": "assistant", "content": text}]`; a text prompt and its completion are strings (unless `completions_as` sets
-another form). The reward returns one number per completion. None for a whole group: the reward does not apply there.
-None for some completions of a group: these are not scorable. Reward functions written for TRL run unchanged, as do the
-ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
+and with every data column. Arguments that the signature of the reward does not name are left out; a reward with
+`**kwargs` gets all of them. Prompts, completions, token ids, finish reasons ("stop" or "length"), image views and
+columns are lists with one element per completion; the G completions of a prompt (a group) are adjacent. The element of
+`image_views` is a list with one `ImageView` per image of the prompt: the size of the image, and the coordinates that
+the policy uses for it. `max_completion_length` is the run's limit in tokens, None without a limit.
 
-With the attribute `per_group = True` a reward is called with whole groups: one prompt, one list of image views and one
-value of each column per group, and lists of completions; it returns a list per group.
+A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
+its completion are strings. `completions_as` can set another form of the completions. The reward returns a number or
+None for each completion. If all completions of a group get None, the reward does not apply to the group. If only some
+completions of a group get None, these completions are not scorable. Reward functions written for TRL run unchanged, as
+do the ORM classes of ms-swift and, on chat prompts, the rewards of VLM-R1.
 
-For rewards of ms-swift, VLM-R1 and older versions of TRL, these arguments are passed too, if the data have no column of
+For a reward with the attribute `per_group = True`, these lists have one element per group instead: the prompt, the list
+of image views, the value of each column, and lists of the G completions, token ids and finish reasons. The reward
+returns one list of G values per group.
+
+For rewards of ms-swift, VLM-R1 and older versions of TRL, these arguments are passed too, if the data has no column of
 the same name: `response_token_ids` and `completions_ids` (both are `completion_ids`), `messages` (the chat including
 the completion, which is merged with an assistant turn that the prompt starts), `finish_reason`, `is_truncated`,
 `prompt_id`, `request_id`, `rollout_infos` (empty), `images` (the paths of the row's images, None for an image that is
-not a file), `image_path` (the same, None for rows without images), and `problem` (the text of the last user message). A
-class derived from ms-swift's ORM gets the completions as its first argument, whatever its name is.
+not a file), `image_path` (as `images`, but None for rows without images), and `problem` (the text of the last user
+message). A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this
+argument is.
 
-Each call receives the completions of one prompt; async rewards and rewards with `in_process = True` receive those of
-the whole batch. In workers (`rewards/workers.py`) a reward is a copy, which keeps no state between calls.
+By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
+`in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
+reward, so a reward that runs there must keep no state between calls.
 
-A `Reward` may have two checks, both run before any weights load: `check` for its settings, and `check_row` for each row
-that it will score. It loads its own models in `connect`, when the policy is loaded.
+A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
+each row that it will score. It may load its own models in `connect`, which is called when the policy is loaded.
 """
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ ALIASES = (
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
 )
-"""Names of other metrics in the logs, which a reward must not have."""
+"""Names that a reward must not have, because the logs use them for other metrics."""
 
 CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", "image_views", *SHARED)
 """The arguments that every reward can take, in addition to the data columns."""
@@ -91,7 +96,7 @@ ImageSize = tuple[int, int] | None
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Base classes of ms-swift, whose rewards take text. They are recognised by name, without importing ms-swift."""
+"""Names of ms-swift's base classes, whose rewards take text. Comparing names avoids an import of ms-swift."""
 
 
 class Reward(ABC):
@@ -101,18 +106,18 @@ class Reward(ABC):
     """True if the reward is called with whole groups."""
 
     says_solved: bool = False
-    """True if a value of 1 means that the completion solves its prompt, because the reward compares it with the ground
-    truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success` names another."""
+    """True if a value of 1 says that the completion solves its prompt, because the reward compares the completion with
+    the ground truth. Validation (`val/avg@G`) uses the first such reward, unless `validation.success` names another."""
 
     in_process: bool = False
-    """True if the reward runs in the training process, once per batch: it uses a device, or scores many completions at
-    once."""
+    """True if the reward is called in the training process, once per batch, because it uses a device or scores many
+    completions at once."""
 
     required_columns: tuple[str, ...] = ()
-    """Data columns that the reward needs in addition to those in its signature."""
+    """Data columns that the reward needs, in addition to the columns in its signature."""
 
     optional_columns: tuple[str, ...] = ()
-    """Data columns that the reward reads if present, in addition to those in its signature."""
+    """Data columns that the reward reads if they exist, in addition to the columns in its signature."""
 
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
@@ -127,39 +132,46 @@ class Reward(ABC):
         """Score completions; name the arguments needed. Returns: [B] numbers or None ([N] lists if `per_group`)."""
 
     def check(self, max_completion_length: int) -> None:  # noqa: B027 (most rewards have nothing to check)
-        """Check the settings against the run's, before any weights load. A wrapper also checks its inner rewards.
+        """Check the reward's settings against the settings of the run, before any weights load.
+
+        A reward that contains other rewards must also call their `check`.
 
         Args:
             max_completion_length: The training run's limit, in tokens.
 
         Raises:
-            ValueError: If they do not fit.
+            ValueError: If the reward's settings do not fit the run.
         """
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:  # noqa: B027
-        """Check a row that it is going to judge, before any weights load. A reward around another asks that one.
+        """Check a row that the reward will score, before any weights load.
 
-        Nothing is opened here: it is called for every row.
+        A reward that contains other rewards must also call their `check_row`. The method is called for every row, so it
+        must be fast and must not open files.
 
         Args:
-            columns: The row's data columns; what is missing is None when it is called. In a run also its prompt, as
-                `prompts`.
+            columns: The row's data columns, and in a run its prompt as `prompts`. For a column that is missing here,
+                the reward gets None when it is called.
             image_sizes: One per image of the row.
 
         Raises:
-            ValueError: If the reward would raise for this row with any completion.
+            ValueError: If the reward would raise an error for this row whatever the completion is.
         """
 
     def warm_up(self) -> None:  # noqa: B027
-        """Prepare a worker for calls, before the time limit of its first call starts. A wrapper warms its reward up."""
+        """Prepare a worker for calls, before the time limit of its first call starts.
+
+        A reward that contains other rewards must also call their `warm_up`.
+        """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
-        """Load models, once, when the policy is loaded. A wrapper connects its inner reward.
+        """Load the reward's models; called once, when the policy is loaded.
 
-        A reward that overrides this runs in the training process, unless it sets `in_process = False`.
+        A reward that contains other rewards must also call their `connect`. A reward that overrides `connect` runs in
+        the training process, unless it sets `in_process = False`.
 
         A model loaded here is unsharded: every rank holds a full copy, whatever the strategy. The reward must not call
-        collectives, because a rank without completions never calls it.
+        collectives, because a rank without completions does not call the reward.
 
         Args:
             device: The policy's device on this rank.
@@ -183,17 +195,17 @@ class TrainerState:
 
     @property
     def epoch(self) -> float:
-        """The name of `current_epoch` in the transformers Trainer."""
+        """`current_epoch`, under its name in the transformers Trainer."""
         return float(self.current_epoch)
 
     @property
     def num_train_epochs(self) -> int | None:
-        """The name of `max_epochs` in the transformers Trainer."""
+        """`max_epochs`, under its name in the transformers Trainer."""
         return self.max_epochs
 
     @property
     def is_world_process_zero(self) -> bool:
-        """The name of `global_rank == 0` in the transformers Trainer."""
+        """Whether `global_rank` is 0, under its name in the transformers Trainer."""
         return self.global_rank == 0
 
     @classmethod
@@ -223,12 +235,12 @@ class WeightedReward(Reward):
         reward: The function or callable object.
         weight: Factor in the total; with 0 the reward is only computed and logged.
         name: The name in logs; by default the function's name, or the class name in snake case.
-        on_error: "raise" stops the run; "none" sets the values to None, "value" sets them to `error_value`. An
-            exception or a wrong length affects all completions of the call: with "none", only the other rewards count
-            there.
-        error_value: Only with `on_error="value"`.
-        completions_as: "text" passes strings and "messages" passes message lists, whatever the form of the prompt.
-            "auto" uses the form of the prompt, and text for classes derived from ms-swift's ORM or AsyncORM.
+        on_error: What happens after a failure: "raise" stops the run, "none" sets the value to None, "value" sets it to
+            `error_value`. An invalid value is a failure of one completion, which "none" makes not scorable. Any other
+            failure affects all completions of the call; with "none", only the other rewards count for them.
+        error_value: The value after a failure; only with `on_error="value"`.
+        completions_as: "text" passes completions as strings and "messages" as message lists, whatever the form of the
+            prompt. "auto" uses the form of the prompt, but text for classes derived from ms-swift's ORM or AsyncORM.
     """
 
     def __init__(
@@ -276,12 +288,12 @@ class WeightedReward(Reward):
 
     @property
     def name(self) -> str:
-        """The name in logs: the `name` argument, or the reward's own."""
+        """The name in logs: the `name` argument, or the reward's own name."""
         return self._name
 
     @property
     def loads(self) -> bool:
-        """True if the reward, or one inside it, loads something in `connect`."""
+        """True if the reward runs in this process, and its class overrides `connect`."""
         inner = innermost(self.reward)
         return self.in_process and isinstance(inner, Reward) and type(inner).connect is not Reward.connect
 
@@ -296,7 +308,11 @@ class WeightedReward(Reward):
         return {name: value for name, value in available.items() if self._accepted is None or name in self._accepted}
 
     def check(self, max_completion_length: int) -> None:
-        """Run `Reward.check`, if it is a `Reward`. Raises: ValueError as it does, prefixed with the reward's name."""
+        """Run `check` of the wrapped reward, if it is a `Reward`.
+
+        Raises:
+            ValueError: If this check fails; the message starts with the reward's name.
+        """
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             try:
@@ -305,19 +321,19 @@ class WeightedReward(Reward):
                 raise ValueError(f"Reward {self.name!r}: {error}") from error
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Run `Reward.check_row`, if it is a `Reward`. Raises: ValueError as it does."""
+        """Run `check_row` of the wrapped reward, if it is a `Reward`. Raises: ValueError if this check fails."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.check_row(columns, image_sizes)
 
     def connect(self, device: torch.device) -> None:
-        """Run `Reward.connect`, if it is a `Reward`."""
+        """Run `connect` of the wrapped reward, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.connect(device)
 
     def warm_up(self) -> None:
-        """Run `Reward.warm_up`, if it is a `Reward`."""
+        """Run `warm_up` of the wrapped reward, if it is a `Reward`."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             inner.warm_up()
@@ -325,7 +341,8 @@ class WeightedReward(Reward):
     def may_read(self, column: str) -> bool:
         """Whether the reward may read a data column.
 
-        A function with `**kwargs` may read any column; a `Reward` declares them in `optional_columns`.
+        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` declares the columns that it reads in
+        `required_columns` and `optional_columns`.
         """
         if self._accepted is not None and column in self._accepted:
             return True
@@ -345,7 +362,7 @@ def completion_text(completion: Content) -> str:
 
 
 def prompt_text(prompt: Content) -> str:
-    """Extract the text of a prompt; for a chat, that of its last message that is not a prefilled assistant turn."""
+    """Extract the text of a prompt; for a chat, the text of its last message, not counting a prefill."""
     is_prefilled = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
     return completion_text(prompt[:-1] if is_prefilled else prompt)
 
@@ -360,7 +377,7 @@ def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
 
 
 def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> WeightedReward:
-    """Wrap the inner reward of another reward, which calls it and combines its values.
+    """Wrap the inner reward of an outer reward, which calls the inner reward and uses its values.
 
     Args:
         reward: The inner reward.
@@ -368,7 +385,7 @@ def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> Wei
         name: The name of the inner reward in messages.
 
     Raises:
-        ValueError: If it takes whole groups, or has a weight or failure policy, which only the outer reward may have.
+        ValueError: If the inner reward takes whole groups, or has a weight or failure policy of its own.
     """
     inner = reward if isinstance(reward, WeightedReward) else WeightedReward(reward, name=name)
     if inner.per_group:
@@ -393,7 +410,7 @@ def _is_orm(reward: RewardLike) -> bool:
 
 
 def _first_argument(reward: RewardLike) -> str | None:
-    """The name of the first positional argument; None if it is `completions`, or there is none."""
+    """The name of the first positional argument; None if that name is `completions`, or there is no such argument."""
     parameters = inspect.signature(reward).parameters.values()
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "completions")
     return None if first == "completions" else first
@@ -409,7 +426,7 @@ def _belongs_here(reward: RewardLike) -> bool:
 
 
 def _name(reward: RewardLike) -> str:
-    """The default name of a reward: its name, or the class name in snake case; with the suffix `_fn` if reserved."""
+    """The default name of a reward: its own name or its class name in snake case; `<name>_fn` if that is reserved."""
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
     name = name if isinstance(name, str) else snake_case(type(inner).__name__)
@@ -454,10 +471,10 @@ def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str] | None, list[str]]:
-    """The keyword arguments that a reward takes (None: any), and those that it requires.
+    """The keyword arguments that a reward takes (None: any), and the keyword arguments that it requires.
 
     Raises:
-        ValueError: If it cannot be called by keyword.
+        ValueError: If the reward cannot be called by keyword.
     """
     try:
         parameters = inspect.signature(reward).parameters.values()

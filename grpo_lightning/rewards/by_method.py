@@ -50,8 +50,8 @@ class Method(AnswerReward):
     """Base class: compares the answer of each completion (`given_answer`) with the ground truth.
 
     Args:
-        answer_column: The data column with the ground truth: all of it, or the part between answer tags, after `####`
-            or in a box. A row without an answer is not scorable.
+        answer_column: The data column with the ground truth. If the text has a part between answer tags, after `####`
+            or in a box, that part is the ground truth. A row without ground truth is not scorable.
     """
 
     def __init__(self, answer_column: str = "solution") -> None:
@@ -71,8 +71,8 @@ class Method(AnswerReward):
 class MultipleChoice(Method):
     """1 if the answer chooses the option of the ground truth: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
 
-    An answer that names no option, or lists several ("A, B", "(A) 1 (B) 2"), is wrong. A ground truth that names no
-    option is not scorable.
+    An answer that names no option, or lists several options ("A, B", "(A) 1 (B) 2"), is wrong. A row whose ground truth
+    names no option is not scorable.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -82,9 +82,9 @@ class MultipleChoice(Method):
 
 
 class YesNo(Method):
-    """1 if the answer has the word of the ground truth, "yes" or "no", and not the other one.
+    """1 if the answer has the word of the ground truth, "yes" or "no", and does not have the opposite word.
 
-    A ground truth with neither or both is not scorable.
+    A row whose ground truth has neither or both of these words is not scorable.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -102,10 +102,11 @@ class AllMatch(Method):
 
 
 class Counting(Method):
-    """1 if the answer has exactly one number, and it equals that of the ground truth ("There are 3." is 3).
+    """1 if the answer has exactly one number, which equals the number of the ground truth ("There are 3." is 3).
 
-    A ground truth without a number, or with several, is not scorable. VLM-R1 scores counting by its `default`, which
-    rewards words similar to those of the ground truth where either has no number.
+    A row whose ground truth has no number, or several numbers, is not scorable. VLM-R1 scores counting with its
+    `default` method: if the answer or the ground truth has no number, that method scores the similarity of the two
+    texts.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -115,10 +116,11 @@ class Counting(Method):
 
 
 class TextSimilarity(Method):
-    """Similarity of the answer to the ground truth: 2 * LCS / (len(a) + len(b)), in characters.
+    """Similarity of the answer a and the ground truth b: 2 * LCS / (len(a) + len(b)), in characters.
 
-    LCS is the longest common subsequence; case, whitespace and a full stop at the end are ignored. VLM-R1's `default`
-    scores text by the same `Levenshtein.ratio`. Words that look alike get a high value, whatever they mean.
+    LCS is the length of the longest common subsequence. Case, whitespace and a full stop at the end are ignored.
+    VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling get a
+    high value, whatever they mean.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -129,13 +131,15 @@ class TextSimilarity(Method):
 class AnyAnswer(Method):
     r"""1 if the answer is correct; the kind of ground truth (number, option, mathematics, text) selects the comparison.
 
-    - The same text, ignoring case, whitespace and a full stop: correct.
-    - A number: correct if the answer has exactly one number, and it is equal ("There are 3." is 3); a formula ("3/4"
-      for 0.75, "12 cm" for 12) is compared as mathematics.
+    An answer with the same text as the ground truth, ignoring case, whitespace and a full stop, is correct. Other
+    answers are compared by the kind of ground truth:
+
+    - A number: correct if the answer has exactly one number, and this number is equal ("There are 3." is 3); a formula
+      ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
     - One letter: as `MultipleChoice`.
     - Mathematics: as `Accuracy`.
-    - Other text: wrong; with `has_partial_credit` the similarity 2 * LCS / (len(a) + len(b)), where LCS is the longest
-      common subsequence in characters. VLM-R1 always gives that credit, and so rewards words that look alike.
+    - Other text: wrong, or with `has_partial_credit` the value of `TextSimilarity`. VLM-R1 always gives this partial
+      credit, and thus rewards words of similar spelling.
 
     Args:
         answer_column: As in `Method`.
@@ -197,12 +201,13 @@ class ByMethod(Reward):
     Built-in methods: `default` (`AnyAnswer`), `math` (`Accuracy`), `mcq` (`MultipleChoice`), `yes_no` (`YesNo`),
     `all_match` (`AllMatch`), `counting` (`Counting`); for boxes `iou` and `rec` (`IoU`), `map` and `od_ap`
     (`DetectionMAP`), `od_ap50` (the same with `iou_threshold=0.5`), `odLength` (`OdLength`) and `weighted_sum`
-    (`WeightedSum`). `llm` needs an `LLMJudge` among `methods`. A method whose package is missing is an error only if a
-    row names it.
+    (`WeightedSum`). `llm` needs an `LLMJudge` among `methods`. If the package that a method needs is missing, an error
+    is raised only if a row names this method.
 
     Args:
-        methods: Further methods by name, or replacements of built-in ones: any rewards except those for whole groups.
-        default: The method of rows that name none (no such column, None or empty).
+        methods: Further methods by name, or replacements of built-in methods: any rewards except rewards for whole
+            groups.
+        default: The method of rows that name no method (the column is missing, None or empty).
         method_column: The data column with the name of the method.
         answer_column: The data column with the ground truth, for the built-in methods.
     """
@@ -217,7 +222,7 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError if `default` is unknown, or a method cannot be inside another reward; ImportError."""
+        """Raises: ValueError if `default` is unknown, or as `inner_reward`; ImportError if its package is missing."""
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
         for name, make in shipped_methods().items():
@@ -282,8 +287,8 @@ class ByMethod(Reward):
         """Run the `check_row` of the row's method.
 
         Raises:
-            ValueError: As the method does, prefixed with its name; or if the row names an unknown method, or lacks a
-                column that its method needs.
+            ValueError: If the method's own `check_row` fails (the message names the method), if the row names an
+                unknown method, or if the row lacks a column that its method needs.
             ImportError: If the row names a method whose package is missing.
         """
         method = self.method_of(columns)
@@ -306,7 +311,7 @@ class ByMethod(Reward):
             method.connect(device)
 
     def method_of(self, columns: Mapping[str, Any]) -> str:
-        """The method of a row. Raises: ValueError if it is unknown; ImportError if its package is missing."""
+        """The name of a row's method. Raises: ValueError if it is unknown; ImportError if its package is missing."""
         name = columns.get(self.method_column)
         return self._known(name) if name else self.default
 
@@ -368,11 +373,11 @@ def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count:
 
 
 def similarity(a: str, b: str) -> float:
-    """Levenshtein ratio: 2 * LCS / (len(a) + len(b)), LCS the longest common subsequence; 1 for two empty texts.
+    """Levenshtein ratio of two texts: 2 * LCS / (len(a) + len(b)); 1 for two empty texts.
 
-    The packages Levenshtein and rapidfuzz call it `ratio`; lengths are in characters. An integer holds a row of the
-    textbook table, with a zero bit wherever the length grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited",
-    2004).
+    LCS is the length of the longest common subsequence, in characters. The packages Levenshtein and rapidfuzz call this
+    similarity `ratio`. The bits of an integer store a row of the usual dynamic-programming table: a bit is zero where
+    the LCS grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
     """
     if len(a) < len(b):
         a, b = b, a
@@ -389,5 +394,5 @@ def similarity(a: str, b: str) -> float:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether a text is compared as mathematics. Not "Paris 2024", of which math-verify would parse only the number."""
+    """Whether a text is compared as mathematics. "Paris 2024" is not: math-verify would parse only the number."""
     return any(char.isdigit() or char in "\\^_$" for char in text) and ("\\" in text or not _WORD.search(text))

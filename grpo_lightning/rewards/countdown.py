@@ -34,12 +34,12 @@ _OPERATORS = {
 class Countdown(Reward):
     """1 if the answer is an expression of the row's numbers that equals the target, else 0.
 
-    The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly: 1/3*3 is 1. It may be
-    followed by `= target`. Anything else is wrong, and nothing is executed: `99**98**97` is a wrong answer and costs
-    no time.
+    The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly: 1/3*3 is 1. The
+    expression may be followed by `= target`. Any other answer is wrong. Answers are never executed as code:
+    `99**98**97` is a wrong answer and takes no time.
 
-    This is the task of TinyZero (data columns `nums`, `target`), whose reward calls Python's `eval` and hangs on such
-    answers, and, with `uses="some"`, of reasoning-gym's `countdown`.
+    With the defaults, this is the task of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
+    Python's `eval` and hangs on such answers. With `uses="some"`, it is the task `countdown` of reasoning-gym.
 
     Args:
         numbers_column: The data column with the numbers that may be used.
@@ -105,9 +105,9 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
         max_numbers: Maximum count of numbers in the expression, which bounds the size of its value.
 
     Returns:
-        (Its value, the count of each number in it). The value is None if the text is not such an expression (powers,
-        decimals, words, two signs, an operator too many), is too long, has too many or too long numbers, or divides by
-        0.
+        (The value of the expression, the count of each number in it). The value is None if the text is not such an
+        expression (it has powers, decimals, words, two signs or an operator too many), is too long, has too many or too
+        long numbers, or divides by 0.
     """
     text = " ".join(text.translate(_SIGNS).split())
     numbers = re.findall(r"[0-9]+", text) if len(text) <= MAX_CHARACTERS else []

@@ -103,10 +103,10 @@ class Cosine(Reward):
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 
-    It falls or rises from start = `min_len_*` at length 0 to end = `max_len_*` at T and is constant beyond (Yeo et al.,
-    arXiv:2502.03373, app. C.1). The defaults are those of ms-swift. TRL's `get_cosine_scaled_reward` has
-    `min_len_wrong=-1, max_len_wrong=-0.5` and no default for `max_len`; VLM-R1's `length` has `max_len=1024` and treats
-    every answer as correct.
+    The reward goes from start (`min_len_correct` or `min_len_wrong`) at length 0 to end (`max_len_correct` or
+    `max_len_wrong`) at length T, and is constant beyond T (Yeo et al., arXiv:2502.03373, app. C.1). The defaults are
+    those of ms-swift. TRL's `get_cosine_scaled_reward` has `min_len_wrong=-1, max_len_wrong=-0.5` and no default for
+    `max_len`; VLM-R1's `length` has `max_len=1024` and treats every answer as correct.
 
     Args:
         min_len_correct: Reward of a correct answer of length 0.
@@ -114,8 +114,8 @@ class Cosine(Reward):
         min_len_wrong: Reward of a wrong answer of length 0.
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
-        accuracy: The reward that decides which answers are correct: those with a value of at least 1. Its None stays
-            None. By default `Accuracy()`.
+        accuracy: The reward that decides which answers are correct: an answer is correct if its value is at least 1.
+            Where the value is None, this reward is None too. By default `Accuracy()`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Cosine(Reward):
         max_len: int | None = None,
         accuracy: RewardLike | None = None,
     ) -> None:
-        """Raises: ValueError if a value is not finite, `max_len` below 1, or `accuracy` cannot be inside another."""
+        """Raises: ValueError if a value is not finite or `max_len` is below 1; as `inner_reward` for `accuracy`."""
         self.correct = (min_len_correct, max_len_correct)
         self.wrong = (min_len_wrong, max_len_wrong)
         if not all(math.isfinite(value) for value in (*self.correct, *self.wrong)):
@@ -142,11 +142,11 @@ class Cosine(Reward):
         self.in_process = self.accuracy.in_process
 
     def check(self, max_completion_length: int) -> None:
-        """Check `accuracy`. Raises: ValueError as it does."""
+        """Run `accuracy.check`. Raises: ValueError if that check fails."""
         self.accuracy.check(max_completion_length)
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Run `accuracy.check_row`. Raises: ValueError as it does."""
+        """Run `accuracy.check_row`. Raises: ValueError if that check fails."""
         self.accuracy.check_row(columns, image_sizes)
 
     def warm_up(self) -> None:

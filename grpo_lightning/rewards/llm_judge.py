@@ -42,29 +42,31 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
 class LLMJudge(AnswerReward):
-    r"""The score from 0 to 1 that a language model gives an answer (VLM-R1's `llm`).
+    r"""The score from 0 to 1 that a language model, the judge, gives an answer (VLM-R1's method `llm`).
 
-    The judge receives the question (the text of the last turn), the ground truth and the completion's answer: the
-    content of its last `<answer>...</answer>`, otherwise of its last `\boxed{...}`, otherwise all of it. All
-    completions of a call are judged concurrently while other rewards run.
+    The judge gets the question (the text of the prompt's last turn), the ground truth and the answer of the completion.
+    The answer is the content of the last `<answer>...</answer>`; without these tags, the content of the last
+    `\boxed{...}` after the reasoning; without a box, the whole text after the reasoning. The judge is queried
+    concurrently for all completions of a batch, while other rewards run.
 
-    A completion whose call fails, or whose reply has no score, is not scorable (None); a warning is logged, and the
-    fraction of such completions as `llm_judge/failed`. If all calls of a batch fail (wrong address, key or model), the
-    reward raises, and `WeightedReward.on_error` applies. VLM-R1 uses a fixed model, calls it for one completion at a
-    time without a time limit, and falls back to text comparison.
+    If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
+    fraction of such completions is logged as `llm_judge/failed`. If all queries of a batch fail (wrong address, key or
+    model), the reward raises an error, which is handled as `WeightedReward.on_error` says. VLM-R1 uses a fixed model,
+    queries it for one completion at a time without a time limit, and compares the texts if a query fails.
 
     Args:
         model: The name of the model at the endpoint.
         base_url: The endpoint, such as `http://localhost:8000/v1`; None uses `OPENAI_BASE_URL`, otherwise OpenAI.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
-        answer_column: The data column with the ground truth (see `Method`). A row without one is not scorable.
-        prompt: The prompt for the judge; `{question}`, `{right}` (the ground truth) and `{given}` (the answer) are
-            replaced by the texts.
-        temperature: Sampling temperature of the reply; None uses the endpoint's default (some reasoning models require
-            that).
-        timeout_seconds: Time limit of one attempt.
-        max_retries: Retries after a timeout, a lost connection, too many requests or a server error.
-        concurrency: Maximum number of concurrent calls.
+        answer_column: The data column with the ground truth (see `Method`). A row without ground truth is not scorable.
+        prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)
+            are replaced by the texts.
+        temperature: Sampling temperature of the reply; None uses the endpoint's default, which some reasoning models
+            require.
+        timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
+            query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
+        max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
+        concurrency: Maximum number of concurrent queries.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -115,7 +117,7 @@ class LLMJudge(AnswerReward):
         """Query the judge. Args: prompts, completions: [B]. Returns: [B] in [0, 1], None without ground truth or score.
 
         Raises:
-            RuntimeError: If all calls failed.
+            RuntimeError: If all queries failed.
             ValueError: If the API key is missing.
         """
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
@@ -172,7 +174,7 @@ class LLMJudge(AnswerReward):
         return reply_text(found)
 
     def _report(self, replies: Sequence[str | Exception], scores: Sequence[float | None], log_metric: Any) -> None:
-        """Warn about failed calls and log their share. Raises: RuntimeError if all calls failed."""
+        """Warn about failed queries and log their fraction. Raises: RuntimeError if all queries failed."""
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         first_error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""  # a time-out has no text
         silent = [r for r, score in zip(replies, scores, strict=True) if score is None and isinstance(r, str)]
@@ -207,9 +209,10 @@ class LLMJudge(AnswerReward):
 
 
 def score_in(reply: str) -> float | None:
-    """Parse the score in a reply: the line after its last "Score:", otherwise all of it; None unless in [0, 1].
+    """Parse the score of a reply; None if it is not a number from 0 to 1.
 
-    The text up to the last `</think>` is ignored.
+    The text up to the last `</think>` is ignored. The score is the rest of the line after the last "Score:"; without
+    "Score:", it is the whole remaining text.
     """
     final = reply.rpartition("</think>")[2]
     _, found, rest = final.lower().rpartition("score:")

@@ -19,18 +19,19 @@ COLUMNS = ("task", "task_config", "entry")
 class ReasoningGym(Reward):
     """Score from 0 to 1 by reasoning-gym's verifier of the row's task.
 
-    The answer is read from the last answer tags, otherwise, after the reasoning, from a box, otherwise it is the whole
-    text; a blank answer is passed to the verifier as None. The verifier's value is used unchanged, even the 0.01 that
-    some verifiers give to any answer. If the verifier raises or does not return a number from 0 to 1, the answer is
-    not scorable (None); a warning is logged, and the fraction of such completions as `reasoning_gym/verifier_failed`.
+    The answer is the content of the last answer tags; without tags, the content of the last box after the reasoning;
+    without a box, the whole text after the reasoning. A blank answer is passed to the verifier as None. The verifier's
+    value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier fails if it raises an
+    error or does not return a number from 0 to 1. The completion then gets `failed_value`, a warning is logged, and the
+    fraction of such completions is logged as `reasoning_gym/verifier_failed`.
 
-    The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code; their rows are refused unless
-    `evaluate_answers` is set. For the task countdown, use the reward `Countdown`, which executes nothing.
+    The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code. Rows of these tasks are refused
+    unless `evaluate_answers` is set. For the task countdown, use the reward `Countdown`, which executes nothing.
 
     Args:
-        evaluate_answers: Allow verifiers that execute completions, which are untrusted code: set it only in a
-            disposable container.
-        failed_value: The value of an answer on which the verifier fails; null means not scorable.
+        evaluate_answers: Allow verifiers that execute completions. Completions are untrusted code, so set this only in
+            a disposable container.
+        failed_value: The value of a completion on which the verifier fails; null makes the completion not scorable.
     """
 
     says_solved = True
@@ -61,10 +62,11 @@ class ReasoningGym(Reward):
             log_metric: The run's logging function.
 
         Returns:
-            [B] values, 0 to 1; None where the row has no task, or the verifier fails.
+            [B] values, 0 to 1; None where the row has no task, `failed_value` where the verifier fails.
 
         Raises:
-            ValueError: If a row does not have the format of `ReasoningGymTasks`, or its task executes answers.
+            ValueError: If a row does not have the format of `ReasoningGymTasks`, or the verifier of its task executes
+                answers and `evaluate_answers` is not set.
         """
         values: list[float | None] = []
         problems: list[str] = []

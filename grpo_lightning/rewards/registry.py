@@ -1,4 +1,4 @@
-"""Reward registry: look up rewards by short name, built-in ones and entry points of installed packages.
+"""Reward registry: look up a reward by its short name, built-in or registered by an installed package.
 
 A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 
@@ -110,7 +110,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
 
     Raises:
         ValueError: If the name is unknown, two packages register the same name, or arguments are given for a function.
-        ImportError: If the package that registers it fails to load.
+        ImportError: If the entry point of the reward fails to load.
         TypeError: If the reward does not take the arguments.
     """
     announced = _announced()

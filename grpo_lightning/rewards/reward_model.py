@@ -78,7 +78,7 @@ class Classifier:
 
         Raises:
             FileNotFoundError: If the model does not exist.
-            ValueError: If it does not return one score per sequence.
+            ValueError: If the model is not a sequence classifier with one label.
         """
         config = self.load_config()
         made = [type(self.model).__name__] if not self.is_named else config.architectures or []
@@ -135,33 +135,36 @@ class RewardModel(Reward):
     """The score of a reward model for a prompt and its completion.
 
     The model is a transformers sequence classifier with a single label; the score is its raw logit. A chat prompt and
-    its completion are formatted by the reward model's own chat template; a text prompt and its completion are
-    concatenated and get the tokenizer's special tokens once. Images are not supported. For a generative judge use
+    its completion are formatted by the reward model's own chat template. A text prompt and its completion are
+    concatenated, and the tokenizer adds its special tokens once. Images are not supported. For a generative judge, use
     `LLMJudge`.
 
-    Padding does not change a score: each sequence gets the score that it gets alone. Transformers reads the score from
-    the last token that is not `pad_token_id` of the model's config. Sequences are padded with that id; if the config
-    has none, transformers reads the last token, and they are padded with an id that occurs in none of them. The
-    tokenizer's own pad token and padding side do not matter. Equal sequences are scored once.
+    Padding does not change scores: a sequence gets the same score in a batch as alone. Transformers reads the score at
+    the last token that is not `pad_token_id` of the model's config, so sequences are padded with that id. If the config
+    has no `pad_token_id`, an id that occurs in none of the sequences takes its place. The pad token and padding side of
+    the tokenizer do not matter. Equal sequences are scored once.
 
-    Sequences that are too long for the model are not truncated: they are not scorable (None); a warning is logged, and
-    the fraction of such completions as `reward_model/too_long`.
+    A sequence that is too long for the model is not truncated: its completion is not scorable (None). A warning is
+    logged, and the fraction of such completions is logged as `reward_model/too_long`.
 
     The weights load with the policy, after all checks. Every rank holds a full copy, also under ZeRO-3 and FSDP2, and
-    scores its own completions without communication. That takes 2 bytes per weight on each device in bfloat16 (14 GB
-    for 7 billion weights), 4 in float32, for the whole run or, with `offload`, during the call; plus the activations of
-    `batch_size` sequences, which `grpo-lightning plan` leaves out. The model is frozen and not a submodule of the
-    LightningModule: it is in no optimizer, strategy or checkpoint. Automatic mixed precision is off while it scores.
+    scores its own completions without communication. On each device, the copy takes 2 bytes per weight in bfloat16 (14
+    GB for 7 billion weights) and 4 bytes in float32; with `offload`, it takes this memory only during calls. The
+    activations of `batch_size` sequences take additional memory, which `grpo-lightning plan` does not count.
+
+    The model is frozen, and it is not a submodule of the LightningModule, so it is in no optimizer, strategy or
+    checkpoint. Automatic mixed precision is off while the model scores.
 
     Args:
-        model: Hub name, folder, or a model in memory, which is frozen and moved.
+        model: Hub name, folder, or a model in memory. A model in memory is frozen and moved to the device.
         tokenizer: A tokenizer, or its name or folder; null uses the model's own. Required for a model in memory.
         revision: Branch, tag or commit of the model on the hub.
-        batch_size: Sequences per forward pass, grouped by length.
-        max_length: Maximum tokens of a sequence; null uses the limit of model and tokenizer.
-        dtype: Precision of the weights; "auto" uses that of the checkpoint. bfloat16 resolves a score of 10 to 0.06.
-        device: The device, "cpu" or "cuda:1", the same for all ranks; null uses the policy's device of the rank.
-        offload: Keep the weights on the CPU between calls, at the cost of a transfer there and back.
+        batch_size: Sequences per forward pass; sequences of similar length are in the same pass.
+        max_length: Maximum number of tokens of a sequence; null uses the limit of model and tokenizer.
+        dtype: Precision of the weights; "auto" uses the precision of the checkpoint. In bfloat16, neighbouring scores
+            near 10 differ by 0.06.
+        device: The device for all ranks, such as "cpu" or "cuda:1"; null uses the device of the policy on each rank.
+        offload: Keep the weights on the CPU between calls; each call then transfers them to the device and back.
     """
 
     in_process = True
@@ -226,7 +229,8 @@ class RewardModel(Reward):
 
         Raises:
             FileNotFoundError: If the model or its tokenizer does not exist.
-            ValueError: If it is not a sequence classifier with one label, or `max_length` is above the model's limit.
+            ValueError: If the model is not a sequence classifier with one label, or `max_length` is above the limit of
+                model and tokenizer.
         """
         self.source.check()
         limit = longest(self.source.load_config(), self.tokenizer, self.max_length)
@@ -245,7 +249,7 @@ class RewardModel(Reward):
         prompt = columns.get("prompts", "")
         if isinstance(prompt, str):
             return
-        # Templates refuse roles and their order: one prompt per sequence of roles is enough.
+        # Templates may refuse roles or their order: one prompt per sequence of roles is rendered.
         roles = tuple(message.get("role") for message in prompt)
         if roles not in self._rendered_roles:
             self._render(prompt, "")
@@ -265,7 +269,7 @@ class RewardModel(Reward):
     ) -> list[float | None]:
         """Score completions. Args: prompts, completions: [B]. Returns: [B], None where a sequence is too long.
 
-        Outside of a run the first call loads the model, onto the CPU unless `device` is set.
+        Outside of a run, the first call loads the model, onto the CPU unless `device` is set.
 
         Raises:
             ValueError: If a prompt has images, or is a chat that the tokenizer's template does not accept.
@@ -301,7 +305,7 @@ class RewardModel(Reward):
         return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
     def _render(self, prompt: Sequence[Message], text: str) -> str:
-        """Apply the chat template. Raises: ValueError if there is none, or it does not accept these messages."""
+        """Apply the chat template. Raises: ValueError if there is no template, or it does not accept the messages."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"The prompt is a chat, but the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
@@ -363,7 +367,7 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
         device: The model's device.
 
     Returns:
-        One score per sequence, equal to its score alone.
+        One score per sequence, the same as in a forward pass with this sequence alone.
 
     Raises:
         ValueError: If the model has no embedding for a token.
@@ -393,7 +397,7 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
 
 @contextlib.contextmanager
 def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
-    """Context manager: set a pad token that changes no score. Yields: the token, or None if every token occurs."""
+    """Context manager: set a pad token that changes no score. Yields: its id, or None if every id occurs in `chunk`."""
     own = config.pad_token_id
     if len(chunk) == 1 or (own is not None and 0 <= own < config.vocab_size):
         yield own or 0
@@ -425,12 +429,13 @@ def _device(name: str) -> torch.device:
 
 
 def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
-    """Maximum tokens of a sequence: the minimum of `max_length` and the limits of model and tokenizer; None if none.
+    """Maximum number of tokens of a sequence: `max_length`, else the limit of model and tokenizer; None for no limit.
 
-    The tokenizer's limit counts too: encoders with offset positions (RoBERTa) take fewer tokens than their config has.
+    The tokenizer's limit counts too, because encoders with offset positions (RoBERTa) take fewer tokens than their
+    config has positions.
 
     Raises:
-        ValueError: If `max_length` is above the other limits.
+        ValueError: If `max_length` is above the limit of model and tokenizer.
     """
     limits = num_positions(config), tokenizer.model_max_length  # a tokenizer without a limit has 10^30
     own = min((limit for limit in limits if limit is not None and limit < 10**9), default=None)

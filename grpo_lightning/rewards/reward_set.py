@@ -23,15 +23,15 @@ from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 class RewardSet:
     """The rewards of a run.
 
-    With `workers`, picklable sync rewards run in worker processes, several calls at a time and within limits
-    (`RewardWorkers`). Other sync rewards run one after the other in the calling thread. Async rewards run concurrently
-    with them, on one event loop for the lifetime of the process, so that their clients keep their connections.
-    Picklable if the rewards are.
+    With `workers`, picklable sync rewards run in worker processes, several calls at a time, with time and memory limits
+    (`RewardWorkers`). Other sync rewards run one after the other in the calling thread. Async rewards run at the same
+    time as the sync rewards. They share one event loop for the lifetime of the process, so that their clients keep
+    their connections. A reward set is picklable if its rewards are picklable.
 
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique, so that log keys
             do not depend on the order of the rewards.
-        weights: One per reward, instead of weights in `WeightedReward`s.
+        weights: One weight per reward, instead of the weights in `WeightedReward`s.
         workers: Settings of the worker processes; None runs all rewards in this process.
     """
 
@@ -74,18 +74,18 @@ class RewardSet:
 
     @property
     def success(self) -> str:
-        """The name of the reward that decides what is solved: the first with `says_solved`, otherwise the first."""
+        """The reward that decides what is solved: the first one with `says_solved`; if there is none, the first one."""
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Check that prompts have the columns the rewards need, source by source, and record the known columns.
+        """Check that prompts have the columns that the rewards need, source by source, and record the columns.
 
-        A reward is checked against the sources it applies to (`Prompt.rewards`).
+        A reward is checked against the sources to which it applies (`Prompt.rewards`).
 
         Raises:
-            ValueError: Naming the sources, if a column is missing, or has the name of a reward argument; if prompts
-                name an unknown reward, or only rewards of weight 0, or a method in `accu_reward_method` that none of
-                their rewards reads.
+            ValueError: If a column is missing or has the name of a reward argument; if prompts name an unknown reward
+                or only rewards of weight 0; or if they name a method in `accu_reward_method`, but none of their rewards
+                reads this column. The message names the sources.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
@@ -96,18 +96,18 @@ class RewardSet:
         """Check each row with each reward that will score it (`Reward.check_row`).
 
         Raises:
-            ValueError: Naming the rows that a reward cannot score, if its `on_error` is "raise".
+            ValueError: If a reward with `on_error: raise` cannot score a row; the message lists the rows.
         """
         check_rows(prompts, self.rewards)
 
     def check(self, max_completion_length: int) -> None:
-        """Check the rewards' settings against the run's, before any weights load.
+        """Check the settings of the rewards against the settings of the run, before any weights load.
 
         Args:
             max_completion_length: The training run's limit, in tokens.
 
         Raises:
-            ValueError: If a reward's settings are invalid for this run, naming the reward.
+            ValueError: If a reward's settings are invalid for this run; the message names the reward.
         """
         for reward in self.rewards:
             reward.check(max_completion_length)
@@ -120,7 +120,7 @@ class RewardSet:
             sharding: The sharding of the policy; models of rewards are not sharded.
             num_local_ranks: Ranks on this machine.
         """
-        self.pool.start(num_local_ranks)  # runs in the background while the others load
+        self.pool.start(num_local_ranks)  # the workers start in the background while models load
         with (sharding or Sharding()).beside():
             for reward in self.rewards:
                 reward.connect(device)
@@ -136,15 +136,15 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start every reward on all completions of the prompts it applies to.
+        """Start every reward on all completions of the prompts to which it applies.
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if the prompt does not exclude it (`Prompt.rewards`) and at least one completion has
-        a value. Completions of such a group without a value are not scorable: their total is NaN. The totals of a group
-        to which no reward applies are NaN. Rewards of weight 0 are ignored in all of this.
+        A reward applies to a group if the prompt does not exclude the reward (`Prompt.rewards`) and at least one
+        completion has a value. In such a group, a completion without a value is not scorable: its total is NaN. If no
+        reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
-        Without groups (a rank without prompts) no reward is called.
+        Without groups (a rank without prompts), no reward is called.
 
         Args:
             groups: N groups of G completions each.
@@ -196,20 +196,21 @@ log = logging.getLogger(__name__)
 
 
 def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> None:
-    """Run `check_row` of every reward on the rows of the prompts it applies to.
+    """Run `check_row` of every reward on the rows to which the reward applies.
 
-    If a reward's `on_error` is not "raise", rows that it cannot score only log a warning: the reward is then skipped
-    for every batch with such a row.
+    If a reward cannot score a row and its `on_error` is not "raise", only a warning is logged: the reward will fail for
+    every call with such a row.
 
     Args:
         prompts: The prompts. A row used for both training and validation counts once.
         rewards: The rewards of the run.
 
     Raises:
-        ValueError: If there are rows that a reward cannot score, naming file, line and reward.
+        ValueError: If a reward with `on_error` "raise" cannot score a row; the message names file, line and reward.
     """
     refused: dict[tuple[str | int, str], str] = {}
-    """Problems by row (its location, otherwise its prompt: a row may be in both splits) and reward."""
+    """Problems by row and reward. A row is identified by its file and line, because it may be in both training and
+    validation data; a row without file and line is identified by the id of the prompt."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()
@@ -240,7 +241,9 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
             )
     if accepted:
         text = _format_problems(accepted)
-        log.warning("%s\nThe reward is skipped for every batch with one of these rows, due to its on_error.", text)
+        log.warning(
+            "%s\nEach call of the reward with one of these rows fails, and is treated as its on_error says.", text
+        )
     if refused:
         raise ValueError(
             f"{_format_problems(refused)}\nFix these rows, or set the answer to null to skip this reward for them. To "
@@ -250,7 +253,7 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
 
 
 def _format_problems(found: Mapping[tuple[str | int, str], str]) -> str:
-    """Format the number of rows that rewards cannot score, and the first of them."""
+    """Format the number of rows that rewards cannot score, and the problems of the first ones."""
     counts = ", ".join(f"{count} by {name!r}" for name, count in Counter(name for _, name in found).items())
     return f"{len({row for row, _ in found})} rows cannot be scored ({counts}):\n{listed(list(found.values()))}"
 
@@ -300,7 +303,8 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
     """Check that rewards and data match.
 
-    If only some sources of a reward have a column, its values are None for the rows of the others.
+    If only some of the sources to which a reward applies have a column, the reward gets None for it in the rows of the
+    other sources.
 
     Args:
         sources: The sources of the prompts.
@@ -308,9 +312,9 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
         weights: Weight of each reward, by name.
 
     Raises:
-        ValueError: If a column has the name of a reward argument; prompts name an unknown reward, or none of nonzero
-            weight, or a method that none of their rewards reads; or no source that a reward applies to has a column
-            that the reward needs.
+        ValueError: If a column has the name of a reward argument; if prompts name an unknown reward or only rewards of
+            weight 0; if prompts name a method, but none of their rewards reads the column of the method; or if a
+            reward needs a column that none of its sources has.
     """
     for source in sources:
         _check_names(source, weights)
@@ -322,7 +326,7 @@ def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], 
 
 
 def _check_names(source: Source, weights: Mapping[str, float]) -> None:
-    """Check the column names of a source and the rewards it names."""
+    """Check the column names of a source and the rewards that the source names."""
     of = f" of {source.name!r}" if source.name else ""
     if taken := [column for column in source.columns if column in CONTRACT]:
         raise ValueError(f"Data columns {taken}{of} have the names of reward arguments: rename them.")
@@ -339,7 +343,7 @@ def _check_names(source: Source, weights: Mapping[str, float]) -> None:
 
 
 def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
-    """Check that some reward reads the method that the data name; otherwise it would be silently ignored."""
+    """Check that a reward reads the method that the data names; otherwise the method would be silently ignored."""
     if source.method and not any(reward.may_read(METHOD_COLUMN) for reward in rewards if source.uses(reward.name)):
         of = f" of {source.name!r}" if source.name else ""
         raise ValueError(
@@ -349,7 +353,7 @@ def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
 
 
 def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
-    """Check that at least one source of a reward has a column; warn about the others."""
+    """Check that at least one source of a reward has a column; warn about sources without it."""
     lacking = [source for source in used if column not in source.columns]
     names = ", ".join(repr(source.name) for source in lacking if source.name)
     if len(lacking) < len(used):

@@ -1,8 +1,8 @@
 """Score a rollout: call every reward and add up the values to one total per completion.
 
-Each call receives the completions of one prompt, in a worker or in this process. Workers run several calls at a time,
-and a call that hangs or crashes does not affect the others. Rewards with `in_process = True` and async rewards get the
-whole batch in one call.
+A call gets the completions of one prompt, and runs in a worker process or in this process. Workers run several calls at
+a time, and a call that hangs or crashes does not affect other calls. An async reward, or a reward with
+`in_process = True`, gets the whole batch in one call.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from grpo_lightning.rewards.workers import Answer, WorkerPool, call_reward
 logger = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
-"""Kinds of failures, counted in completions per reward: the call raised; it timed out; its worker process died; it
-returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value although
-others of its group did."""
+"""Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
+the call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value
+although other completions of its group did. For each reward and kind, the affected completions are counted."""
 
 GRACE_SECONDS = 5.0
 """Grace period after the step's deadline for workers to report a timeout."""
@@ -66,11 +66,11 @@ class Scores:
     """Mean of the values logged by `log_metric`, per name."""
 
     extras: dict[str, list[Any]]
-    """[N * G] values per column, from `log_extra`; None where the reward does not apply. If several rewards log the
-    same column, it is named `<reward>/<column>`."""
+    """[N * G] values per column, from `log_extra`; None where the reward does not apply. If several rewards log a
+    column of the same name, these columns are named `<reward>/<column>`."""
 
     failures: dict[str, int]
-    """Number of completions per `reward/failure` (see `FAILURES`); all keys are always present."""
+    """Number of completions per `<reward>/<failure>` (see `FAILURES`); all keys are always present."""
 
     @classmethod
     def of_totals(cls, total: Tensor) -> Scores:
@@ -155,11 +155,12 @@ class Scoring:
             call.start_here()
 
     def finish(self) -> Scores:
-        """Wait for all rewards; if one stops the run, cancel the others.
+        """Wait for all rewards; if the failure of one stops the run, cancel the others.
 
         Raises:
             RuntimeError: If a reward failed and its `on_error` is "raise"; the cause is chained.
-            ValueError: Likewise for an invalid return value; or if a reward logs a metric under a reserved name.
+            ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
+                "raise", or if a reward logs a metric under a reserved name.
         """
         try:
             values = {call.reward.name: call.finish() for call in self.calls}
@@ -197,7 +198,7 @@ class Scoring:
         return {name: statistics.fmean(values) for name, values in merged.items()}
 
     def _merge_extras(self) -> dict[str, list[Any]]:
-        """Merge the extra columns of all rewards; if several log the same one, it is named `<reward>/<column>`."""
+        """Merge the extra columns of all rewards; columns of the same name are named `<reward>/<column>`."""
         num_groups, size = self.size
         logged_by = Counter(column for call in self.calls for column in call.extras)
         merged: dict[str, list[Any]] = {}
@@ -233,7 +234,7 @@ class RewardCall:
         groups: N groups of G completions.
         context: Arguments shared by all completions.
         pool: The workers.
-        deadline: In `time.monotonic` seconds, for calls in workers and async calls.
+        deadline: Time at which calls in workers and async calls are stopped, in `time.monotonic` seconds.
     """
 
     def __init__(
@@ -290,8 +291,9 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If it raised, timed out or its worker crashed, and `on_error` is "raise".
-            ValueError: Likewise for an invalid return value.
+            RuntimeError: If a call raised an error, timed out or its worker crashed, and `on_error` is "raise".
+            ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
+                "raise".
         """
         size = len(self.groups[0].completions)
         numbers: list[list[float]] = []
@@ -335,7 +337,7 @@ class RewardCall:
         return answer
 
     def _read_values(self, answer: Answer, groups: Sequence[Group], size: int) -> list[list[Any]]:
-        """Read the [n][G] values of an answer; for a failed call, those of the failure policy."""
+        """Read the [n][G] values of an answer; for a failed call, the values that `on_error` sets."""
         if not answer.failure:
             rows = _as_rows(answer.result, len(groups), size, per_group=self.reward.per_group)
             count = len(groups) * size
@@ -372,7 +374,7 @@ class RewardCall:
 
         Args:
             kind: One of `FAILURES`.
-            problem: Description of the failure, following the name of the reward.
+            problem: Description of the failure; in messages, it follows the name of the reward.
             groups: The affected groups.
             count: Number of affected completions.
             cause: The exception raised by the reward.
@@ -390,7 +392,7 @@ class RewardCall:
         return self.reward.error_value
 
     def _log(self) -> None:
-        """Log the first failure of each kind with their number, and the messages logged in workers."""
+        """Log the first failure of each kind with the number of such failures, and the messages logged in workers."""
         for (name, level, message), times in self._records.items():
             repeats = f" ({times} times)" if times > 1 else ""
             logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, repeats)
@@ -425,10 +427,11 @@ def _describe(result: Any) -> str:
 
 @functools.cache
 def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """The event loop of async rewards, in its own thread: notebooks already run a loop in the main thread.
+    """The event loop of async rewards. It runs in its own thread, because notebooks run a loop in the main thread.
 
     Args:
-        process_id: Cache key. A forked process lacks the loop's thread and needs its own loop.
+        process_id: Id of this process, as the cache key: a forked process lacks the loop's thread and needs its own
+            loop.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"rewards-{process_id}", daemon=True).start()
@@ -462,7 +465,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     The lists are copies, so a reward may modify them.
 
     Args:
-        reward: Takes lists with one element per completion, or per group if it is `per_group`.
+        reward: The reward. It gets lists with one element per completion, or per group if it is `per_group`.
         groups: N groups of G completions.
         context: Arguments shared by all completions.
     """
@@ -515,7 +518,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:
-    """Append the completion to the chat, merged with a prefilled assistant turn of the prompt."""
+    """Append the completion to the chat; it is merged with a prefilled assistant turn of the prompt."""
     content, text = group.prompt.content, completion.text
     chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if chat[-1]["role"] != "assistant":
@@ -534,7 +537,7 @@ def _question(prompt: Prompt) -> str:
 
 
 def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Content:
-    """Convert a completion to the form of its prompt, or to the one that the reward requests."""
+    """Convert a completion to the form of its prompt, or to the form that the reward requests."""
     is_text = isinstance(group.prompt.content, str)
     as_prompt = completion_in_form(completion.text, "text" if is_text else "messages")
     return completion_in_form(as_prompt, reward.completions_as)

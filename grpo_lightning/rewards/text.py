@@ -1,6 +1,6 @@
 """Text rewards: exact match, format, repetition.
 
-Completions are untrusted text, so everything here takes linear time: `str` methods, no backtracking patterns.
+Completions are untrusted text, so all rewards take linear time: they use `str` methods and no backtracking patterns.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ Unit = Literal["words", "tokens"]
 class ExactMatch(AnswerReward):
     r"""1 if the completion's answer equals the row's answer, else 0.
 
-    Both are normalized first: surrounding whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`, a full stop at the
-    end, the commas and spaces of "1,000" and "1 000" and the currency symbol of "€72" are removed; full-width
-    characters become ASCII. Nothing else changes: "1.0" is not "1".
+    Both answers are normalized first. Normalization removes whitespace and delimiters around the answer (`$`, `\$`,
+    `\(...\)`, `\[...\]`, `**...**`), a full stop at the end, the commas and spaces of "1,000" and "1 000", and the
+    currency symbol of "€72"; full-width characters become ASCII. Nothing else changes: "1.0" is not "1".
 
     Args:
-        answer_column: The data column with the ground truth, text or a number. If it has a part after `####` (GSM8K),
-            between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. A row without an answer (None
-            or only whitespace) is not scorable.
-        extract: How to find the completion's answer: "answer_tag" reads the last `<answer>...</answer>`, "boxed" the
-            last `\boxed{}`, "hashes" the text after the last `####` up to the end of the line, "text" all of it, and
-            "auto" the places where chat models put it. A completion without an answer there is wrong. "auto" takes the
-            first match of: answer tags, a box, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**), the
-            end of the last line ("3 + 4 = 7") unless the completion is truncated.
-        is_normalized: False compares the extracted texts without normalization, except for surrounding whitespace.
+        answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
+            (GSM8K), between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. A row without an
+            answer (None or only whitespace) is not scorable.
+        extract: Where to read the completion's answer: "answer_tag" reads the last `<answer>...</answer>`, "boxed" the
+            last `\boxed{}`, "hashes" the text after the last `####` up to the end of the line, and "text" the whole
+            completion. "auto" tries these places in order, and reads the first that the completion has: answer tags, a
+            box, an announcement ("The answer is 7.") or `#### 7`, bold text (**7**), the end of the last line
+            ("3 + 4 = 7") unless the completion is truncated. If there is no answer at that place, the completion is
+            wrong.
+        is_normalized: False compares the extracted texts without normalization; only whitespace around them is removed.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Format(Reward):
 
     Args:
         tags: The tags, in order: `[reasoning, answer]` for `<reasoning>...</reasoning><answer>...</answer>`.
-        prompt_opens_first: True if the chat template already ends with the first opening tag: the completion then
-            starts inside it and must not open it again.
+        prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
+            completion then starts inside this part and must not repeat the tag.
         text_after: True if any text may follow the last part: `tags=[think], text_after=True` is reasoning followed by
             an answer without tags.
     """
@@ -127,7 +128,7 @@ class ReactFormat(Reward):
     Only whitespace is allowed before `<think>` and between `</think>` and `Action:`.
 
     Args:
-        prompt_opens_first: True if the chat template already ends with `<think>`.
+        prompt_opens_first: True if the prompt, as the chat template renders it, ends with `<think>`.
     """
 
     def __init__(self, *, prompt_opens_first: bool = False) -> None:
@@ -152,12 +153,13 @@ class Repetition(Reward):
 
         r = (1 - unique n-grams / n-grams) * max_penalty
 
-    0 for a completion shorter than n (Yeo et al., arXiv:2502.03373, app. C.2). The defaults are those of ms-swift.
-    TRL's `get_repetition_penalty_reward` is `unit="tokens"`. VLM-R1's `repetition` is `BoxRepetition`.
+    A completion of fewer than n words or tokens gets 0 (Yeo et al., arXiv:2502.03373, app. C.2). The defaults are those
+    of ms-swift. `unit="tokens"` corresponds to TRL's `get_repetition_penalty_reward`. VLM-R1's `repetition` is
+    `BoxRepetition`.
 
     Args:
         n_grams: n, the length of the n-grams.
-        max_penalty: The limit for a completion that only repeats itself; at most 0.
+        max_penalty: The limit of the reward for a completion that only repeats itself; at most 0.
         unit: "words" splits at whitespace and compares in lower case. "tokens" uses the tokenizer's tokens, for text
             without spaces (Chinese, Japanese, Thai).
     """

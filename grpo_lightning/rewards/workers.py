@@ -1,14 +1,15 @@
 """Worker processes for rewards: time limits, memory limits, and several calls at once.
 
-A reward that loops in C code can be interrupted neither by a signal nor by a thread, because it does not release the
-interpreter. The training process therefore starts a supervisor, which loads the rewards once, forks the workers, sends
-them the calls, and kills workers whose calls time out:
+A reward that loops in C code does not release the interpreter, so neither a signal handler nor another thread can
+interrupt it. Therefore the training process starts a supervisor process. The supervisor loads the rewards once, forks
+the workers, sends calls to the workers, and kills workers whose calls time out:
 
     training process  -- calls -->  supervisor  -- one call at a time -->  workers
                       <- answers -              <------- answer ---------
 
-A forked worker is ready in a millisecond, shares the modules that the supervisor has loaded, and runs the code as of
-the start of the run, even if the files have changed since. It scores in its main thread, where signals work.
+A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. It runs the code as of
+the start of the run, even if the source files have changed since. It calls rewards in its main thread, where signals
+work.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ENDING_SECONDS = 0.2
 """Grace period for a worker that has closed its connection to exit, so that its own exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Maximum seconds of one wait; a limit may exceed what the system can wait for at once."""
+"""Maximum duration of one wait, in seconds. A time limit may be longer than the system can wait for at once."""
 
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
@@ -59,8 +60,8 @@ CALLERS = frozenset(str(Path(__file__).with_name(name)) for name in ("workers.py
 """Files whose stack frames are left out of the tracebacks of rewards."""
 
 IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals that a terminal or scheduler sends to all processes of a run. The supervisor ignores them: the training
-process handles them and stops the supervisor."""
+"""Signals that a terminal or scheduler sends to all processes of a run. The supervisor ignores these signals, because
+the training process handles them and stops the supervisor."""
 
 START_SUPERVISOR = (
     "import sys; sys.path[:] = sys.argv[2:]; from grpo_lightning.rewards.workers import supervise; "
@@ -80,8 +81,8 @@ class RewardWorkers:
     """Settings of the worker processes in which picklable sync rewards run."""
 
     num_workers: int | None = None
-    """Worker processes per rank; null is one per CPU core of the rank, from 2 to 8. 0 runs all rewards in the training
-    process, without limits."""
+    """Worker processes per rank. null uses one process per CPU core of the rank, but at least 2 and at most 8. 0 runs
+    all rewards in the training process, without time and memory limits."""
 
     timeout_seconds: float = 30.0
     """Time limit of one call: one reward on the completions of one prompt."""
@@ -90,7 +91,8 @@ class RewardWorkers:
     """Time limit of all calls for a rollout together, including async rewards."""
 
     memory_gb: float = 4.0
-    """Address space in GB that a worker may reserve beyond what it shares with the others; each subprocess may too."""
+    """Address space in GB that a worker may reserve in addition to the memory that it shares with the supervisor. Each
+    subprocess of a worker has the same limit."""
 
     def __post_init__(self) -> None:
         """Check the ranges. Raises: ValueError naming the field, its value and the allowed range."""
@@ -105,7 +107,7 @@ class RewardWorkers:
                 raise ValueError(f"reward_workers.{name} must be {allowed}, got {getattr(self, name)!r}.")
 
     def number(self, num_local_ranks: int = 1) -> int:
-        """Resolve the default of `num_workers`, for this number of ranks that share the CPU cores."""
+        """The number of workers; null is resolved for `num_local_ranks` ranks that share the CPU cores."""
         if self.num_workers is not None:
             return self.num_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -132,8 +134,8 @@ class RaisedError(RuntimeError):
     """An exception that a reward raised in a worker.
 
     Args:
-        problem: The error and its location, in one line.
-        shown: The traceback in the worker.
+        problem: The exception and its location, in one line.
+        shown: The formatted traceback of the exception in the worker.
     """
 
     def __init__(self, problem: str, shown: str) -> None:
@@ -163,7 +165,7 @@ class Answer:
     """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty on success."""
 
     problem: str = ""
-    """Description of the failure, following the name of the reward."""
+    """Description of the failure; in messages, it follows the name of the reward."""
 
     cause: BaseException | None = None
     """The exception."""
@@ -183,7 +185,7 @@ class Answer:
         return self
 
     def fail_by(self, error: BaseException) -> Answer:
-        """Turn this into the answer of a call that raised."""
+        """Turn this into the answer of a call that raised an exception."""
         return self.fail("exception", f"raised {describe_error(error)[0]}", error)
 
 
@@ -202,8 +204,8 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     """Format an exception of a reward.
 
     Returns:
-        Its class, text and location, "KeyError: 'gold', at my_rewards.py:3"; and its traceback. Both start at the
-        reward's own code.
+        The class, text and location of the exception ("KeyError: 'gold', at my_rewards.py:3"), and its traceback. The
+        location is in the reward's own code, and the traceback starts there.
     """
     frames = frame = error.__traceback__
     while frame is not None:  # skip all frames up to the last one of this package: futures add some in between
@@ -235,12 +237,13 @@ class Call(NamedTuple):
 
 
 class WorkerPool:
-    """Pool of reward workers under one supervisor; it ends with this object or this process.
+    """Pool of worker processes that run rewards, under one supervisor process.
 
-    The workers start on first use, and again if the supervisor was killed. Picklable; a copy starts its own workers.
+    The supervisor starts on first use, and again if it was killed. The supervisor and the workers end when this object
+    is deleted or this process ends. The pool is picklable; an unpickled copy starts its own supervisor.
 
     Args:
-        rewards: All rewards of the run. Those that cannot run in workers run in the training process.
+        rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
         limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
     """
 
@@ -251,7 +254,7 @@ class WorkerPool:
         self._places: dict[str, int] = {}
         """Index in the pool of each reward that runs in workers, by name."""
         self._started_by: int | None = None
-        """Process id of the starter: a forked process lacks its threads."""
+        """Id of the process that has started the workers. A process forked from it lacks its threads."""
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
@@ -306,10 +309,10 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the rewards are loaded; those that cannot be loaded run in the training process.
+        """Wait until the rewards are loaded; rewards that cannot be loaded will run in the training process.
 
         Raises:
-            RuntimeError: If loading times out, or the supervisor ends meanwhile.
+            RuntimeError: If loading times out, or the supervisor ends while it loads the rewards.
         """
         self.start()
         if not self._places:
@@ -341,7 +344,7 @@ class WorkerPool:
         log.warning("Reward %r runs in the training process without time or memory limits: %s.%s", name, why, remedy)
 
     def stop(self) -> None:
-        """Stop the workers and their calls; the next call starts them again."""
+        """Stop the workers and their calls; the next call starts the workers again."""
         if self._places:
             self._close()
 
@@ -358,9 +361,9 @@ class WorkerPool:
 
         Args:
             reward: A reward that runs in workers.
-            arguments: Its keyword arguments, except the logging functions.
+            arguments: The keyword arguments of the reward, except the logging functions.
             seed: Seed of the random numbers of the call.
-            seconds: Time limit of this call, in addition to that of the settings.
+            seconds: Time limit of this call; `timeout_seconds` of the settings applies too.
             deadline: Deadline of all calls of the step, in `time.monotonic` seconds.
         """
         answer: Future[Answer] = Future()
@@ -386,7 +389,7 @@ class WorkerPool:
 def _listen(
     control: Connection, process: subprocess.Popen[bytes], loaded: Future[Any], pending: dict[int, Future[Answer]]
 ) -> None:
-    """Receive the supervisor's answers until it ends."""
+    """Receive the answers of the supervisor until the supervisor ends."""
     with contextlib.suppress(EOFError, OSError):
         loaded.set_result(control.recv())
         while True:
@@ -476,12 +479,12 @@ class Worker:
     """The current call."""
 
     limit: float = math.inf
-    """Deadline in `time.monotonic` seconds: for the start, then for the current call."""
+    """Deadline of the worker's start, and later of the current call, in `time.monotonic` seconds."""
 
     is_ready: bool = False
 
     def send(self) -> None:
-        """Send the current call to the worker; its time limit starts."""
+        """Send the current call to the worker, and start the call's time limit."""
         assert self.call is not None
         self.limit = min(time.monotonic() + self.call.seconds, self.call.deadline)
         with contextlib.suppress(OSError):  # it has died, which its connection reports next
@@ -509,7 +512,7 @@ class Supervisor:
     workers: list[Worker] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run until the training process closes the pool. Raises: EOFError, ConnectionError if it has ended."""
+        """Run until the training process closes the pool. Raises: EOFError, ConnectionError if that process ended."""
         try:
             while True:
                 while self.queue and self._dispatch():
@@ -531,7 +534,7 @@ class Supervisor:
                 self._end(self.workers[0])
 
     def _dispatch(self) -> bool:
-        """Send the next call to a worker, or fail it. Returns: False if all workers are busy."""
+        """Send the next call to a worker, or answer that it failed. Returns: False if all workers are busy."""
         worker = next((worker for worker in self.workers if worker.call is None), None)
         if worker is None and len(self.workers) == self.num_workers:
             return False
@@ -611,7 +614,7 @@ class Supervisor:
 
 
 def _work(connection: Connection, others: Sequence[Connection], rewards: Sequence[Any], memory_bytes: int) -> None:
-    """Main function of a worker: answer calls until the supervisor ends, or memory runs out (a new worker follows)."""
+    """Main function of a worker: answer calls until the supervisor ends, or until a call runs out of memory."""
     status = 1
     try:
         os.setsid()  # so that subprocesses of rewards are killed with their worker
@@ -715,7 +718,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _seed_random(seed: int) -> None:
-    """Seed all random number generators, so that a call does not depend on its worker or on earlier calls."""
+    """Seed all global random number generators, so that a call depends neither on its worker nor on earlier calls."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

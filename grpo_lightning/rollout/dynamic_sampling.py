@@ -1,9 +1,9 @@
 """DAPO dynamic sampling: replace prompts whose groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
-A zero-variance group has no gradient, and neither has a group whose completions are all masked by the overlong filter.
-Its prompt is replaced by the next one in the data, for up to `max_resample_times` rounds. Each round samples as many
-prompts as groups are missing, so that groups with a gradient are never thrown away. Groups still missing after the last
-round keep their original group.
+Two kinds of groups have no gradient: zero-variance groups, and groups whose completions are all masked by the overlong
+filter. The prompt of such a group is replaced by the next prompt in the data, in up to `max_resample_times` rounds.
+Each round samples as many new prompts as there are groups to replace, so that no group with a gradient is thrown away.
+A group that is still without a replacement after the last round stays in the rollout.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class DynamicSampling:
     """Maximum number of rounds of new prompts per rollout."""
 
     reward: str | None = None
-    """Name of the reward that must vary within a group (where it applies); null tests the combined rewards that
-    advantages are computed from. DAPO tests accuracy alone, because length rewards differ in almost every group."""
+    """Name of a reward that must vary within a group, in addition to the combined rewards from which advantages are
+    computed. If this is null, or the reward does not apply to a group, only the combined rewards must vary. DAPO tests
+    the accuracy reward, because combined rewards with a length reward vary in almost every group."""
 
     def __post_init__(self) -> None:
         """Check the number of rounds. Raises: ValueError if it is below 1."""
@@ -41,7 +42,7 @@ class DynamicSampling:
         check_ranges("dynamic_sampling", self, [("max_resample_times", is_count, allowed)])
 
     def is_idle(self, rollout: Rollout) -> Tensor:
-        """Find groups without a gradient in a scored rollout: [N] bool. Raises: ValueError if `reward` is missing."""
+        """Find groups to replace in a scored rollout: [N] bool. Raises: ValueError if `reward` has no scores."""
         assert rollout.rewards is not None
         assert rollout.scores is not None
         is_idle = zero_variance_groups(rollout.rewards) | is_emptied(rollout.groups)
@@ -81,9 +82,9 @@ def resample(
 ) -> tuple[Rollout, Resampling]:
     """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
 
-    Collective: every rank takes part in every round, even if it replaces nothing, because all ranks gather sharded
-    weights. Prompts and seeds follow from the global index of a group, so that completions do not depend on the number
-    of ranks.
+    Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
+    sharded weights together. Prompts and seeds follow from the global index of a group (its index among the groups of
+    all ranks), so that completions do not depend on the number of ranks.
 
     Args:
         rollout: N groups of this rank, with their rewards.
@@ -92,11 +93,12 @@ def resample(
         source: Provides the new prompts.
 
     Returns:
-        The rollout with N groups, replaced ones at their original rows; and the counts.
+        The rollout with N groups, in which new groups have the rows of the groups that they replace; and the counts.
     """
     is_idle = settings.is_idle(rollout).tolist()
     places = ranks.own_indices(len(rollout.groups))
-    # For each of the N places: the global index of its group in the cycle, and its row among all groups sampled here.
+    # For each of the N rows of the result: the global index of its group in the cycle, and the position of the group
+    # among all groups that this rank sampled.
     indices, rows = list(places), list(range(len(rollout.groups)))
     used, parts, num_sampled = sum(ranks.gather_objects(len(rollout.groups))), [rollout], len(rollout.groups)
     rounds = 0
@@ -134,7 +136,7 @@ def source_of(loader: Any) -> PromptSource:
 
 
 def wrong_loader(*, is_on: bool) -> str:
-    """Error message for a loader and a module of which only one is set up for dynamic sampling."""
+    """Error message if only the module (`is_on`) or only the loader is set up for dynamic sampling."""
     if is_on:
         return (
             "model.dynamic_sampling needs additional prompts within a cycle, which the training loader does not "
@@ -147,7 +149,7 @@ def wrong_loader(*, is_on: bool) -> str:
 
 
 def check(settings: DynamicSampling | None, reward_names: list[str], *, is_kl_in_reward: bool) -> None:
-    """Check the settings. Raises: ValueError if the named reward does not exist, or rewards differ in every group."""
+    """Check the settings. Raises: ValueError if `reward` is unknown, or the KL makes all rewards of a group differ."""
     if settings is not None and settings.reward is None and is_kl_in_reward:
         raise ValueError(
             "model.objective.kl_in is 'reward', so rewards differ in every group, and model.dynamic_sampling would "

@@ -23,7 +23,7 @@ class RolloutEngine(Protocol):
     """
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Called once after the policy is loaded; `sharding` describes how its weights are sharded over ranks."""
+        """Called once after the policy is loaded; `sharding` describes how the weights are sharded over ranks."""
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Called before every rollout: the next completions are sampled from these weights."""
@@ -43,14 +43,14 @@ class RolloutEngine(Protocol):
             prompts: N unpadded token-id lists; N may be 0 and differ between ranks.
             num_generations: G, completions per prompt.
             sampling: Sampling distribution and stop conditions.
-            seeds: N, one per prompt. The same seed, weights and prompt give the same completions, independent of the
-                other prompts in the batch and of the rank; global random state is not touched.
+            seeds: N seeds, one per prompt. The same seed, weights and prompt must give the same completions, whatever
+                the other prompts in the batch and the rank are. The engine must not touch global random state.
             progress: Called with the decoding progress.
             vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
-                vision tower in it, for later forward passes.
+                vision tower in this object, for later forward passes.
 
         Returns:
-            N lists of G completions, in the order of the prompts. Their `entropies` are optional: without them
-            `policy/entropy` is estimated by minus the log-probs.
+            N lists of G completions, in the order of the prompts. The `entropies` of a completion are optional: without
+            them, `policy/entropy` is estimated as the mean of minus the log-probs.
         """
         ...

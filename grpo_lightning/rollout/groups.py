@@ -1,4 +1,4 @@
-"""The `Rollout` record that a training step passes on, and sampling groups of completions for encoded prompts."""
+"""The `Rollout` record that the methods of a training step pass on, and the sampling of its groups."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class GroupSource(NamedTuple):
         seeds: list[int],
         progress: Progress | None = None,
     ) -> list[Group]:
-        """Sample G completions for each of N prompts; every image is read once, here.
+        """Sample G completions for each of N prompts; the images of the prompts are read once, in this call.
 
         Args:
-            prompts: N.
-            num_generations: G.
-            sampling: Sampling distribution. Image placeholder tokens and ids without a token are suppressed as well.
-            seeds: N.
+            prompts: N prompts.
+            num_generations: G, completions per prompt.
+            sampling: Sampling settings. Image placeholder tokens, and ids for which the tokenizer has no token, are
+                suppressed in addition to `suppress_tokens`.
+            seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
 
         Raises:
-            ValueError: If a prompt cannot be encoded, or leaves no room for its completions.
+            ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
         """
         encoded = self.encoder.fitting(prompts, sampling.max_completion_length)
-        # With sharded weights all ranks run the vision tower together, even if only some have images.
+        # With sharded weights all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
         sampled = self.engine.generate(
@@ -75,7 +76,9 @@ class GroupSource(NamedTuple):
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:
     """KL of each completion to the reference, [N, G] in nats: k1, summed over the tokens that are trained on.
 
-    sum over t of (rollout_logprob[t] - ref_logprob[t]). If all tokens of a completion are masked, all are summed.
+        KL = sum over trained t of (rollout_logprob[t] - ref_logprob[t])
+
+    If all tokens of a completion are masked, the sum is over all its tokens.
     """
     return torch.tensor([[_kl(c) for c in group.completions] for group in groups], dtype=torch.float32)
 
@@ -99,9 +102,9 @@ def vision_of(groups: Sequence[Group], encoder: Encoder, policy: nn.Module, shar
 OverlongFilter = Literal["none", "loss", "group"]
 """How truncated completions are treated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
 
-Their rewards are noisy: a correct chain of thought that was truncated scores like a wrong one. `none` trains on them
-normally. `loss` masks them, but their rewards still count in the mean and std of their groups. `group` masks them and
-excludes their rewards too: they are not scorable."""
+The rewards of truncated completions are noisy: correct reasoning that was truncated scores like wrong reasoning. `none`
+trains on truncated completions normally. `loss` masks their tokens, but their rewards still count in the mean and std
+of their groups. `group` masks their tokens and also excludes their rewards, as not scorable."""
 
 
 def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:
@@ -146,10 +149,10 @@ class Rollout:
     """This rank's part of a rollout. Each step of the module fills in the next field."""
 
     groups: list[Group]
-    """N groups: a prompt with its G completions."""
+    """N groups, each of a prompt and its G completions."""
 
     scores: Scores | None = None
-    """Values of each reward, logged metrics and extras, failures."""
+    """Values of each reward, metrics and extras that rewards logged, and failures."""
 
     rewards: Tensor | None = None
     """[N, G] float32: combined rewards; NaN where a completion is not scorable or is excluded from its group."""
@@ -173,7 +176,7 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 
 
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
-    """Check that `verb` returned values [N, G], one per completion, and return them. Raises: ValueError if not."""
+    """Check that the method `verb` returned values [N, G], and return the values. Raises: ValueError if not."""
     sizes = {len(group.completions) for group in groups}
     shape = None if values is None else tuple(values.shape)
     if values is None or values.ndim != 2 or len(values) != len(groups) or not sizes <= {values.shape[1]}:

@@ -1,6 +1,7 @@
-"""The local engine: samples with the policy itself, through unmodified transformers.
+"""The local engine: samples with the policy itself, with the unmodified model code of transformers.
 
-Every prompt is prefilled once, its KV cache is fanned out to its G completions, and finished rows leave the batch.
+Every prompt is prefilled once, its KV cache is repeated for its G completions, and finished completions leave the
+batch.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions decoded at the same time, which bounds the KV cache. More are decoded in
-            waves; a wave holds at least one prompt's G. None decodes all at once.
+        max_rows: Maximum number of completions decoded at the same time; limits the memory of the KV cache. If a
+            rollout has more completions, they are decoded in several waves, one after the other. A wave always has at
+            least the G completions of one prompt. None decodes all completions in one wave.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
             at every token; all ranks then wait for the longest completion. "auto" gathers once unless the full
-            weights would take more than half of the free GPU memory. The completions are the same.
+            weights would take more than half of the free GPU memory. All three give the same completions.
     """
 
     def __init__(self, max_rows: int | None = None, *, gather_for_generation: Literal["auto"] | bool = "auto") -> None:
@@ -64,7 +66,7 @@ class LocalEngine(RolloutEngine):
         self.logged_gathering: bool | None = None
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Store the policy and its stop tokens, and check whether its cache can be fanned out."""
+        """Store the policy and its stop tokens, and check whether completions can share their prompt's KV cache."""
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -74,21 +76,22 @@ class LocalEngine(RolloutEngine):
         self.use_generate(no_fan_out_reason(policy))
 
     def use_generate(self, reason: str | None) -> None:
-        """Sample with transformers' `generate` if there is a reason why the cache cannot be shared."""
+        """Sample with transformers' `generate` if `reason` tells why the KV cache cannot be shared; None shares it."""
         self.why_not_shared = reason
         if reason:
             log.warning("Sampling with transformers' `generate`, which prefills each prompt G times: %s.", reason)
 
     def check(self, scorer: Scorer) -> None:
-        """Check on a small rollout of prompts of unequal length that engine and scorer agree on the log-probs.
+        """Check on a small rollout, with prompts of unequal length, that engine and scorer agree on the log-probs.
 
-        If they differ, or the fanned-out cache does not work, `generate` is tried.
+        The engine first samples with a KV cache shared by a prompt's completions. If that fails or the log-probs
+        differ, the engine switches to transformers' `generate` and checks again.
 
         Args:
             scorer: Scores the policy.
 
         Raises:
-            ValueError: If neither way of sampling agrees with the scorer.
+            ValueError: If transformers' `generate` fails too, or its log-probs differ from the scorer's.
         """
         measured = compare(self.policy, lambda: self.probe_difference(scorer))
         if measured.is_wrong and self.why_not_shared is None:
@@ -110,7 +113,7 @@ class LocalEngine(RolloutEngine):
 
     @torch.no_grad()
     def probe_difference(self, scorer: Scorer) -> Tensor:
-        """|engine - scorer| log-probs of 2 completions each of 2 prompts of unequal length: [sampled tokens], nats."""
+        """|difference| of engine's and scorer's log-probs, for 2 prompts x 2 completions: [sampled tokens], nats."""
         batch = probe_batch(self.policy)
         prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
         length = batch.completion_ids.shape[1]
@@ -131,7 +134,7 @@ class LocalEngine(RolloutEngine):
         return (torch.tensor([row.logprobs for row in rows], device=device) - scores).abs().flatten()
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Nothing to do: the policy samples itself."""
+        """Do nothing: the engine always samples with the policy's current weights."""
 
     @torch.no_grad()
     def generate(
@@ -149,7 +152,7 @@ class LocalEngine(RolloutEngine):
         groups: list[list[Completion]] = []
         with evaluating(self.policy), self.weights() as lockstep:
             waves = self.waves(prompts, seeds, num_generations, vision)
-            # Ranks with fewer waves run dummy waves, to take part in the collectives.
+            # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
             idle = Wave([], [], vision and VisionInputs([PromptVision()], vision.blank))
             waves += [idle] * (lockstep.num_waves(len(waves)) - len(waves))
             for wave in waves:
@@ -160,7 +163,7 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Context in which the policy can run, with weights gathered once if configured; yields the `Lockstep`."""
+        """Context in which the policy can run, with sharded weights gathered once if chosen; yields the `Lockstep`."""
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
@@ -188,7 +191,7 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """Decode one wave: prefill N prompts, fan the cache out to B rows, then sample one token per step and row."""
+        """Decode one wave: prefill N prompts, repeat the cache for B rows, then sample one token per row and step."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
         cache = SamplingCache(config=text_config(self.policy))
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
@@ -245,12 +248,15 @@ class LocalEngine(RolloutEngine):
     def prepare(
         self, wave: Wave, num_generations: int, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
-        """Prompt ids [N, L], mask [N, L], prompt index per row [B], and the sampler; a dummy row without prompts."""
+        """Make prompt ids [N, L], mask [N, L], prompt index of each row [B], and the sampler.
+
+        If the wave has no prompts, these are the inputs of a dummy row.
+        """
         device = compute_device(self.policy)
         given = wave.prompts, wave.seeds, num_generations
         prompts, seeds, copies = given if wave.prompts else ([[self.pad_id]], [0], 1)
         ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
-        # Padding is replaced by a token of the prompt: a repetition penalty must not see the pad id.
+        # Padding is replaced by a token of the prompt, so that a repetition penalty does not apply to the pad id.
         ids = torch.where(mask, ids, ids[:, -1:])
         fan = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
@@ -269,7 +275,7 @@ class LocalEngine(RolloutEngine):
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
-        """Decode one wave with transformers' `generate`, for models whose cache cannot be fanned out."""
+        """Decode one wave with transformers' `generate`, for models whose KV cache cannot be shared by completions."""
         prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
         config = GenerationConfig(
             # A rank without prompts is done after one token, and then only takes part in the collectives.
@@ -359,7 +365,7 @@ class OpenRows:
     """State of the unfinished rows for the next decoding step."""
 
     number: Tensor
-    """[rows] their indices among the rows of the wave."""
+    """[rows] index of each row among all rows of the wave."""
 
     logits: Tensor
     """[rows, V] of the next token."""
@@ -380,7 +386,7 @@ class OpenRows:
 
 @contextlib.contextmanager
 def without_suggestions(policy: Any) -> Iterator[None]:
-    """Ignore the checkpoint's generation config, from which `generate` would take sampling settings left unset."""
+    """Ignore the checkpoint's generation config: transformers' `generate` would take unset settings from there."""
     suggested, policy.generation_config = policy.generation_config, GenerationConfig()
     try:
         yield
@@ -400,15 +406,15 @@ def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]
 class SamplingCache(DynamicCache):
     """KV cache (`DynamicCache`) that stores keys and values in the dtype that attention uses.
 
-    Under autocast the rotary embedding (float32 cosines) returns float32 keys, and the values become float32 too;
-    attention then casts the entire cache at every token. Casting when storing gives the same numbers in half the
-    memory.
+    Under autocast the rotary embedding multiplies by float32 cosines and returns float32 keys, and the values become
+    float32 too. Attention then casts the entire cache at every token. Casting keys and values once, when they are
+    stored, gives the same results with half the memory.
     """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of a layer, and return all of them."""
+        """Store new keys and values of a layer, and return all its keys and values."""
         if torch.is_autocast_enabled(key_states.device.type):
             dtype = torch.get_autocast_dtype(key_states.device.type)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
@@ -417,7 +423,7 @@ class SamplingCache(DynamicCache):
 
 
 def no_fan_out_reason(policy: nn.Module) -> str | None:
-    """Reason why the policy's KV cache cannot be fanned out; None if it can."""
+    """Reason why completions cannot share their prompt's KV cache; None if they can."""
     if reason := no_cache_reason(policy):
         return reason
     layers = DynamicCache(config=text_config(policy)).layers
@@ -429,15 +435,15 @@ def no_fan_out_reason(policy: nn.Module) -> str | None:
 Gather = Literal["auto"] | bool
 
 LARGEST_SHARE = 0.5
-"""Maximum fraction of free memory for gathered weights. The rest is for the KV cache, the logits, and the optimizer
-states, which are not allocated yet when the first rollout is sampled."""
+"""Maximum fraction of the free memory that gathered weights may take. The rest is for the KV cache, the logits, and the
+optimizer states, which are not allocated yet when the first rollout is sampled."""
 
 
 class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
-    A forward call is collective, but completions end at different steps on each rank. All ranks therefore make the same
-    calls until the last one is done: ranks without open rows run a dummy row.
+    Forward calls of sharded weights are collective, but completions end at different steps on each rank. All ranks
+    therefore make the same calls until the last rank is done: ranks without unfinished rows run a dummy row.
 
     Args:
         is_needed: True if forward calls are collective. Otherwise no rank waits for another.
@@ -447,16 +453,16 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Number of waves to run: the maximum over ranks, those beyond this rank's own being dummies."""
+        """Number of waves to run: the maximum over ranks. After its `own` waves, this rank runs dummy waves."""
         return int(ranks.max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
     def continues(self, has_open_rows: bool) -> bool:  # noqa: FBT001 - a question about one truth value
-        """True if another token is decoded, because some rank has open rows."""
+        """True if another token is decoded, because some rank has unfinished rows."""
         return ranks.is_any(has_open_rows) if self.is_needed else has_open_rows
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
-    """Decide whether sharded weights are gathered once per rollout, the same on all ranks; returns also the reason."""
+    """Decide whether all ranks gather sharded weights once per rollout; returns the decision and the reason."""
     if gather != "auto":
         return gather, "requested"
     device = compute_device(policy)
@@ -478,7 +484,7 @@ def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
 
 
 def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full (unsharded) weights in the dtype they are gathered in (None: their own)."""
+    """Bytes of the full (unsharded) weights in the dtype that they are gathered in (None: the weights' own dtype)."""
     size = None if dtype is None else dtype.itemsize
     return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 

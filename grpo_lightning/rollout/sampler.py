@@ -1,8 +1,8 @@
 """Sampling the next token: filtered distribution, random numbers, and inverse-CDF sampling.
 
-Every prompt has its own stream of random numbers, and the sampled token is the first whose cumulative probability
-exceeds the number. A completion therefore depends only on its prompt, seed and index in the group, not on batches,
-waves or ranks.
+Every prompt has its own stream of uniform random numbers, one number per token of each completion. The sampled token is
+the first token of the vocabulary whose cumulative probability exceeds the number. A completion therefore depends only
+on its prompt, its seed and its index in the group, not on the rank or on which prompts are decoded together.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from transformers import (
 from grpo_lightning.core.types import SamplingParams
 
 BLOCK_STEPS = 256
-"""Decoding steps per block of random numbers. Changing it changes the completions of a seed."""
+"""Decoding steps per block of random numbers. Another block size would change the completions of a seed."""
 
 BLOCK_TOKENS = 128
 """Vocabulary tokens per block in the two-level search of `pick`; divides most vocabulary sizes."""
 
 
 class Uniforms:
-    """Uniform random numbers in [0, 1): one stream per prompt, G numbers per step.
+    """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
 
     The streams do not depend on the maximum completion length or the device.
 
     Args:
-        seeds: N, one per prompt.
-        num_generations: G.
+        seeds: N seeds, one per prompt.
+        num_generations: G, completions per prompt.
         device: Device of the returned numbers.
     """
 
@@ -49,7 +49,7 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """Numbers of a step, [N x G]. Steps must be requested in order; the same step may be requested repeatedly."""
+        """Random numbers of a decoding step, [N x G]. Request steps in order; a step may be requested repeatedly."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
@@ -66,14 +66,14 @@ class Draw(NamedTuple):
     """[rows] token ids."""
 
     logprobs: Tensor
-    """[rows] nats, under the distribution sampled from, after all filters."""
+    """[rows] nats, under the distribution that the token was sampled from, after all filters."""
 
     entropies: Tensor
-    """[rows] nats, of the softmax at the temperature (1 for greedy), before any filter."""
+    """[rows] nats, of the softmax at the sampling temperature (1 if greedy), before all filters."""
 
 
 class TokenSampler:
-    """Samples the next token of every row, with its log-probability under the distribution sampled from."""
+    """Samples the next token of every row, with its log-prob under the distribution that it is sampled from."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TokenSampler:
         if sampling.suppress_tokens:
             self.unfiltered.append(functools.partial(without, tuple(sorted(sampling.suppress_tokens))))
         if not sampling.is_greedy and sampling.temperature != 1:
-            # first, as in transformers: the filters act on tempered scores
+            # before the filters, as in transformers: the filters act on scores divided by the temperature
             self.unfiltered.append(TemperatureLogitsWarper(sampling.temperature))
         self.processors += self.unfiltered
         self.is_filtered = bool(sampling.reshaping.keys() - {"suppress_tokens"})
@@ -122,8 +122,8 @@ class TokenSampler:
         if self.is_filtered:
             distribution = log_distribution(self.unfiltered, history, logits)
             probabilities = distribution.exp()
-        # vecdot and the in-place clamp avoid another [rows, V]: this takes 0.5 % of a decoding step of a 0.5B model on
-        # a CPU. Clamped because 0 x -inf is nan.
+        # `vecdot` and the in-place clamp avoid another tensor [rows, V]; the entropies take 0.5 % of the time of a
+        # decoding step of a 0.5B model on a CPU. The clamp is needed because 0 x -inf is nan.
         entropies = -torch.linalg.vecdot(probabilities, distribution.clamp_(min=torch.finfo(distribution.dtype).min))
         return Draw(ids, logprobs, entropies)
 
@@ -133,7 +133,7 @@ class TokenSampler:
 
 
 def log_distribution(processors: LogitsProcessorList, history: Tensor, logits: Tensor) -> Tensor:
-    """Log-probabilities [rows, V] in nats of logits [rows, V] after the processors."""
+    """Log-probs [rows, V], in nats, of logits [rows, V] that have passed through the processors."""
     scores = logits.float()
     for process in processors:  # `processors(...)` would inspect every signature at every token
         scores = process(history, scores)
@@ -143,8 +143,8 @@ def log_distribution(processors: LogitsProcessorList, history: Tensor, logits: T
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF sampling: the first token whose cumulative probability exceeds the uniform number, [rows].
 
-    The search has two levels, over blocks of tokens and within one, to avoid a float64 [rows, V]. A token of
-    probability 0 is never sampled.
+    The search has two levels, first over blocks of tokens and then within one block, which avoids a float64 tensor
+    [rows, V]. A token of probability 0 is never sampled.
 
     Args:
         probabilities: [rows, V], need not sum to exactly 1.
@@ -165,12 +165,14 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows], at least 0. If rounding pushed it to the total or beyond, the last positive weight is chosen.
+        target: [rows], at least 0. If rounding has made a target reach the sum of the weights, the index of the last
+            positive weight is returned.
 
     Returns:
-        [rows] the index, always of a positive weight, and [rows] the target minus the sum of the weights before it.
+        [rows] the index, always of a positive weight; and [rows] the target minus the sum of the weights before that
+        index.
     """
-    # Zeros are masked: a parallel cumsum can change by a rounding error where nothing was added.
+    # Entries of weight 0 are masked, because a parallel cumsum can change by a rounding error there.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
     total = cumulated.amax(-1)
     target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
@@ -195,16 +197,16 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=64)
 def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]]:
-    """Split suppressed ids into a tail that can be sliced off and the others, which are masked.
+    """Split suppressed ids into ids at the end of the vocabulary, to be sliced off the logits, and ids to be masked.
 
-    The padding of the vocabulary beyond the tokenizer's last token is such a tail: slicing it off is free.
+    Many vocabularies are padded beyond the tokenizer's last token. Slicing the padding off costs nothing.
 
     Args:
         never: Token ids that are never sampled.
         size: V, the number of logits.
 
     Returns:
-        The number of logits left without the tail, and the suppressed ids among them.
+        The number of logits left after slicing, and the suppressed ids among these logits.
     """
     refused = set(never)
     while size - 1 in refused:
@@ -213,14 +215,14 @@ def sampled_ids(never: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...]
 
 
 def without(never: tuple[int, ...], history: Tensor, logits: Tensor) -> Tensor:
-    """Suppress tokens: slice suppressed ids off the end of logits [rows, V], and set the others to -inf."""
+    """Suppress tokens: slice suppressed ids off the end of logits [rows, V], and set other suppressed ids to -inf."""
     size, among = sampled_ids(never, logits.shape[-1])
     logits = logits[:, :size]
     return logits.index_fill(-1, torch.tensor(among, device=logits.device), -torch.inf) if among else logits
 
 
 def refuse_nan(history: Tensor, logits: Tensor) -> Tensor:
-    """Return the logits unchanged. Raises: FloatingPointError if one is NaN: training has diverged."""
+    """Return the logits unchanged. Raises: FloatingPointError if a logit is NaN, because training has diverged."""
     if bool(logits.isnan().any()):
         raise FloatingPointError(
             "The policy's logits are NaN, so it cannot be sampled. Training has diverged: lower the learning "

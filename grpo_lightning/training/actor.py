@@ -1,4 +1,4 @@
-"""Run policy and reference over a rollout: micro-batches, log-probs, and offloading while sampling."""
+"""Run policy and reference on a rollout: make micro-batches, compute log-probs, offload tensors while sampling."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from grpo_lightning.training.micro_batches import CycleShape, give_images, plan_
 
 @dataclass(frozen=True)
 class Actor:
-    """Runs the policy and its reference.
+    """Computes log-probs with the policy and its reference.
 
-    Sharded weights are gathered by all ranks: every rank makes the same calls, even without groups.
+    All ranks gather sharded weights together, so every rank has to make the same calls, even a rank without groups.
     """
 
     policy: nn.Module
@@ -37,12 +37,12 @@ class Actor:
     encoder: Encoder
     sharding: Sharding
     temperature: float
-    """Sampling temperature: log-probs are those of the distribution that completions are sampled from."""
+    """Sampling temperature. Log-probs are computed for the distribution that completions are sampled from."""
 
     pad_id: int
     device: torch.device
     phase: Callable[[str], AbstractContextManager[None]]
-    """Times a pass and reports it to the callbacks, by name."""
+    """Takes the name of a phase. Returns a context manager that times the phase and announces it to the callbacks."""
 
     def micro_batches(
         self,
@@ -56,12 +56,13 @@ class Actor:
 
         Args:
             groups: N groups of G completions, of this rank.
-            advantages: [N, G]; None if they are not known yet.
+            advantages: [N, G] advantages of the completions; None if they are not known yet.
             shape: Number of updates and micro-batches of a cycle.
             skip_zero_advantages: Leave out completions with advantage 0.
 
         Returns:
-            The micro-batches of all updates (as many on every rank), and the counts of each update over all ranks.
+            This rank's micro-batches of all updates, as many as on every other rank, and the numbers of trained tokens
+            and completions in each update, summed over all ranks.
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -83,7 +84,8 @@ class Actor:
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a cycle's micro-batches, except those of the first update.
 
-        The first update's own forward passes still use the weights that sampled the rollout.
+        The first update needs no stored log-probs: its own forward passes still use the weights that sampled the
+        rollout.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):
@@ -97,7 +99,7 @@ class Actor:
         Args:
             groups: N groups, of this rank.
             shape: Number of updates and micro-batches the groups are split into.
-            of_masked: Also score fully masked completions: a KL in the rewards needs them.
+            of_masked: If true, fully masked completions get log-probs too, because a KL term in the rewards needs them.
         """
         if self.reference is None:
             return
@@ -127,16 +129,16 @@ CPU = torch.device("cpu")
 def offloaded(
     names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Offload reference or optimizer states to the CPU inside, while sampling.
+    """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
 
-    Only on request (`model.offload`): it costs a transfer in both directions in every cycle. Tensors that the strategy
-    keeps on the CPU anyway stay there.
+    A run does this only if `model.offload` asks for it, because every cycle then copies the tensors to the CPU and
+    back. Tensors that the strategy always keeps on the CPU stay there.
 
     Args:
-        names: "reference", "optimizer".
-        policy: Stays on its device, with the weights that the reference shares with it.
-        reference: A `FrozenCopy`, if it is named.
-        optimizers: The states of the first one are offloaded; the list may still be empty.
+        names: What to offload: "reference", "optimizer".
+        policy: The policy. It stays on its device, as do weights that the reference shares with it.
+        reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
+        optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.
     """
     with contextlib.ExitStack() as stack:
         if "reference" in names:
@@ -150,7 +152,7 @@ def offloaded(
 
 @contextlib.contextmanager
 def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[None]:
-    """Inside, the reference's weights are on the CPU, except those shared with the policy."""
+    """Keep the reference's weights on the CPU inside the `with` block, except those shared with the policy."""
     if fsdp_modules(reference.model):  # FSDP2 keeps track of its shards' storage
         device = next(reference.model.parameters()).device
         reference.model.to(CPU)
@@ -167,7 +169,7 @@ def reference_offloaded(reference: FrozenCopy, policy: nn.Module) -> Iterator[No
 
 @contextlib.contextmanager
 def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the data of these tensor objects is on the CPU."""
+    """Keep the data of these tensors on the CPU inside the `with` block."""
     devices = []
     for tensor in tensors:
         devices.append((tensor, tensor.device))
@@ -180,7 +182,7 @@ def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def states(optimizer: Any) -> Iterator[Tensor]:
-    """Iterate over an optimizer's state tensors. DeepSpeed wraps it; its float32 masters are not included."""
+    """Iterate over the state tensors of an optimizer or of DeepSpeed's wrapper, without DeepSpeed's float32 masters."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
@@ -190,7 +192,8 @@ def states(optimizer: Any) -> Iterator[Tensor]:
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
     """Seed adapter dropout, so that a resumed run drops the same activations. Does nothing without dropout.
 
-    Only the forward pass has to run inside: activation checkpointing restores the random state when it recomputes.
+    Only the forward pass has to run inside the `with` block: activation checkpointing itself restores the random state
+    when it recomputes activations.
     """
     configs: Any = getattr(policy, "peft_config", {})
     if TRAINED not in configs or not configs[TRAINED].lora_dropout:

@@ -29,10 +29,10 @@ CONFIG_PARENTS = 3
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
-    """Open a checkpoint with tensors memory-mapped from the file; shards are first merged into a temporary file.
+    """Open a checkpoint, with tensors that are memory-mapped from its file.
 
-    The temporary file is written next to the shards, where there is enough disk space, or in the system's temporary
-    folder if that folder is read-only.
+    Shards are first merged into a temporary file. That file is written next to the folder of the shards, where the disk
+    is likely to have enough space, or in the system's temporary folder if no file can be created there.
     """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")
@@ -53,7 +53,7 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """Create a temporary folder next to a path, or in the system's temporary folder if that one is read-only."""
+    """Create a temporary folder next to `path`, or in the system's temporary folder if that fails."""
     try:
         return tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-")
     except OSError as error:  # no permission, or a read-only file system
@@ -63,7 +63,7 @@ def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a checkpoint file, plain values and tensors only: no code in it is executed."""
+    """Read a checkpoint file of plain values and tensors. No code in the file is executed."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -104,7 +104,7 @@ def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[s
     """The policy's weights in a checkpoint, by their names in the policy.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If the checkpoint has no weights of a policy.
     """
     # FSDP uses the key "model". DeepSpeed's tool writes weights without such a key.
     state = content.get("state_dict", content.get("model", content))
@@ -128,7 +128,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def num_trained(content: Mapping[str, Any]) -> int | None:
-    """Number of parameters the optimizer trained; None if the checkpoint has no optimizer."""
+    """Number of parameter tensors that the optimizer trained; None if the checkpoint has no optimizer."""
     states = content.get("optimizer_states")
     if not isinstance(states, list) or not states or "param_groups" not in states[0]:
         return None
@@ -136,17 +136,19 @@ def num_trained(content: Mapping[str, Any]) -> int | None:
 
 
 MARK = "complete.json"
-"""The list of a folder's files, written once all are there. Folders (ZeRO, FSDP2) are written by all ranks, file by
-file; a checkpoint that is a file is a zip archive, whose directory is written last."""
+"""File in a sharded checkpoint (a folder of ZeRO or FSDP2) that lists the folder's files. All ranks write into the
+folder, and this file is written when all of them have finished. A checkpoint that is a single file needs no such mark:
+it is a zip archive, whose directory is written last."""
 
 
 def mark_complete(checkpoint: Path, *, beside: Sequence[Path] = (), is_interrupted: bool = False) -> None:
-    """Mark a sharded checkpoint as complete; called by one rank after all have saved.
+    """Mark a sharded checkpoint as complete. One rank calls this after all ranks have saved.
 
     Args:
-        checkpoint: The folder.
-        beside: Files outside the folder that belong to it.
-        is_interrupted: An exception ended the run inside an optimizer step, from which no run can resume.
+        checkpoint: Folder of the checkpoint.
+        beside: Files outside the folder that belong to the checkpoint.
+        is_interrupted: True if an exception ended the run inside an optimizer step: no run can resume from the
+            checkpoint.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
     sizes = {os.path.relpath(path, checkpoint.resolve()): path.stat().st_size for path in beside}
@@ -182,23 +184,23 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def was_interrupted(checkpoint: Path) -> bool:
-    """True for a complete folder from which no run can resume: an error ended its run inside an optimizer step."""
+    """True if no run can resume from a complete folder, because an error ended its run inside an optimizer step."""
     return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_broken_off"))
 
 
 REFERENCE = "reference"
-"""Used instead of a rank: the weights of a reference that was updated."""
+"""Replaces the rank in the name of the file that contains the weights of an updated reference."""
 
 
 class RankFiles:
     """Files of each rank next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
 
-    Strategies save the state of one rank, or gather everything on it. A pending rollout differs between ranks and may
-    be large, so each rank writes its own. The checkpoint contains the moment, so that files of another save are never
-    mistaken for its own.
+    Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and may be
+    large, so each rank writes its own rollout to a file. `<moment>` names the step and position at which the checkpoint
+    was saved. The checkpoint contains this name, so that the files of another save are never mistaken for its own.
 
     Args:
-        checkpoint: Its path; a link stands for the checkpoint it points to.
+        checkpoint: Path of the checkpoint. If it is a link, the files are next to the checkpoint that it points to.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -206,14 +208,14 @@ class RankFiles:
         self.folder = target.with_name(f"{target.name}.ranks")
 
     def write(self, moment: str, rank: int | str, state: Any) -> None:
-        """Save the state of a rank (atomic write); `rank` may also be another name."""
+        """Save the state of a rank (atomic write). `rank` is the rank's number, or `REFERENCE`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / f".{moment}-{rank}.pt"
         torch.save(state, unfinished)
         unfinished.replace(self.folder / f"{moment}-{rank}.pt")
 
     def read(self, moment: str, rank: int | str) -> Any:
-        """Read the state of a rank, tensors memory-mapped. Raises: FileNotFoundError if the file is missing."""
+        """Read the state of a rank with memory-mapped tensors. Raises: FileNotFoundError if the file is missing."""
         path = self.folder / f"{moment}-{rank}.pt"
         if not path.is_file():
             raise FileNotFoundError(
@@ -224,7 +226,7 @@ class RankFiles:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def why_missing(self, state: Mapping[str, Any] | None) -> str | None:
-        """Why a checkpoint cannot be resumed without its rank files, naming one; None if none is missing.
+        """Return a message that names a missing rank file, without which no run can resume; None if all files exist.
 
         Args:
             state: The run state in the checkpoint (`checkpoint["grpo"]`).
@@ -247,7 +249,7 @@ class RankFiles:
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove files of earlier saves under the same name; all files if `moment` is None."""
+        """Remove files that earlier saves of the same checkpoint have left: all except those of `moment`."""
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)

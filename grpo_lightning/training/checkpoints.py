@@ -1,7 +1,8 @@
-"""Checkpoint saving and resuming: at optimizer-step boundaries, and complete.
+"""Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-Replaces methods of trainer and strategy, because every way of saving and loading uses them: the user's callbacks,
-`trainer.save_checkpoint` in a script, and strategies that use no `CheckpointIO` (DeepSpeed, FSDP2).
+This module replaces methods of the trainer and the strategy, because every way of saving and loading uses these
+methods: the user's callbacks, `trainer.save_checkpoint` in a script, and strategies that use no `CheckpointIO`
+(DeepSpeed, FSDP2).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class StepEnds(L.Callback):
-    """Makes every checkpoint contain the end of an optimizer step, and lets a run stop only there.
+    """Makes every checkpoint contain the state at the end of an optimizer step, and lets a run stop only there.
 
-    Checkpoints contain no gradients. One that is saved inside a step or an accumulation window (after validation, by a
-    time interval, on an error, by hand) contains the position at which the step began, see `StepEnd`. Saving waits for
-    the end of the step only while the optimizer changes the weights.
+    Checkpoints contain no gradients. If a checkpoint is saved inside a step or an accumulation window (after
+    validation, by a time interval, on an error, by hand), the checkpoint contains the state at the end of the previous
+    step, see `StepEnd`. While the optimizer changes the weights, saving waits for the end of the current step.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class StepEnds(L.Callback):
         self.has_ended = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replace the trainer's `save_checkpoint`, which all strategies and callbacks use."""
+        """Replace the trainer's `save_checkpoint` and the strategy's `remove_checkpoint`, which all callbacks use."""
         self.waiting, self.min_steps, self.has_ended = [], trainer.min_steps or 0, False
         module: Any = pl_module
         run: RunState = module.run
@@ -73,7 +74,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Tell the checkpoint callbacks that the resumed step is already saved: Lightning forgets it."""
+        """Tell the checkpoint callbacks that the resumed step is already saved, as Lightning does not do so."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -83,11 +84,11 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the weights are in between two steps until the end of this step."""
+        """Record that the optimizer changes the weights, until the end of this step."""
         pl_module.run.is_updating = True
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """At the end of an optimizer step, record it and save the checkpoints that wait for it."""
+        """At the end of an optimizer step, record the state and save the checkpoints that wait for it."""
         pl_module.run.last_step_end(trainer)
         pl_module.run.is_updating = False  # also where a strategy calls the optimizer in every micro-step
         waiting, self.waiting = self.waiting, []
@@ -100,7 +101,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn if a checkpoint that can be resumed is saved after the averaged weights have replaced the trained ones."""
+    """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -118,7 +119,7 @@ def save_complete(
 ) -> None:
     """Save a checkpoint, its rank files and its completeness mark. Collective: all ranks call it.
 
-    The rank files are written first, so that a checkpoint that exists has them.
+    The rank files are written before the checkpoint, so that every existing checkpoint has its rank files.
     """
     filepath = trainer.strategy.broadcast(filepath)
     end = run.last_step_end(trainer)
@@ -145,7 +146,7 @@ def save_complete(
 
 
 def local_path(filepath: Any) -> Path | None:
-    """Convert to a local path; None for a remote one (`s3://...`)."""
+    """Convert to a local path; None for a remote path (`s3://...`)."""
     return None if "://" in str(filepath) else Path(filepath)
 
 
@@ -165,19 +166,20 @@ KEPT_ARGUMENTS = (
     "overlong_filter",
     "seed",
 )
-"""Arguments of the module that checkpoints contain: plain values. Functions and models have to be passed again."""
+"""Arguments of the module that checkpoints contain, as plain values. Functions and models have to be passed again."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """The module's arguments as checkpoints contain them, so that `load_from_checkpoint` needs only the rewards.
+    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` needs only the rewards.
 
-    Plain values only, so that checkpoints load with `weights_only=True`. A policy in memory is not included.
+    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. A policy that was passed as a
+    model object is not included.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             plain[name] = dataclasses.asdict(value)
-            plain[name].pop("metrics", None)  # objects of validation, passed again like rewards
+            plain[name].pop("metrics", None)  # objects, which have to be passed again like rewards
     return plain if loader.settings is None else plain | {"policy": loader.settings}
 
 
@@ -190,7 +192,8 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
         trained: Names of the module's trained weights.
 
     Raises:
-        RuntimeError: If trained weights are missing or there are unknown ones, naming the first.
+        RuntimeError: If trained weights are missing, or if the module does not have some of the checkpoint's weights.
+            The message names the first of these weights.
     """
     if unknown := [name for name in names if name not in known]:
         raise RuntimeError(
@@ -205,9 +208,10 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
 
 
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
-    """Override the optimizer settings loaded from a checkpoint by those of this run.
+    """Replace the optimizer settings that were loaded from a checkpoint by the settings of this run.
 
-    Except the learning rate with schedules of other libraries, which store it only in the checkpoint.
+    If the schedule is not a `Schedule` of this library, the learning rate is not replaced: other schedules continue
+    from the learning rate in the checkpoint.
 
     Args:
         trainer: Trainer of a run that may be resumed.
@@ -236,10 +240,13 @@ def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
 
 
 def refuse_incomplete(trainer: L.Trainer) -> None:
-    """Make the strategy refuse incomplete checkpoints; only the strategy gets the path of the checkpoint.
+    """Make the strategy's `load_checkpoint` raise ValueError for checkpoints that are incomplete or unreadable.
+
+    The message says what is wrong. The check is in the strategy, because Lightning passes the path of the
+    checkpoint only to the strategy.
 
     Args:
-        trainer: Its strategy's `load_checkpoint` will raise ValueError, naming what the checkpoint lacks.
+        trainer: Trainer of the run, whose strategy is changed.
     """
     load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
 

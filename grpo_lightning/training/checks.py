@@ -1,4 +1,4 @@
-"""Checks of a run's settings, and that loader and trainer match its cycles."""
+"""Checks of a run's settings, and of its loader and trainer, which have to fit the length of a cycle."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
 
 
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
-    """Raises: ValueError if a choice is unknown, or there is nothing for the off-policy correction to correct."""
+    """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
     for name, value, kind in (
         ("old_logprobs", old_logprobs, OldLogprobs),
         ("overlong_filter", overlong_filter, OverlongFilter),
@@ -94,10 +94,10 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check the distribution that training samples from, and warn if it is not the one that is trained.
+    """Check the sampling distribution of training, and warn if it differs from the distribution that is trained.
 
     Raises:
-        ValueError: If it is greedy.
+        ValueError: If sampling is greedy.
     """
     if sampling.is_greedy:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
-    """Raises: ValueError if validation names an unknown reward, or a name twice."""
+    """Check the names in `validation`. Raises: ValueError if `success` is not a reward, or a metric's name is taken."""
     validation.check_names(reward_names)
     if validation.success is not None and validation.success not in reward_names:
         raise ValueError(
@@ -127,7 +127,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
     """Check `model.offload`. Raises: ValueError if something cannot be offloaded.
 
     Args:
-        offload: The requested names.
+        offload: Names of what to offload.
         has_copy: True if the reference is a second model.
     """
     if unknown := [name for name in offload if name not in get_args(Offloadable)]:
@@ -185,7 +185,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         ValueError: If a callback or the strategy is not supported, or the settings are invalid.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Every Trainer has a GradientAccumulationScheduler for its fixed accumulation: that one schedules nothing.
+        # Every Trainer has a GradientAccumulationScheduler for its fixed accumulation: this callback changes nothing.
         is_idle = getattr(callback, "scheduling", None) == {0: trainer.accumulate_grad_batches}
         for kind in type(callback).__mro__:
             if kind.__name__ in REFUSED_CALLBACKS and kind.__module__.startswith("lightning") and not is_idle:
@@ -204,11 +204,11 @@ def check_trainer(trainer: L.Trainer) -> None:
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
-    A limit that ends inside a cycle would discard part of a rollout, and end an accumulation window early with the
-    gradient divided by the wrong number. `fast_dev_run` therefore runs one complete cycle.
+    A limit that ends inside a cycle would discard part of a rollout. It could also end an accumulation window early,
+    and the gradient would be divided by the wrong number. `fast_dev_run` therefore runs one complete cycle.
 
     Args:
-        trainer: Its limits are changed in place.
+        trainer: Trainer whose limits are changed in place.
         cycle: Micro-steps per rollout.
     """
     steps = cycle // trainer.accumulate_grad_batches
@@ -220,7 +220,7 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
         trainer.fit_loop.epoch_loop.max_steps = rounded
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
-        # Convert a fraction now: after the loader is set up, neither it nor the validation interval can be changed.
+        # Convert a fraction now: once the loader is set up, neither limit nor validation interval can be changed.
         limit = int(num_batches(trainer) * requested)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
@@ -243,10 +243,10 @@ def num_batches(trainer: L.Trainer) -> int:
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
-    """Check that the validation interval fits an epoch, which Lightning checks only after the weights are loaded.
+    """Check that the validation interval fits an epoch. Lightning checks this only after the weights are loaded.
 
-    An interval without validation data only causes a warning, so that a recipe works without its validation data. A
-    time interval may be longer than an epoch.
+    If an interval is set but there is no validation data, a warning is logged and no error raised, so that a recipe
+    works without its validation data. A time interval may be longer than an epoch.
 
     Raises:
         ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch without
@@ -258,7 +258,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     is_count = type(every) is int and trainer.check_val_every_n_epoch is not None
     if not trainer.limit_val_batches:
         return
-    is_given = seconds is not None or every != 1.0 or type(every) is int  # 1 is every micro-step
+    is_given = seconds is not None or every != 1.0 or type(every) is int  # the integer 1: every micro-step
     if is_given and not has_validation_data(trainer):
         log.warning(
             "trainer.val_check_interval is %s, but there is no validation data, so validation does not run. Set "
@@ -291,11 +291,11 @@ def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
     """Refuse a policy that was loaded unsharded if the strategy shards it: each rank would train its own weights.
 
     Args:
-        sharding: How the policy was loaded; None if it is not loaded yet.
+        sharding: How the loaded policy is sharded; None if it is not loaded yet.
         trainer: Trainer of the run.
 
     Raises:
-        ValueError: If it was loaded unsharded before the run.
+        ValueError: If the policy was loaded unsharded before the run, and the strategy shards it.
     """
     if sharding is not None and not sharding.is_sharded and sharding_of(trainer.strategy).is_sharded:
         raise ValueError(
@@ -312,7 +312,7 @@ def check_precision(loader: PolicyLoader, trainer: L.Trainer) -> None:
 
 
 def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: int) -> dict[str, Any]:
-    """Arguments of `PolicyLoader.load` that follow from the run."""
+    """Arguments of `PolicyLoader.load` that depend on the trainer and its data."""
     config = getattr(trainer.strategy, "config", None)
     return {
         "longest_row": data_checks.longest_row(loader, trainer, longest_completion),
@@ -322,16 +322,18 @@ def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: i
 
 
 def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *, needs_more: bool) -> None:
-    """Check that the loader, if it is already known, repeats the prompts of a cycle and fills its micro-batches.
+    """Check that the training loader yields each batch once per micro-step of a cycle, and fills all micro-batches.
+
+    A loader that is not known yet is not checked.
 
     Args:
-        trainer: Trainer with the loader.
+        trainer: Trainer with the training loader.
         shape: Shape of a cycle.
-        num_generations: G.
+        num_generations: Completions per prompt.
         needs_more: True if cycles request further prompts (dynamic sampling).
 
     Raises:
-        ValueError: If it does not match.
+        ValueError: If the loader does not match the cycle.
     """
     loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:

@@ -1,6 +1,6 @@
 """Checks of a run's data before weights are loaded, as far as the data is known by then.
 
-Includes the coordinates of boxes: rewards, metrics and callbacks have to agree on them.
+One check is about box coordinates: rewards, metrics and callbacks must all use the same coordinates.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 
 def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
-    """Check that every data set has the columns that the rewards need, if it is already known.
+    """Check that every dataset that is already known has the columns that the rewards need.
 
-    Each data set separately: answers in the validation data do not replace answers missing in the training data.
+    Each dataset is checked separately, because answers in the validation data do not replace answers that are missing
+    in the training data.
 
     Raises:
         ValueError: If a column is missing, or a prompt names an unknown reward.
@@ -48,19 +49,20 @@ def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
 def check_rows(rewards: RewardSet, trainer: L.Trainer) -> None:
     """Check that the rewards can score every row they apply to, if the data is already known.
 
-    Boxes are checked against their images if the image sizes are known, so run this after `check_images`.
+    Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
 
     Raises:
-        ValueError: If a reward cannot score some rows, naming them.
+        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. Rows
+            that another reward cannot score only cause a warning.
     """
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)))
 
 
 def check_images(trainer: L.Trainer) -> None:
-    """Read the images of prompt sources passed to the trainer; data modules read their own.
+    """Check the images of the prompt sources that were passed to the trainer; data modules check their own images.
 
     Raises:
-        ValueError: If some cannot be read, naming all of them.
+        ValueError: If some images cannot be read; the message names all of them.
     """
     sources = prompt_sources(reading_loops(trainer))
     prompts = [prompt for source in sources for prompt in known_prompts(source.prompts)]
@@ -68,32 +70,32 @@ def check_images(trainer: L.Trainer) -> None:
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """Prompts of the data module's data sets and of prompt sources passed to the trainer, not of other loaders.
+    """Return the prompts of the data module's datasets and of the prompt sources that were passed to the trainer.
 
-    Of streams, only the first prompts.
+    The prompts of other loaders are not known. Of a streamed dataset, only the first prompts are known.
     """
     return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
 
 def training_sets(trainer: L.Trainer) -> list[Any]:
-    """Training data sets that are already known."""
+    """Training datasets that are already known."""
     return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
 
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
-    """Validation, test and prediction data sets that are already known."""
+    """Validation, test and prediction datasets that are already known."""
     return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
 def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -> list[Any]:
-    """Data sets of the data module, by attribute name, and those of prompt sources."""
+    """Datasets in the named attributes of the data module, and datasets of the loops' prompt sources."""
     data = [getattr(getattr(trainer, "datamodule", None), name, None) for name in names]
     data += [source.prompts for source in prompt_sources(loops)]
     return [prompts for prompts in data if prompts]
 
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
-    """Prompt sources passed to loops of the trainer, each once: `fit` validates in two loops."""
+    """Prompt sources passed to these loops of the trainer, each once even if several loops read the same source."""
     loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
@@ -114,7 +116,8 @@ def check_prompts(
 ) -> None:
     """Check that tokenizer and model support the prompts, if the data is already known.
 
-    Only prompts that may be too long are tokenized: a text has at most as many tokens as bytes.
+    A text has at most as many tokens as bytes. To save time, a prompt without images is therefore only tokenized if
+    it has more bytes than the model supports tokens.
 
     Args:
         loader: Loader of the policy.
@@ -123,9 +126,9 @@ def check_prompts(
         validated: Sampling of evaluation completions.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no chat template, a prompt is too long for the model, or
-            prompts contain something that the model does not support: a video, images for a text-only model, or
-            different numbers of images and image placeholders. All of the latter are named.
+        ValueError: If a prompt is a chat and the tokenizer has no chat template, or if a prompt is too long for the
+            model. Also if the model does not support what prompts contain: a video, images for a text-only model, or
+            different numbers of images and image placeholders; the message then names all these prompts.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -146,10 +149,11 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Tokens of a run's longest prompt plus completion, if the policy's rope depends on the length.
+    """Tokens of a run's longest prompt plus completion, if the policy's RoPE depends on the sequence length.
 
-    The prompt length is `data.max_prompt_length`, or that of the longest prompt if all data are lists. None if it is
-    unknown without that limit (streams, custom loaders), and for other rope types, without tokenizing anything.
+    The prompt length is `data.max_prompt_length`. Without this limit, the length of the longest prompt is
+    used if all datasets are lists. For streams and custom loaders, this length is unknown, and the result is None. The
+    result is also None for other RoPE types, and then no prompt is tokenized.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -172,7 +176,7 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
 
 
 def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
-    """Check that a policy supports every prompt. Raises: ValueError naming all that it does not support."""
+    """Check that a policy supports every prompt. Raises: ValueError if not; the message names all such prompts."""
     problems: dict[str, None] = {}  # rows used for both training and validation count once
     for prompt in prompts:
         try:
@@ -186,7 +190,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""More than chat templates add to a prompt. With a longer template, prompts that are too long fail when sampled."""
+"""Upper bound of the tokens that a chat template adds to a prompt. If a template adds more tokens, the error for a
+prompt that is too long is raised only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -200,8 +205,9 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
     """Check that ground-truth boxes are converted to pixels only once.
 
     Raises:
-        ValueError: If a data set and a reward, metric or callback both declare ground-truth boxes from 0 to 1000: they
-            are converted to pixels when the data is read, and would be converted again.
+        ValueError: If a dataset entry has `boxes: norm1000`, and a reward, metric or callback has `gold_coordinates:
+            norm1000`. The boxes are converted to pixels when the dataset is read, and the reward, metric or callback
+            would convert them again.
     """
     converted = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
     rewards = [reward.reward for reward in reward_set.rewards]
@@ -218,12 +224,12 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check that rewards, metrics and callbacks agree on box coordinates with each other and the policy.
+    """Check that rewards, metrics and callbacks agree on box coordinates, and that those of the policy are known.
 
     Raises:
-        ValueError: If a metric or callback reads ground-truth boxes in other coordinates than all rewards of the same
-            column. If one uses the coordinates of the policy's family (`coordinates: auto`), and the family is not
-            known.
+        ValueError: If a metric or callback reads ground-truth boxes in other coordinates than all rewards that read the
+            same column. Also if a reward, metric or callback has to use the box coordinates of the policy's model
+            family (`coordinates: auto`), but these coordinates are not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:
@@ -264,7 +270,7 @@ def box_readers(candidates: Iterable[Any]) -> list[Any]:
 
 
 def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
-    """Metrics and callbacks, which may read answers as rewards do."""
+    """Metrics and callbacks, which may read ground-truth boxes as rewards do."""
     return [*metrics, *trainer.callbacks]  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: sampling of completions, when they count as solved, and the resulting metrics."""
+"""Evaluation of a policy: how completions are sampled, when a completion counts as solved, and the metrics."""
 
 from __future__ import annotations
 
@@ -38,25 +38,26 @@ class Validation:
     """Also evaluate the greedy completion of every prompt (`val/greedy/...`)."""
 
     success: str | None = None
-    """Name of the reward that decides whether a completion solves its prompt; null: the first reward that compares with
-    the ground truth of the row (`Reward.says_solved`), else the first reward."""
+    """Name of the reward that decides whether a completion solves its prompt. Null selects the first reward that
+    compares completions with the row's ground truth (`Reward.says_solved`), or the first reward if none does."""
 
     success_value: float = 1.0
-    """Minimum value of that reward that counts as solved."""
+    """A completion counts as solved if the value of the reward `success` is at least this."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Each k of pass@k, at most `num_generations`; empty: only `num_generations`, if above 1."""
+    """Each k for which pass@k is logged, at most `num_generations`. If the list is empty, pass@k is logged only for
+    k = `num_generations`, and not at all if `num_generations` is 1."""
 
     confidence: float = 0.95
-    """Confidence level of the intervals `.../low` and `.../high`."""
+    """Confidence level of the intervals from `.../low` to `.../high` around avg@G and pass@k."""
 
     metrics: list[Metric] = dataclasses.field(default_factory=list)
-    """Additional metrics: torchmetrics whose `update` takes an `Evaluation`, for example
-    `grpo_lightning.grounding.MeanIoU`. A number is logged under the name of the metric (`name`, else its class), a
-    mapping under its keys."""
+    """Additional torchmetrics metrics whose `update` takes an `Evaluation`, for example
+    `grpo_lightning.grounding.MeanIoU`. If `compute` returns a number, the number is logged under the metric's `name`
+    (by default the class name); if `compute` returns a mapping, each value is logged under its key."""
 
     def __post_init__(self) -> None:
-        """Check ranges. Raises: ValueError naming the field, the value got and what is allowed."""
+        """Check the fields. Raises: ValueError for a value that is not allowed; the message names field and value."""
         fields = [field.name for field in dataclasses.fields(SamplingParams)]
         is_greedy = isinstance(self.sampling, Mapping) and self.sampling.get("temperature") == 0
         limits = [
@@ -91,11 +92,11 @@ class Validation:
                 names.append(name)
 
     def sampling_settings(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
-        """Number of completions per prompt and their sampling settings.
+        """Return the number of completions per prompt, and their sampling settings.
 
         Args:
-            training: Sampling settings of rollouts.
-            is_greedy: Only the greedy completion.
+            training: Sampling settings of training rollouts.
+            is_greedy: If true, one greedy completion per prompt; else `num_generations` sampled completions.
         """
         sampling = dataclasses.replace(training, **self.sampling)
         return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)
@@ -157,7 +158,7 @@ def merge_numbers(numbers: dict[str, float], others: dict[str, float]) -> dict[s
 
 
 def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
-    """Check that validation metrics have unique names. Raises: ValueError naming a duplicate."""
+    """Check that names of metrics are unique. Raises: ValueError if a name is in both arguments."""
     if duplicates := sorted(set(names) & set(others)):
         raise ValueError(
             f"validation.metrics has {duplicates[0]!r}, which is also the name of a reward or another metric. Remove "
@@ -166,19 +167,21 @@ def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
 
 
 class EvaluationTable(Metric):
-    """Collects evaluations of all ranks per completion, so that batches of different sizes are averaged correctly.
+    """Stores the values of each completion of all ranks, so that batches of different sizes are averaged correctly.
 
-    `compute` returns the means of `reward`, each reward by name, `length` (tokens) and `truncated` over the scorable
-    completions; `avg@G` and `pass@k` over prompts, each with its interval `/low`, `/high`; the numbers of
-    `validation.metrics`; and all of these per data source (`source/<name>/...`) if there are several. nan values are
-    left out.
+    `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
+    `truncated`. A mean reward leaves out the completions that are not scorable. `compute` also returns means over
+    prompts: `avg@G` and `pass@k`, with the ends `/low` and `/high` of their confidence intervals. The values of
+    `validation.metrics` are added. If there are several data sources, `compute` also returns all these values for each
+    source (`source/<name>/...`). nan values are left out.
 
     Args:
         rewards: Names of the rewards.
         num_generations: G, completions per prompt.
-        validation: Defines when a completion counts as solved, and additional metrics.
+        validation: Settings: when a completion counts as solved, each k of pass@k, and additional metrics.
         sources: Names of the data sources, in the same order on every rank.
-        success: The reward that decides what is solved if `validation` names none; by default the first.
+        success: Name of the reward that decides whether a completion is solved, if `validation.success` is None; by
+            default the first reward.
     """
 
     full_state_update = False
@@ -193,7 +196,7 @@ class EvaluationTable(Metric):
         success: str | None = None,
     ) -> None:
         super().__init__()
-        # A rank may have no prompts, and still takes part in the collectives.
+        # A rank without prompts calls `compute` without `update`, because all ranks take part in gathering the rows.
         kinds = {type(metric).__name__ for metric in (self, *validation.metrics)}
         before = f"The ``compute`` method of metric ({'|'.join(sorted(kinds))}) was called before"
         warnings.filterwarnings("ignore", message=before)
@@ -211,7 +214,7 @@ class EvaluationTable(Metric):
         return cast(list[FurtherMetrics], list(self.metrics_of_sources))
 
     def reset(self) -> None:
-        """Reset to a table without rows, so that a rank without prompts can take part in gathering."""
+        """Reset to an empty tensor of rows, so that a rank without prompts can take part in gathering the rows."""
         super().reset()
         self.rows.append(torch.zeros(0, self.num_generations, len(self.columns), device=self.device))
         for metrics in (self.metrics, *self.of_sources):
@@ -246,7 +249,7 @@ class EvaluationTable(Metric):
         self.warn_if_never_solved(rows)
         numbers = merge_numbers(self.summary(rows), self.metrics.numbers())
         of_sources: dict[str, float] = {}
-        for place in rows[:, 0, 0].unique().tolist():  # of all ranks, which compute the same numbers
+        for place in rows[:, 0, 0].unique().tolist():  # rows of all ranks: every rank computes the same numbers
             chosen = rows[rows[:, 0, 0] == place]
             if place >= 0 and len(chosen) < len(rows):
                 name = self.sources[int(place)]
@@ -255,7 +258,7 @@ class EvaluationTable(Metric):
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the deciding reward has several values, but none that counts as solved."""
+        """Warn if the deciding reward has more than two different values, but none that counts as solved."""
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
         minimum = self.validation.success_value
@@ -292,9 +295,9 @@ def warn_never_solved(reward: str, success_value: float) -> None:
 def evaluation_tables(
     rewards: RewardSet, validation: Validation, sources: Sequence[str], device: torch.device
 ) -> dict[str, EvaluationTable]:
-    """Make an empty table per kind of completions: "sampled", and "greedy" if requested.
+    """Make an empty table for each kind of completion: "sampled", and "greedy" if `validation.greedy` is true.
 
-    No "greedy" table if sampling is greedy itself.
+    There is no "greedy" table if the validation temperature is 0, because the sampled completions are then greedy.
     """
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
     sizes = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
@@ -308,7 +311,7 @@ def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> d
     """Metric values of tables by log key: `<stage>/...` for sampled, `<stage>/greedy/...` for greedy completions.
 
     Args:
-        tables: Tables of each loader. With several loaders, keys of the first one start with `<stage>/loader_0/...`.
+        tables: Tables of each data loader. With several loaders, log keys start with `<stage>/loader_<index>/`.
         stage: "val" or "test".
     """
     numbers: dict[str, float] = {}
@@ -332,7 +335,7 @@ def means(evaluations: Sequence[Evaluation], validation: Validation | None = Non
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Iterate over one record per completion; rewards are None if not scorable. Images are given by name only."""
+    """Iterate over one record per completion. A missing reward value is None; images are replaced by their names."""
     scores = evaluation.scores
     for n, group in enumerate(evaluation.groups):
         prompt = group.prompt

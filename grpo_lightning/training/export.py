@@ -1,9 +1,10 @@
 """Export a checkpoint to a folder that transformers loads.
 
-A checkpoint contains only the trained weights. Frozen weights, config and tokenizer, or the processor of a multimodal
-policy, come from the policy before training. So the policy is loaded first, then the checkpoint's weights replace its
-own. Adapters are merged into it, or written separately for peft. It is never quantised: adapters trained on 4 or 8 bits
-are merged into the full-precision weights, which differ from those of the run by the quantisation error.
+A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (for a multimodal policy, the
+processor) come from the policy before training. So the export loads that policy first, and then replaces its weights by
+those of the checkpoint. LoRA adapters are merged into the policy's weights, or written separately for peft. The export
+never quantises the policy: adapters that were trained on 4-bit or 8-bit weights are merged into the full-precision
+weights, which differ from the weights of the run by the quantisation error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KEPT = (
     "quantization",
     "trust_remote_code",
 )
-"""Settings of the run's policy that also apply to a policy given explicitly."""
+"""Settings of the run's policy that also apply to a policy given to `export` by name or folder."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Export:
 
     folder: Path
     policy: str
-    """The policy before training: source of config, tokenizer and frozen weights."""
+    """Name or folder of the policy before training, the source of config, tokenizer and frozen weights."""
 
     num_weights: int
     num_from_policy: int
@@ -58,10 +59,10 @@ class Export:
     dtype: torch.dtype
     files: list[Path]
     is_adapter: bool = False
-    """True for adapters only: loading them requires the policy."""
+    """True if only the adapters were written: loading them requires the policy before training."""
 
     quantization: Quantization = "none"
-    """The quantization of the weights that the adapters were trained on; the written weights have none."""
+    """Quantization of the weights that the adapters were trained on. The written weights are not quantised."""
 
     sees_images: bool = False
     """True for a vision-language model, exported with its processor."""
@@ -79,22 +80,25 @@ def export(
 ) -> Export:
     """Export a checkpoint's policy for `from_pretrained`: weights, config, generation config, tokenizer.
 
-    For a multimodal policy also the processor, with the image limits of the run.
+    For a multimodal policy, also export the processor, with the image size limits of the run.
 
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the policy before training; None uses the one named by the checkpoint or its run.
-        dtype: Dtype of the exported weights; None keeps the checkpoint's, and with adapters the policy's.
+        policy: Name or folder of the policy before training; None uses the policy that the checkpoint or the
+            `config.yaml` of its run names.
+        dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
+            None uses the dtype in which the run loaded the policy.
         adapter: Export only the adapters, as a folder for peft, instead of merging them into the policy.
         fill_missing: Take weights that the checkpoint lacks from the policy, even if they are not known to be frozen.
         force: Write into a folder that is not empty.
 
     Raises:
         FileNotFoundError: If the checkpoint or the policy does not exist.
-        FileExistsError: If the folder is not empty and `force` is off.
+        NotADirectoryError: If `folder` is a file.
+        FileExistsError: If the folder is not empty and `force` is false.
         ValueError: If the checkpoint is not from a GRPO run, or does not match the policy.
-        ModuleNotFoundError: If the checkpoint is DeepSpeed's and deepspeed is not installed.
+        ModuleNotFoundError: If DeepSpeed wrote the checkpoint and deepspeed is not installed.
     """
     folder = Path(folder)
     check_target(folder, force=force)
@@ -142,7 +146,7 @@ def export(
 
 
 def check_target(folder: Path, *, force: bool) -> None:
-    """Raise FileExistsError if files would be overwritten without `force`, NotADirectoryError for a file."""
+    """Raise NotADirectoryError if `folder` is a file, or FileExistsError if it is not empty without `force`."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: export to a folder.")
     if folder.exists() and any(folder.iterdir()) and not force:
@@ -150,10 +154,11 @@ def check_target(folder: Path, *, force: bool) -> None:
 
 
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
-    """Make the loader of the policy before training: as requested, or of the checkpoint, or its run's `config.yaml`.
+    """Make the loader of the policy before training.
 
-    The settings in `KEPT` (adapters, frozen layers, dtype, trusted code, ...) always come from the run, and the
-    revision if the name is the run's.
+    The policy is the argument `policy`; if that is None, the policy that the checkpoint names, or else the policy in
+    the `config.yaml` of the checkpoint's run. The settings in `KEPT` (adapters, frozen layers, dtype, trusted code,
+    ...) always come from the run. The revision also comes from the run if `policy` is the name that the run used.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -190,7 +195,8 @@ def check_adapters(
 def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
     """Load the policy before training in the checkpoint's dtype, with frozen layers and adapters as in the run.
 
-    A base under adapters is rounded to the dtype of the run, then converted to the dtype of the adapters.
+    With adapters, the base weights are first rounded to the dtype of the run, then converted to the dtype of the
+    adapters.
     """
     if loader.lora is None:
         base = load_base(loader, dtype)
@@ -216,12 +222,14 @@ def load_trained_weights(
 ) -> int:
     """Load the checkpoint's weights into the model; frozen weights may be missing.
 
-    Tied weights have several names for one tensor: one of them is enough, and several must agree.
+    A tied weight is one tensor with several names. The checkpoint may contain the tensor under one name, or equal
+    tensors under several names.
 
     Args:
         model: The policy before training.
         weights: Weights by the model's names.
-        trained: Number of parameters the optimizer trained, if known: if that many are present, others may be missing.
+        trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
+            that many tensors, the other parameters may be missing.
         fill_missing: Allow missing weights even if they are not known to be frozen.
 
     Returns:
@@ -281,7 +289,7 @@ def check_names_and_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Tens
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
-    """Every parameter once, with all its names."""
+    """Each parameter of the model once, together with all its names."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,6 +1,6 @@
-"""Access to Lightning's private state, one function each. Start here when upgrading Lightning.
+"""Access to Lightning's private attributes, in one function for each. Start here when upgrading Lightning.
 
-Private methods of its strategies are overridden in `strategies.py`.
+In addition, `strategies.py` overrides private methods of Lightning's strategies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def reading_loops(trainer: L.Trainer) -> list[Any]:
 
 
 def given_loader(loop: Any) -> Any:
-    """The loader, data module or module passed to the trainer for a loop; None before that."""
+    """The loader, data module or module that was passed to the trainer as the data of a loop; None without data."""
     return loop._data_source.instance
 
 
@@ -40,7 +40,7 @@ def has_validation_data(trainer: L.Trainer) -> bool:
 
 
 def validation_seconds(trainer: L.Trainer) -> float | None:
-    """`val_check_interval` in seconds, if it is a time: Lightning then does not set the public attribute."""
+    """`val_check_interval` in seconds; None if it is not a time. Lightning has no public attribute for a time."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
@@ -79,19 +79,20 @@ def last_value(item: Any) -> Any:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Tell a checkpoint callback that this step is already saved: Lightning forgets it when it resumes."""
+    """Tell a checkpoint callback that this step is already saved, which Lightning forgets in a resumed run."""
     callback._last_global_step_saved = step
 
 
 def set_position(loops: dict[str, Any]) -> None:
-    """Normalise the position in Lightning's checkpointed counters to one of two forms, which it resumes exactly.
+    """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
-    These are: after a micro-step inside an epoch, and before the first micro-step of an epoch. Lightning's own counters
-    depend on the hook that saves. At the end of an epoch, and if an epoch was left early (`max_steps`, `should_stop`),
-    it counts the epoch as done or not by rules that depend on `max_steps` and the release.
+    There are two such positions: after a micro-step inside an epoch, and before the first micro-step of an epoch.
+    Lightning itself writes counters that depend on the hook in which the checkpoint is saved. At the end of an epoch,
+    or if the run leaves an epoch early (`max_steps`, `should_stop`), it depends on `max_steps` and on Lightning's
+    version whether the counters say that the epoch is done.
 
     Args:
-        loops: State of the fit loop in a checkpoint, changed in place.
+        loops: State dict of the fit loop in a checkpoint, changed in place.
     """
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     num_steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
@@ -113,19 +114,19 @@ def set_position(loops: dict[str, Any]) -> None:
 
 
 def restore_position(trainer: L.Trainer) -> None:
-    """Restore the position of a resumed loader, and begin an epoch if the checkpoint ended one.
+    """Restore the training loader's position in a resumed run, and begin an epoch if the checkpoint ended one.
 
-    If `configure_optimizers` requests the number of steps, Lightning sets up the loader before it loads the
-    checkpoint's loops; and at the beginning of an epoch it does not restore its position: the loader would silently
-    start over.
+    In two cases, Lightning does not restore the position, and the loader would silently start over. The first case is
+    the beginning of an epoch. In the second case, `configure_optimizers` asks for the number of steps, so that
+    Lightning sets up the loader before it loads the state of the loops from the checkpoint.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:
         loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
-    loop._load_combined_loader_states()  # of other loaders
+    loop._load_combined_loader_states()  # for loaders that are not prompt sources
     if loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
-        # With `max_steps`, Lightning treats the first micro-step of an epoch as a repeated one.
+        # With `max_steps`, Lightning treats the first micro-step of an epoch as a repeated micro-step.
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     else:
         recount_batches(trainer)
@@ -134,8 +135,8 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Recompute the batch count of a resumed epoch for this run's batch size and number of ranks.
 
-    Lightning continues its old count. If batch size or number of ranks differ from the checkpoint, it would end the
-    epoch too early, with prompts left over, or too late.
+    Lightning continues from the batch count in the checkpoint. If this run has a different batch size or number of
+    ranks, Lightning would end the epoch too early, with prompts left over, or too late.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or not loader.has_length or loader.resume_from is None:

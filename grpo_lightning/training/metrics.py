@@ -1,7 +1,7 @@
 """Metrics of an optimizer step, and the callbacks that log them.
 
-Metrics are sums and counts, so that micro-batches and ranks of different sizes average correctly. Also counts optimizer
-steps in which no completion has an advantage, with the reason.
+A metric is kept as a sum and a count, so that means over micro-batches and ranks of different sizes are correct. The
+module also counts optimizer steps in which no completion has an advantage, and finds the likely reason.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from grpo_lightning.training.lightning_internals import last_value, logged_items
 log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate"]
-"""How a metric is reduced over ranks: mean over all items, sum, minimum or maximum, seconds of the slowest rank (summed
-on each rank), or the total of all ranks divided by such seconds."""
+"""How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
+each rank sums its time over the step, and the largest of these sums is logged. "rate" is the total of all ranks divided
+by a "slowest" time."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "mean": sum,
@@ -50,10 +51,10 @@ class Tally:
     kind: Kind
     total: float | Tensor
     count: float | Tensor = 0.0
-    """Number of items of a mean."""
+    """For a mean, the number of items whose sum is `total`."""
 
     per: str = ""
-    """Name of the metric with the seconds of a rate."""
+    """Name of the "slowest" metric that a rate is divided by."""
 
 
 class StepMetrics:
@@ -72,7 +73,7 @@ class StepMetrics:
         self._add("sum", name, value)
 
     def add_seconds(self, name: str, value: float) -> None:
-        """Add to a time in seconds: summed over the step, of the slowest rank."""
+        """Add to a time in seconds. Times are summed over the step; the sum of the slowest rank is logged."""
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
@@ -80,14 +81,14 @@ class StepMetrics:
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
-        """Update a minimum or maximum (`extreme` is `min` or `max`); no values change nothing."""
+        """Update a minimum or maximum (`extreme` is `min` or `max`); nothing changes without values."""
         known = [float(self.tallies[name].total)] if name in self.tallies else []
         if candidates := [*known, *values]:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to `time/<name>`."""
+        """Add the seconds that the `with` block takes to `time/<name>`."""
         start = time.perf_counter()
         try:
             yield
@@ -95,9 +96,9 @@ class StepMetrics:
             self.add_seconds(f"time/{name}", time.perf_counter() - start)
 
     def pop(self) -> dict[str, float]:
-        """Reduce the metrics of all ranks since the last call, the same on each. Means without items are left out.
+        """Return the metrics since the last call, reduced over all ranks. Means without items are left out.
 
-        Collective: all ranks call it. Ranks may have different metrics.
+        Collective: all ranks call it, and get the same values. Ranks may have different metrics.
         """
         own = {
             name: Tally(tally.kind, float(tally.total), float(tally.count), tally.per)
@@ -113,7 +114,7 @@ class StepMetrics:
 
 
 def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
-    """Reduce the tallies of all ranks, sorted by name: all ranks must log metrics in the same order."""
+    """Reduce the tallies of all ranks. Values are sorted by name, as all ranks must log in the same order."""
     merged: dict[str, Tally] = {}
     for name in sorted({name for tallies in tallies_by_rank for name in tallies}):
         parts = [tallies[name] for tallies in tallies_by_rank if name in tallies]
@@ -132,11 +133,10 @@ def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float
 def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     """Add length (tokens), truncated fraction, entropy and tokens per second of a rollout's completions.
 
-    The entropy is that of the policy while sampling, over all tokens. Tokens per second are those of all ranks divided
-    by the `time/rollout` of the slowest.
-
-    `rollout/length_stopped` is the mean over completions that were not truncated, because truncation biases
-    `rollout/length`.
+    `policy/entropy` is the mean entropy of the policy per sampled token, at the time of sampling.
+    `rollout/tokens_per_second` is the number of tokens that all ranks sampled, divided by `time/rollout` of the slowest
+    rank. `rollout/length_stopped` is the mean length of the completions that were not truncated: `rollout/length`
+    includes truncated completions, which are shorter than the policy would have made them.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -151,7 +151,7 @@ def add_rollout(metrics: StepMetrics, groups: Sequence[Group]) -> None:
 
 
 def entropy_of(completion: Completion) -> float:
-    """Entropy in nats, summed over a completion's tokens. Estimated by -log-probs if the engine returns none."""
+    """Entropy in nats, summed over a completion's tokens; unknown entropies are estimated by minus the log-probs."""
     entropies = completion.entropies or []
     if len(entropies) != len(completion.token_ids):  # the engine returns none, or the completion was edited
         return -sum(completion.logprobs)
@@ -178,7 +178,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) 
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add mean and within-group std of every reward, zero-variance groups, failures and the rewards' own metrics."""
+    """Add each reward's mean and std within groups, zero-variance groups, failures and the rewards' own metrics."""
     total = scores.total
     scorable = ~total.isnan()
     metrics.add("reward/mean", total.nansum(), scorable.sum())
@@ -196,7 +196,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations of the groups [N, G] with at least two values."""
+    """Sum and number of the unbiased standard deviations within those groups of [N, G] that have two or more values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -219,12 +219,13 @@ def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> No
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    No metric depends on whether completions with advantage 0 are run through the policy. The KL covers all completions,
-    which are all run if there is a reference. The other metrics describe the policy loss, to which completions with
-    advantage 0 do not contribute: they cover completions with an advantage.
+    A run may leave completions with advantage 0 out of its micro-batches; no metric depends on this choice. The mean KL
+    to the reference is over all completions, because a run with a reference leaves out no completion. The other means
+    describe the policy loss, to which completions with advantage 0 do not contribute. So these means are over the
+    completions with other advantages.
 
-    `rollout_kl` is the KL divergence between the engine's distribution and the policy's at the start of the cycle, in
-    nats per token.
+    `policy/rollout_kl` is KL(engine || policy at the start of the cycle) in nats per token: how much the distribution
+    that the engine sampled from differs from that of the policy.
     """
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
     of_loss = {
@@ -279,17 +280,17 @@ def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completi
 
 
 class StepLog(L.Callback):
-    """Logs the metrics of every rollout exactly once.
+    """Passes the metrics of every rollout to the loggers exactly once.
 
-    Lightning keeps the last value of everything a training step logged, and passes it to the loggers again at every
-    later step. A rollout trained for several updates would log its rewards in each of them, and a rollout without a
-    scorable reward would log those of the previous one. `trainer.callback_metrics` still contains the last values, so
-    metrics that callbacks monitor never disappear.
+    Lightning keeps the last value of each metric that a training step logged, and passes the value to the loggers again
+    at every later step. Without this callback, a rollout that is trained for several updates would have its rewards
+    logged at each update, and a rollout without scorable rewards would have the rewards of the previous rollout logged.
+    `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
 
-    The metrics of a rollout belong to the first optimizer step of its cycle. `log_every_n_steps` counts steps and may
-    never select that one: with two updates per rollout and an even number it never does. So
-    `trainer.log_every_n_steps` is 1 during the first step of a cycle and applies to the others; 0 stays 0, which logs
-    nothing.
+    The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics on only at
+    every `log_every_n_steps`-th step. With two updates per rollout and an even `log_every_n_steps`, that is never the
+    first step of a cycle. So this callback sets `trainer.log_every_n_steps` to 1 during the first step of each cycle,
+    and to the user's value during all other steps. The value 0 turns logging off, and is never changed.
     """
 
     def __init__(self) -> None:
@@ -301,7 +302,7 @@ class StepLog(L.Callback):
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Reset step metrics before the first micro-batch of an optimizer step; epoch means continue."""
+        """Before the first micro-batch of an optimizer step, reset the metrics of steps, not the means of epochs."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return
@@ -337,9 +338,9 @@ def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
 class UpdateLog(L.Callback):
     """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
-    The learning rate is that of the first parameter group in this step. The seconds are those of forward, backward and
-    optimizer, summed over the micro-batches, on the slowest rank. The gradient norm is that of the entire step over all
-    ranks, before clipping.
+    `policy/lr` is the learning rate of the first parameter group during the step. `time/update` is the time in seconds
+    that forward passes, backward passes and optimizer take on the slowest rank, summed over the step's micro-batches.
+    `policy/grad_norm` is the norm of the gradient of the entire step over all ranks, before clipping.
     """
 
     def __init__(self) -> None:
@@ -380,8 +381,9 @@ class UpdateLog(L.Callback):
 class PeakMemory(L.Callback):
     """Logs `memory/<phase>_gib` on CUDA devices, once per optimizer step: the peak of allocated memory in each phase.
 
-    It is torch.cuda.max_memory_allocated of the rank with the most, in GiB. The phases are those of `on_phase`;
-    "update" ends with the optimizer's step. torch's peak is reset at the start of each phase.
+    The value is the maximum of torch.cuda.max_memory_allocated over all ranks, in GiB. The phases are those that the
+    hook `on_phase` announces; the phase "update" ends after the optimizer step. The callback resets PyTorch's peak
+    statistics at the start of each phase.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
-A rollout of N groups becomes `updates x accumulate` micro-batches. The order of the data decides which completions
-share an update. Which of them share a micro-batch affects only memory and padding, not the gradient, because the loss
-is divided by the counts of the entire update.
+A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
+micro-batches each. The order of the data decides which completions belong to an update. Which completions of an update
+share a micro-batch affects only memory and padding, not the gradient: the loss is divided by the number of tokens or
+completions of the entire update.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class CompletionRow:
 
     @property
     def mask(self) -> list[bool]:
-        """[T] True where trained on."""
+        """[T] True for tokens that are trained on."""
         return [True] * self.length if self.completion.mask is None else self.completion.mask
 
 
@@ -56,7 +57,7 @@ class Turn:
 
     batch: MicroBatch
     counts: StepCounts
-    """The counts of the update this micro-batch belongs to."""
+    """Counts of trained tokens and completions in the update that the micro-batch belongs to."""
 
     closes_update: bool
     """True for the last micro-batch before the optimizer steps."""
@@ -73,7 +74,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class CycleShape:
-    """Number of micro-steps, updates and epochs over each rollout."""
+    """Numbers of micro-steps, updates and epochs of a cycle, which is the training on one rollout."""
 
     accumulate_grad_batches: int
     """Micro-batches per update."""
@@ -90,7 +91,7 @@ class CycleShape:
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
-        """Error message for a loader that yields every batch `given` times."""
+        """Error message for a loader that yields every batch `given` times, not `num_micro_steps` times."""
         cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
         return (
             f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
@@ -112,8 +113,8 @@ class CycleShape:
             position: The trainer's index of the micro-step in its cycle.
 
         Raises:
-            RuntimeError: If the loader does not repeat the prompts of a cycle or is at another position, or the
-                cycle's rollout is missing.
+            RuntimeError: If the loader does not yield each batch once per micro-step of a cycle, if the loader is
+                at another micro-step than the trainer, or if the rollout of the cycle is missing.
         """
         cycle = self.num_micro_steps
         if batch.cycle != cycle:
@@ -133,13 +134,13 @@ class CycleShape:
 
 
 class Cycle:
-    """The micro-batches of one rollout, and the position of training in them.
+    """The micro-batches of one rollout, and the number of micro-steps that have been trained on them.
 
-    A cycle is `num_iterations` epochs over `updates x accumulate` micro-batches.
+    A cycle is the training on one rollout: `num_iterations` epochs over its `updates x accumulate` micro-batches.
 
     Args:
         micro_batches: updates x accumulate micro-batches, in training order.
-        counts: One per update.
+        counts: Counts of trained tokens and completions of each update.
         num_iterations: Epochs over the rollout.
         position: Micro-steps done.
     """
@@ -177,14 +178,14 @@ class Cycle:
         )
 
     def to(self, device: torch.device | str) -> Cycle:
-        """Move its micro-batches to `device`, in place."""
+        """Move the cycle's micro-batches to `device`, in place."""
         self.micro_batches = [batch.to(device) for batch in self.micro_batches]
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """State to resume inside the cycle: ids, masks, log-probs and advantages, without images.
+        """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
 
-        Images are read again (`give_images`).
+        Images are not included: a resumed run reads them again (`give_images`).
         """
         return {
             "micro_batches": [vars(replace(batch.to("cpu"), vision=None)) for batch in self.micro_batches],
@@ -206,7 +207,10 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of a global rollout: its i-th group is number `i * world_size + rank` of `num_groups`."""
+    """This rank's share of a rollout over all ranks.
+
+    The i-th group of this rank has the index `i * world_size + rank` among the `num_groups` groups of all ranks.
+    """
 
     num_groups: int
     rank: int = 0
@@ -227,15 +231,16 @@ def plan_micro_batches(
 
     Args:
         groups: N groups of G completions.
-        advantages: [N, G].
+        advantages: [N, G] advantages of the completions.
         updates: Optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
-        pad_id: Any token id.
-        skip_zero_advantages: Leave completions with advantage 0 out of the micro-batches; the counts include them.
-        share: This rank's share of the rollout of all ranks; None if the groups are the complete rollout.
+        pad_id: Token id that fills up sequences; any id, because padding is masked.
+        skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
+            include these completions.
+        share: This rank's share of the rollout of all ranks; None if `groups` is the complete rollout.
 
     Returns:
-        The micro-batches in order, and this rank's counts of every update.
+        This rank's micro-batches in order, and its numbers of trained tokens and completions in each update.
     """
     rows = [
         [
@@ -266,17 +271,20 @@ def plan_over_ranks(
     num_chunks: Callable[[MicroBatch], int],
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
-    """Split the rollout of all ranks into micro-batches. Collective: every rank gets its own.
+    """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
+
+    Sharded weights are gathered by all ranks together. Micro-batches at the same place on different ranks therefore
+    get the same `num_chunks`: the largest number of forward passes that one of these micro-batches needs.
 
     Args:
         groups: N groups of G completions, of this rank; may be empty.
-        advantages: [N, G].
+        advantages: [N, G] advantages of the completions.
         num_chunks: Returns the number of forward passes that a micro-batch needs.
         **settings: Arguments of `plan_micro_batches`.
 
     Returns:
-        The micro-batches in order, with the maximum number of forward passes over all ranks (gathering sharded weights
-        is collective), and the counts of every update over all ranks.
+        This rank's micro-batches in order, and the numbers of trained tokens and completions in each update, summed
+        over all ranks.
     """
     num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups))))
     share = Share(num_groups, ranks.rank(), ranks.world_size())
@@ -288,7 +296,7 @@ def plan_over_ranks(
 
 
 def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:
-    """Add the images of their prompts to micro-batches.
+    """Add to each micro-batch the images of its prompts.
 
     Args:
         micro_batches: Micro-batches of one rollout.
@@ -301,9 +309,11 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
 
 
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
-    """Split groups into updates, in order; single completions if all ranks together have fewer groups than updates.
+    """Split this rank's groups among the updates, in order.
 
-    Uses the indices among the groups of all ranks, so that a group's update does not depend on the number of ranks.
+    If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
+    split depends on a group's index among the groups of all ranks, so the number of ranks does not change the update
+    that a group belongs to.
     """
     numbers = range(share.rank, share.rank + len(groups) * share.world_size, share.world_size)
     units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
@@ -319,11 +329,12 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
 
 
 def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionRow]]:
-    """Split one update's completions into `parts` micro-batches of balanced padded cost.
+    """Split one update's completions into `parts` micro-batches of about the same number of tokens with padding.
 
-    Either complete groups share a micro-batch, so that each prompt runs once, or completions of similar length do,
-    which saves padding but may run a prompt in several micro-batches: whichever needs fewer tokens including padding.
-    With fewer groups than micro-batches, groups are always split, to keep micro-batches small.
+    There are two ways to split. Either each group stays in one micro-batch, so that the policy processes each prompt
+    once. Or completions of similar length share a micro-batch: this saves padding, but the policy may process a prompt
+    in several micro-batches. The function returns the split with fewer tokens, including padding. If there are fewer
+    groups than micro-batches, it always splits by length, to keep micro-batches small.
     """
     if parts == 1:
         return [rows]
@@ -344,7 +355,7 @@ def split_update(rows: list[CompletionRow], parts: int) -> list[list[CompletionR
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Tokens of a micro-batch including padding: its prompts once, its completions padded to the longest."""
+    """Number of tokens of a micro-batch including padding. A prompt counts once for all its completions."""
     if not rows:
         return 0
     prompts = {row.group: len(row.prompt_ids) for row in rows}
@@ -352,7 +363,10 @@ def padded_cost(rows: list[CompletionRow]) -> int:
 
 
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
-    """Split a list into `parts` runs, minimising the cost of the most expensive run (bisection on its cost)."""
+    """Cut a list into `parts` pieces so that the most expensive piece costs as little as possible.
+
+    The cost of that piece is found by bisection.
+    """
 
     def cut(limit: int) -> list[list[Item]]:
         runs, start = [], 0
@@ -399,11 +413,14 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
 
 
 def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
-    """Make a fully masked micro-batch, which makes the same module calls as any other so that ranks stay in step.
+    """Make a micro-batch of one masked token, for a rank that has no completions left for this micro-step.
+
+    The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.
 
     Args:
-        groups: Groups of this rank; one of their tokens is the placeholder, or a padding token if there is none.
-        pad_id: Any token id.
+        groups: Groups of this rank. The masked token is the first token of their first completion, or `pad_id` if
+            this rank has no groups.
+        pad_id: Token id that fills up sequences; any id, because padding is masked.
     """
     row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])

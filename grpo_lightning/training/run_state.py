@@ -1,4 +1,8 @@
-"""State of a run in checkpoints, other than weights and optimizer: rollouts, pending cycle and updated reference."""
+"""State of a run that checkpoints contain besides weights and optimizer.
+
+The state is the number of rollouts, the pending cycle (a rollout that is only partly trained on) and the reference if
+it was updated.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """State of the run after its last optimizer step. Every checkpoint contains this position, whenever it is saved.
+    """State of the run right after its latest optimizer step. Every checkpoint contains this state.
 
-    Weights and optimizer do not change between two steps: a checkpoint saved inside an accumulation window, after
-    validation or at the end of an epoch has the same weights as one saved right after the step, and resumes there.
+    Weights and optimizer do not change between two steps. So a checkpoint that is saved later, inside an accumulation
+    window, after validation or at the end of an epoch, has the same weights as a checkpoint that is saved right after
+    the step. In both cases, a run resumes right after the step.
     """
 
     num_micro_steps: int
-    """Micro-steps of the entire run at the end of the step."""
+    """Micro-steps of the entire run up to the end of the step."""
 
     num_steps: int
-    """Optimizer steps of the entire run."""
+    """Optimizer steps of the entire run up to this one."""
 
     loops: dict[str, Any]
-    """Lightning's counters and the positions of the loaders."""
+    """State dict of Lightning's fit loop: its counters, and the positions of the data loaders."""
 
     cycle: Cycle | None
-    """The pending cycle; None between cycles."""
+    """The cycle that is only partly trained on; None between two cycles."""
 
     position: int
-    """Completed micro-steps of the cycle; the cycle itself keeps counting."""
+    """Micro-steps of `cycle` that were completed at the end of the step; `cycle.position` counts further."""
 
     rollout_index: int
 
@@ -59,10 +64,10 @@ class RunState:
         """The current cycle."""
 
         self.reference: RunReference | None = None
-        """Set when the policy is loaded; None without a reference."""
+        """The reference policy, set when the policy is loaded; None if the run has no reference."""
 
         self.is_updating = False
-        """True while the optimizer changes the weights, which are then in between two steps."""
+        """True while the optimizer changes the weights, so that only some of them may be updated."""
 
         self.was_interrupted_in_step = False
         """True if the loaded checkpoint was saved while the optimizer changed the weights."""
@@ -79,9 +84,9 @@ class RunState:
         self.step_end, self.is_updating = None, False
 
     def last_step_end(self, trainer: L.Trainer) -> StepEnd:
-        """The end of the last optimizer step: now, if one has just ended, else the recorded one.
+        """Return the state at the end of the latest optimizer step, and record it if that step has just ended.
 
-        Updates the reference if that is due. Collective: all ranks call it.
+        Before recording, updates the reference if an update is due. Collective: all ranks call it.
         """
         known, batches = self.step_end, trainer.fit_loop.epoch_loop.batch_progress
         if known is None:
@@ -93,7 +98,7 @@ class RunState:
         return known
 
     def record(self, trainer: L.Trainer) -> StepEnd:
-        """Record the current position, between two optimizer steps, for later checkpoints."""
+        """Record the current state for later checkpoints. Call it only between two optimizer steps."""
         cycle = self.cycle if self.cycle is not None and not self.cycle.is_finished else None
         self.is_updating = False
         self.step_end = StepEnd(
@@ -111,7 +116,7 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Name of a moment, if several ranks have to save files next to its checkpoint; else None."""
+        """Return the name for files that ranks save next to the checkpoint of `end`; None if no file is needed."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         return f"step{end.num_steps}-{end.rollout_index}-{end.position}"
@@ -119,8 +124,8 @@ class RunState:
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         """The state at the end of the last optimizer step.
 
-        With several ranks, each saves its own cycle next to the checkpoint, and rank 0 the reference
-        (`write_rank_files`).
+        With several ranks, the checkpoint contains neither the cycle nor the reference: each rank saves its own cycle
+        in a file next to the checkpoint, and rank 0 saves the reference (`write_rank_files`).
         """
         is_alone, end = ranks.world_size() == 1, self.last_step_end(trainer)
         weights = self.reference.moved_weights() if is_alone and self.reference is not None else None
@@ -140,12 +145,13 @@ class RunState:
         """Restore the result of `state_dict`.
 
         Args:
-            state: Its entry in the checkpoint.
-            checkpoint: Path of the checkpoint, next to the rank files.
-            is_training: False for a run that only needs the weights.
+            state: The entry of the checkpoint that `state_dict` returned.
+            checkpoint: Path of the checkpoint; the rank files are next to it.
+            is_training: False for evaluation, which needs neither the pending cycle nor the reference.
 
         Raises:
-            ValueError: If the cycle was pending on a different number of ranks, or the reference differs.
+            ValueError: If the checkpoint was saved inside a cycle by a different number of ranks, or if this run's
+                reference differs from that of the checkpoint.
         """
         self.was_interrupted_in_step = state.get("is_broken_off", False)
         self.rollout_index = state["rollout_index"]
@@ -153,7 +159,7 @@ class RunState:
         if not is_training:
             return
         self._restore_reference(state, checkpoint)
-        # A missing cycle raises when the next micro-step needs it.
+        # If the cycle is missing, the next micro-step that needs the cycle raises an error.
         if state.get("is_pending") and (state["rollout"] or state["moment"]):
             if state["world_size"] != ranks.world_size():
                 raise ValueError(
@@ -165,10 +171,10 @@ class RunState:
             self.cycle = Cycle.from_state_dict(own)
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Restore a reference that was updated; otherwise check that this run has made the same one."""
+        """Restore the reference if it was updated; else check that this run has made the same reference."""
         if not state.get("has_moved"):
             if self.reference is not None:
-                self.reference.check_fingerprint(state.get("reference_fingerprint", {}))  # none without a reference
+                self.reference.check_fingerprint(state.get("reference_fingerprint", {}))  # {} without a reference
             return
         if self.reference is None:
             raise ValueError(NO_REFERENCE)
@@ -178,7 +184,7 @@ class RunState:
         self.reference.restore(saved if is_reader else None)
 
     def write_rank_files(self, checkpoint: Path, end: StepEnd, *, is_global_zero: bool) -> None:
-        """Write the rank files next to a checkpoint, if there are several ranks. Collective: all ranks call it."""
+        """Write the files of each rank next to a checkpoint, if they are needed. Collective: all ranks call it."""
         moment = self.moment(end)
         if moment is None:
             return

@@ -1,7 +1,8 @@
 """Signals that end a training run after its optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
 
-All ranks agree at the end of the step and save there. A checkpoint holds no gradients, and saving is collective: ranks
-that answered inside their signal handlers would wait for each other in different places.
+A signal handler only records the signal. At the end of the step, the ranks tell each other whether a signal arrived,
+and save a checkpoint together. A handler could not save at once: a checkpoint contains no gradients of an unfinished
+step, and saving is collective, so ranks that were interrupted in different places would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ PATTERN = "stopped-*.ckpt"
 
 
 class RequeueAtStepEnd(L.Callback):
-    """SLURM auto-requeue at the end of a step: delays Lightning's handler (`hpc_ckpt_<N>.ckpt`, `scontrol requeue`).
+    """Delays SLURM auto-requeue to the end of an optimizer step.
 
-    Lightning saves and requeues inside the signal handler. Afterwards the run ends, as on SIGTERM.
+    Lightning's own signal handler saves `hpc_ckpt_<N>.ckpt` and calls `scontrol requeue` as soon as the signal arrives.
+    This callback calls that handler at the end of the step instead. Then the run ends, as on SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class RequeueAtStepEnd(L.Callback):
         self.received: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replace Lightning's handler, if there is one: in a SLURM job with auto-requeue."""
+        """In a SLURM job with auto-requeue, replace Lightning's signal handler."""
         self.received = None
         environment = cluster_environment(trainer)
         if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
@@ -70,13 +72,13 @@ class RequeueAtStepEnd(L.Callback):
 class GracefulStop(L.Callback):
     """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the optimizer step.
 
-    There the ranks agree, a checkpoint is written, and Lightning ends the run as it does on SIGTERM: no validation and
-    no end of the epoch, after which a resumed run would skip the rest of its data. A second signal does what it would
-    without this callback.
+    At the end of the step, the ranks agree to stop and save a checkpoint, and Lightning ends the run as it does on
+    SIGTERM. The run does not validate, and it does not end the epoch: otherwise a resumed run would skip the rest of
+    the epoch's data. A second signal has the same effect as without this callback.
 
     Args:
-        folder: Where the checkpoint goes, `stopped-step=<N>.ckpt`; the one of an earlier stop is removed.
-        is_saving: False writes none.
+        folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.
+        is_saving: If false, no checkpoint is saved.
     """
 
     def __init__(self, folder: str | Path, *, is_saving: bool = True) -> None:
@@ -89,7 +91,7 @@ class GracefulStop(L.Callback):
         self.trainer: L.Trainer | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Register the handlers; only here, because Lightning registers its own SIGTERM handler earlier."""
+        """Register the signal handlers. Lightning has registered its own SIGTERM handler earlier."""
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers only in the main thread
         self.trainer = trainer
@@ -97,14 +99,14 @@ class GracefulStop(L.Callback):
             self.old_handlers[signum] = signal.signal(signum, self.receive)
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Remember the signal; the next one is handled as if this callback were not there."""
+        """Remember the signal, and restore the old handlers, which then handle a second signal."""
         self.restore()
         self.received = signum
         launcher = self.trainer.strategy.launcher if self.trainer is not None else None
-        # Ctrl-C reaches every process of a terminal; SIGTERM often only the first.
+        # Ctrl-C reaches every process of a terminal, but SIGTERM often reaches only the first process.
         if signum == signal.SIGTERM and isinstance(launcher, _SubprocessScriptLauncher):
             launcher.kill(signal.SIGTERM)
-        # Not with the logger: a handler may interrupt another write to the same stream, which then raises.
+        # Not through logging: a handler may interrupt a write to stderr, and a second write inside it raises an error.
         if self.trainer is None or self.trainer.is_global_zero:
             again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
             os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
@@ -116,7 +118,7 @@ class GracefulStop(L.Callback):
         self.old_handlers = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """At the end of a step: agree, save, and end the run."""
+        """At the end of a step, if any rank got a signal, save a checkpoint and end the run."""
         if not is_between_steps(trainer):
             return
         # A signal on one rank stops all ranks: otherwise they would wait for each other forever.
@@ -143,7 +145,7 @@ class GracefulStop(L.Callback):
 
     @property
     def exit_code(self) -> int:
-        """Exit code 128 + signal, as shells expect; a signal on another rank counts as SIGTERM."""
+        """Exit code 128 + signal, as shells expect. If only other ranks got a signal, SIGTERM is assumed."""
         return 128 + (self.received or signal.SIGTERM)
 
     def last_words(self) -> str:
@@ -155,16 +157,16 @@ class GracefulStop(L.Callback):
 def end_launched(trainer: L.Trainer, seconds: float) -> None:
     """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
 
-    A rank that fails alone leaves the others waiting for it in a collective, where no other signal reaches them.
+    If one rank fails, the other ranks wait for it in a collective operation, where no signal but SIGKILL ends them.
 
     Args:
-        trainer: Trainer of the run; does nothing if something else (torchrun, SLURM) launched the ranks.
+        trainer: Trainer of the run. If torchrun or SLURM launched the ranks, the function does nothing.
         seconds: Time limit for all ranks together.
     """
     launcher = trainer.strategy.launcher
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return
-    # Cleared because Lightning watches this list, and also kills this process as soon as one of them fails.
+    # Cleared because Lightning watches this list: if a process in it fails, Lightning kills this process as well.
     processes = list(launcher.procs)
     launcher.procs.clear()
     deadline = time.monotonic() + seconds
@@ -175,7 +177,7 @@ def end_launched(trainer: L.Trainer, seconds: float) -> None:
             process.kill()
             process.wait()
             continue
-        if code < 0:  # killed by a signal, so it could not log it itself
+        if code < 0:  # killed by a signal, which the rank could not log itself
             name = signal.Signals(-code).name
             hint = " (often the system, out of memory)" if name == "SIGKILL" else ""
             log.error("Rank %d was ended by %s%s.", local_rank, name, hint)

@@ -38,21 +38,23 @@ log = logging.getLogger(__name__)
 
 
 class GRPODeepSpeedStrategy(DeepSpeedStrategy):
-    """DeepSpeed ZeRO with the loss divided once; runs on CPUs as well, over gloo.
+    """DeepSpeed ZeRO that divides the loss by `accumulate_grad_batches` only once. On CPUs it runs with gloo.
 
-    Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed divides it again: with Lightning's own
-    strategy gradients are too small by that factor, and clipping too loose. AdamW hides it in every plot.
+    With Lightning's own strategy, Lightning divides the loss by `accumulate_grad_batches`, and then DeepSpeed divides
+    the loss by the same number again. So gradients are too small, and gradient clipping has too little effect. Training
+    curves do not show the error, because the updates of AdamW hardly depend on the scale of the gradients.
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
-        config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the arguments. In a file for
-            transformers' Trainer, "auto" is replaced by the setting of this run: of the trainer, or the argument of
-            that name.
-        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. 0, because the order of
-            modules differs between sampling, scoring and training, which makes prefetching useless.
+        config: DeepSpeed's own configuration, a mapping or a JSON file, instead of the other arguments. In a
+            configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the setting of
+            the Lightning trainer, or the strategy argument of the same name.
+        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
+            sampling, scoring and training call the modules in different orders, which makes prefetching useless.
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this stay unsharded.
-        sub_group_size: Stage 3: elements that the optimizer updates at a time; more need more memory.
-        exclude_frozen_parameters: Keep frozen weights out of checkpoints; they come from the policy's folder.
+        sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
+            memory.
+        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads them with the policy.
         logging_batch_size_per_gpu: Only used by DeepSpeed's throughput logging.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
@@ -90,11 +92,11 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         fill_auto(self.config, defaults | own | kwargs)
         # Lightning requires this key when it validates with stage 3.
         self.config.setdefault("zero_allow_untested_optimizer", True)
-        # With states on the CPU, DeepSpeed requires its own optimizer, which has to be compiled, but any one works.
+        # With states on the CPU, DeepSpeed by default requires its own optimizer, which has to be compiled.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
-        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would get another optimizer
-            # Otherwise gradients are accumulated in 16 bits, where small ones are lost to rounding.
+        if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would choose another optimizer
+            # Otherwise gradients are accumulated in 16 bits, and small gradients are lost to rounding.
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
             settings = self.config["zero_optimization"]
@@ -107,7 +109,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return self.root_device.type == "cpu"
 
     def _format_config(self) -> None:
-        """As Lightning, but `enabled: auto` of `bf16` and `fp16` follows from the trainer's precision."""
+        """As in Lightning, but `enabled: auto` of `bf16` and `fp16` follows from the trainer's precision."""
         for name, prefix in (("bf16", "bf16-"), ("fp16", "16-")):
             block = self.config.get(name, {})
             if block.get("enabled") == AUTO:
@@ -115,26 +117,26 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         super()._format_config()
 
     def setup_environment(self) -> None:
-        """As Lightning, but also on CPUs."""
+        """As in Lightning, but also on CPUs."""
         if self.is_on_cpu:
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
 
     def setup_distributed(self) -> None:
-        """As Lightning, but without a device index on CPUs."""
+        """As in Lightning, but without a device index on CPUs."""
         if not self.is_on_cpu:
             super().setup_distributed()
             return
-        # DeepSpeed compiles its own CPU collectives in the first run; if the compiler is killed, it leaves a lock that
-        # all later runs silently wait for. gloo's collectives are used instead.
+        # DeepSpeed compiles its own CPU collectives in the first run. If the compiler is killed, it leaves a lock file,
+        # for which all later runs silently wait. This line makes DeepSpeed use the collectives of gloo instead.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """As Lightning, but with a device index that also exists on CPUs."""
+        """As in Lightning, but with a device index that also exists on CPUs."""
         if not self.is_on_cpu:
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         return self._engine_on_cpu(
@@ -146,7 +148,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         )
 
     def _initialize_deepspeed_inference(self, model: Any) -> None:
-        """As Lightning, but with a device index that also exists on CPUs."""
+        """As in Lightning, but with a device index that also exists on CPUs."""
         if not self.is_on_cpu:
             super()._initialize_deepspeed_inference(model)
             return
@@ -159,14 +161,14 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As Lightning, but evaluate without inference mode, whose tensors cannot be used in training."""
+        """As in Lightning, but evaluate without inference mode, whose tensors training cannot use."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning, but `save_weights_only` writes one file of unsharded weights.
+        """As in Lightning, but `save_weights_only` writes one file of unsharded weights.
 
-        DeepSpeed stores its weights with the optimizer states, and would save all of them.
+        DeepSpeed itself would save the optimizer states as well, because it stores them together with the weights.
         """
         if "optimizer_states" in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -187,9 +189,10 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As Lightning, but without training, stage 3 loads weights from the optimizer's float32 masters or a file.
+        """As in Lightning, but evaluation can also load a folder of stage 3, or a file.
 
-        DeepSpeed stores them nowhere else, and cannot load them without the optimizer.
+        A folder of stage 3 contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot
+        load master weights without an optimizer.
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -203,7 +206,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if self.is_global_zero or not self.zero_stage_3:  # rank 0 distributes sharded weights
             try:
                 with open_checkpoint(path) as joined:
-                    weights = joined.get("state_dict", {})  # missing ones are reported below, on every rank
+                    weights = joined.get("state_dict", {})  # missing weights are reported below, on every rank
                     content = {name: value for name, value in joined.items() if name != "state_dict"}
             except (OSError, ValueError) as failure:  # raised on all ranks below
                 error = failure
@@ -232,13 +235,13 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         return engine, optimizer
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward without dividing the loss again: Lightning has divided it by the accumulation."""
+        """Run the backward pass without dividing the loss by `accumulate_grad_batches` again."""
         kwargs.setdefault("scale_wrt_gas", False)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
 AUTO = "auto"
-"""Placeholder in DeepSpeed files that transformers' Trainer fills in."""
+"""Placeholder in DeepSpeed configurations, which transformers' Trainer replaces by its own settings."""
 
 TRAINER_KEYS = (
     "train_batch_size",
@@ -246,18 +249,21 @@ TRAINER_KEYS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""Keys that Lightning and DeepSpeed fill in if missing."""
+"""Keys that Lightning and DeepSpeed fill in if they are missing."""
 
 
 def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Fill in the "auto" values of a DeepSpeed file for transformers' Trainer; precision is left to `_format_config`.
+    """Replace the "auto" values in a DeepSpeed configuration for transformers' Trainer by the settings of this run.
+
+    The "auto" values of `bf16` and `fp16` are left to `_format_config`.
 
     Args:
         config: DeepSpeed's configuration, changed in place.
-        arguments: Arguments of the strategy, including defaults, which replace "auto" in `zero_optimization`.
+        arguments: Arguments of the strategy, including defaults. They replace "auto" in `zero_optimization`.
 
     Raises:
-        ValueError: If an optimizer or schedule has its own settings, or no setting of this run replaces an "auto".
+        ValueError: If the configuration has its own settings of an optimizer or schedule, or an "auto" that no setting
+            of this run replaces.
     """
     for name in TRAINER_KEYS:
         if config.get(name) == AUTO:
@@ -278,7 +284,7 @@ def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
 
 
 def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
-    """Raise ValueError for an "auto" that no setting of this run replaces, naming the first."""
+    """Raise ValueError if no setting of this run replaces an "auto" value; the message names the first one."""
     for name, value in config.items():
         if value == AUTO and (key, name) not in (
             ("strategy.config.bf16", "enabled"),
@@ -292,12 +298,13 @@ def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """FSDP2: weights, gradients and optimizer states sharded over all devices, gathered layer by layer.
+    """FSDP2: shards weights, gradients and optimizer states over all devices, and gathers weights layer by layer.
 
     Args:
         data_parallel_size: Devices over which weights are sharded; "auto" is all of them.
-        save_distributed_checkpoint: Every rank writes its shard; false gathers one file on rank 0.
-        process_group_backend: Null chooses the backend for the devices.
+        save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 gathers all
+            shards and writes one file.
+        process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
     """
 
     def __init__(
@@ -309,13 +316,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().__init__(data_parallel_size, 1, save_distributed_checkpoint, process_group_backend)
 
     def setup_environment(self) -> None:
-        """Shard over all devices: Lightning's "auto" is the number of nodes."""
+        """Set "auto" to the number of all devices; Lightning sets it to the number of nodes."""
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As Lightning, but evaluate without inference mode, whose tensors cannot be used in training."""
+        """As in Lightning, but evaluate without inference mode, whose tensors training cannot use."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -333,7 +340,11 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def leave_inference_mode(trainer: L.Trainer) -> None:
-    """Evaluate with no_grad instead of inference mode: sharded weights are gathered into buffers that are reused."""
+    """Make evaluation use no_grad instead of inference mode.
+
+    Evaluation gathers sharded weights into buffers that training uses again, and training cannot use tensors that were
+    created in inference mode.
+    """
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
         loop.inference_mode = False
@@ -378,7 +389,7 @@ def check_strategy(trainer: L.Trainer) -> None:
     """Check that the strategy trains as a single device would.
 
     Raises:
-        ValueError: If it does not, naming one that does.
+        ValueError: If the strategy trains differently; the message names a strategy to use instead.
     """
     strategy = trainer.strategy
     kind = type(strategy)

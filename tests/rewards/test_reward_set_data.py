@@ -146,7 +146,7 @@ def test_what_the_policy_on_errors_accepts_is_a_warning(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert not problems([row(1, "the cat"), row(2, [1, 2, 3, 4])], lenient)
     assert "1 rows cannot be scored (1 by 'iou'):\n- a.jsonl:1: reward 'iou': column" in caplog.text
-    assert "The reward is skipped for every batch with one of these rows" in caplog.text
+    assert "Each call of the reward with one of these rows fails" in caplog.text
     caplog.clear()
     assert problems([row(1, "the cat")], lenient, ExactMatch("gold")) == []
     assert len(problems([row(1, "the cat")], lenient, WeightedReward(IoU(), name="strict"))) == 1

@@ -1,1 +1,1 @@
-"""`grpo-lightning plan`: batch arithmetic and memory of a run before it starts, and other trainers' batch flags."""
+"""`grpo-lightning plan`: batch arithmetic and memory of a run before it starts; translates other trainers' flags."""

@@ -24,7 +24,7 @@ class BatchPlan:
 
     Args:
         batch_size: Prompts per rank and rollout.
-        num_generations: G.
+        num_generations: Completions per prompt.
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         num_iterations: Epochs over each rollout.
@@ -71,8 +71,8 @@ class BatchPlan:
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
         """The micro-batches of one epoch over the rollout, as a run splits them, most expensive first.
 
-        This is the worst case: all completions have the maximum length, and the rank is the one with the largest
-        update. Empty micro-batches (a rank with fewer completions than micro-batches) are left out.
+        This is the worst case: all completions have the maximum length, and the micro-batches are those of the rank
+        with the largest update. If a rank has fewer completions than micro-batches, empty micro-batches are left out.
 
         Args:
             prompt_length: L, tokens.
@@ -100,13 +100,13 @@ class RunPlan:
     """None if the number of prompts is unknown."""
 
     total_steps: int | None
-    """None if it depends on the number of prompts, or on a time limit."""
+    """None if the unknown number of prompts or a time limit determines the number of steps."""
 
     requested_steps: int | None
     """The configured `max_steps`, if it ends inside a cycle and is rounded up."""
 
     num_prompts: int | None
-    """Prompts sampled for in the whole run; a prompt counts once per epoch."""
+    """Number of prompts in all rollouts of the run; a prompt counts once per epoch."""
 
     epochs: float | None
 
@@ -121,17 +121,18 @@ def plan_run(
 ) -> RunPlan:
     """Compute the length of a run.
 
-        rollouts per epoch = ceil(prompts / (batch_size x ranks)),   steps = rollouts x updates x epochs over each
+        rollouts per epoch = ceil(prompts / (batch_size x ranks))
+        steps per epoch = rollouts per epoch x updates_per_rollout x num_iterations
 
     Args:
-        batches: The cycle.
+        batches: Batch arithmetic of a cycle.
         num_prompts: Prompts in the training data; None if unknown.
         max_steps: Optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
         max_epochs: Epochs over the data; None or -1 for no limit.
         limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of them.
 
     Raises:
-        ValueError: If there are no prompts, or the limit leaves none.
+        ValueError: If there are no prompts, or `limit_train_batches` leaves no prompts.
     """
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"A run needs at least one prompt, got {num_prompts}.")
@@ -172,7 +173,8 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 # ------------------------------------------------------------------------------------------- scripts of other trainers
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
-"""First versions in which a group may spread over the micro-steps of an update; in VLM-R1 it never may."""
+"""First version of each trainer in which the completions of a group may be in different micro-steps of an update. In
+VLM-R1, they are always in the same micro-step."""
 
 
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
@@ -180,9 +182,10 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
 
         batch_size = b S / G,   updates_per_rollout = S / A,   accumulate_grad_batches = A
 
-    b is completions per device and micro-step, A micro-steps per update, S micro-steps per generation. S is at least A
-    here: generations of one update are sampled from the same weights, so they form one rollout. A group is never split
-    over ranks, so `batch_size` is rounded to at least one prompt per rank.
+    b is the number of completions per device and micro-step, A the number of micro-steps per update, S the number of
+    micro-steps for which the script samples at once, and G the number of completions per prompt. If S is below A, the
+    script samples several times with the same weights; in this package these samples form one rollout, so A replaces S.
+    A group is never split over ranks, so `batch_size` is rounded to at least one prompt per rank.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
@@ -194,23 +197,27 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     G, S, differences = script.num_generations, micro_steps_per_generation(script), []
     if S % A and (A % S or script.num_iterations > 1):
         differences.append(
-            f"There, a generation covers {S} micro-steps and an update {A}, so some updates start inside one "
-            "generation and end in the next. Here a rollout is divided into complete updates."
+            f"In the script, a generation covers {S} micro-steps and an update {A}, so some updates start inside one "
+            "generation and end in the next. In this package, a rollout is divided into complete updates."
         )
     updates = max(1, round(S / A))
     prompts = b * W * A * updates // G
     batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
     if batches.prompts_per_rollout != prompts:
         differences.append(
-            f"There, a rollout has {prompts} prompt(s), which {W} ranks cannot share evenly. Here all {G} completions "
-            f"of a prompt are on one rank, so the smallest rollout has {W} x {G} = {W * G} completions. batch_size "
-            f"{batches.batch_size} gives {batches.prompts_per_rollout} prompts per rollout."
+            f"A rollout of the script has {prompts} prompt(s), which {W} ranks cannot share evenly. In this package, "
+            f"all {G} completions of a prompt are on one rank, so the smallest rollout has {W} x {G} = {W * G} "
+            f"completions. batch_size {batches.batch_size} gives {batches.prompts_per_rollout} prompts per rollout."
         )
     return batches, differences
 
 
 def micro_steps_per_generation(script: Namespace) -> int:
-    """S, the micro-steps per generation. Raises: ValueError if the script would not start with this trainer version."""
+    """Return S of `translate`: the number of micro-steps for which the script samples at once.
+
+    Raises:
+        ValueError: If the script would not start with its version of the trainer.
+    """
     first = FIRST_WITH_ACCUMULATION.get(script.trainer)
     spreads = first is not None and (script.version is None or script.version >= first)
     given = [name for name in ("steps_per_generation", "generation_batch_size") if getattr(script, name) is not None]

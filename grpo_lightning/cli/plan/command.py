@@ -28,7 +28,7 @@ HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 
 """Defaults of Hugging Face's TrainingArguments, which TRL and VLM-R1 keep."""
 
 ASSUMED_DEVICE_GIB = 80.0
-"""Assumed memory if this machine has no GPU, to resolve `gather_for_generation: auto`."""
+"""Device memory assumed on a machine without a GPU, to decide on `gather_for_generation: auto`."""
 
 
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
@@ -41,8 +41,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     Raises:
         ValueError: If a setting is invalid for training or cannot be translated.
         SystemExit: With status 1, after the plan, if the run does not fit.
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set; or, after the
-            batch arithmetic, if the policy does not exist.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. Also if the
+            policy does not exist; then the batch arithmetic has been printed before.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate
@@ -105,7 +105,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         report.print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
         return
     is_eager = "eager" in (loader.attention, model.config._attn_implementation)
-    # The static rule only: a run's start-up probe may still choose the dense path.
+    # Chosen without weights: the probe at the start of a run may still choose the dense path.
     path: Literal["dense", "extended"] = "dense" if loader.scoring == "dense" or dense_reason(model) else "extended"
     sizes = sizes_of(model, loader)
     division = memory.division_of(config.trainer.strategy, ranks.world_size)
@@ -150,7 +150,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """Make the parser of the flags of `plan` itself; all others are passed to `fit`."""
+    """Make the parser of the flags of `plan` itself. All other flags are parsed as flags of `fit`."""
     parser = argparse.ArgumentParser(
         prog="grpo-lightning plan",
         allow_abbrev=False,
@@ -177,7 +177,7 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def parse_script(args: list[str]) -> argparse.Namespace:
-    """Parse the batch flags of another trainer's script; missing or invalid values end in argparse's error."""
+    """Parse the batch flags of another trainer's script. Raises: SystemExit if a value is missing or invalid."""
     parser = argparse.ArgumentParser(
         prog="grpo-lightning plan --from",
         allow_abbrev=False,
@@ -225,7 +225,7 @@ def seed(config: Namespace) -> None:
 
 
 def use_known_config(loader: PolicyLoader) -> None:
-    """If the config of a published policy cannot be loaded (no network), use the one in this package."""
+    """If the config of a published policy cannot be loaded (no network), use this package's copy."""
     from grpo_lightning.cli.plan.model import known_config
 
     if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
@@ -290,7 +290,7 @@ def count_devices(given: Any) -> int | None:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Check SLURM's tasks per node and torchrun's processes. Raises: ValueError if nodes have unequal numbers."""
+    """Check SLURM's tasks and torchrun's processes per node. Raises: ValueError if they differ between nodes."""
     unequal = "Every node must have the same number of devices, because Lightning has devices x num_nodes ranks:"
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):  # "8(x2),4" is 8, 8 and 4
         counts = {re.sub(r"\(x\d+\)", "", part).strip() for part in environment.get(name, "").split(",")}
@@ -307,7 +307,8 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 MEASURED_PROMPTS = 256
-"""Number of longest texts that are tokenized: the longest prompt in tokens is almost always among them."""
+"""Number of prompts that are tokenized: those with the longest texts. The prompt with the most tokens is almost always
+among them."""
 
 MEASURED_IMAGES = 10_000
 """Maximum number of prompts whose images are opened to read their sizes."""
@@ -327,7 +328,11 @@ class Prompts(NamedTuple):
 
 
 def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
-    """Set up the data as `fit` does. Raises: FileNotFoundError if they do not exist and cannot be assumed."""
+    """Set up the data as `fit` does.
+
+    Raises:
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set.
+    """
     why = "the data are streamed"
     if own.prepare:
         data.prepare_data()
@@ -348,7 +353,10 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
 def longest_prompt(
     loader: PolicyLoader, max_prompt_length: int | None, prompts: list[Prompt] | None, given: int | None
 ) -> tuple[int, str]:
-    """(Tokens of the longest training prompt, source of this number): given, measured, the limit, or assumed."""
+    """Return the tokens of the longest training prompt, and how this number was found.
+
+    The number is `given`, or measured on the prompts, or `max_prompt_length`, or else assumed.
+    """
     if given is not None:
         return given, "set by --prompt_tokens"
     why = "the prompts are not known yet"
@@ -364,7 +372,7 @@ def longest_prompt(
 
 
 def measure_longest(prompts: list[Prompt], encoder: Encoder) -> tuple[int, str]:
-    """Tokenize the candidates for the longest prompt with the policy's tokenizer and processor."""
+    """Tokenize the prompts with the longest texts and the largest images. Returns: as `longest_prompt`."""
     chosen, largest = longest_texts(prompts), largest_images(prompts)
     tokens = max(encoder.num_tokens(prompt) for prompt in [*chosen, *largest])
     among = f", among the {len(chosen)} longest texts and {len(largest)} largest images" * (len(chosen) < len(prompts))
@@ -385,7 +393,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Maximum positions of the policy; None without a limit, or if the policy is missing (reported later)."""
+    """Maximum positions of the policy; None if it has no limit, or cannot be found, which is reported later."""
     from grpo_lightning.policy.hf import num_positions
 
     try:
@@ -460,7 +468,10 @@ def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
 def resolve_gathering(
     settings: MemorySettings, model: ModelSizes, engine: Any, device_gib: float | None
 ) -> tuple[MemorySettings, list[str]]:
-    """Resolve whether sharded weights are gathered to sample; device_gib None: no limit. Returns: settings, remarks."""
+    """Decide whether sharded weights are gathered for sampling. Returns: (settings, remarks).
+
+    If `device_gib` is None, the memory of a device counts as unlimited.
+    """
     import dataclasses
 
     from grpo_lightning.cli.plan.memory import GIB, peak, state_parts

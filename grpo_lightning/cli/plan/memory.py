@@ -20,7 +20,8 @@ from grpo_lightning.rewards.reward_model import RewardModel
 GIB = 2**30
 
 Moment = Literal["sampling", "update", "step"]
-"""Sampling completions; forward and backward of a micro-batch; the optimizer step."""
+"""A phase of a cycle: sampling completions, the update (forward and backward pass of a micro-batch), or the optimizer
+step."""
 
 MOMENTS: tuple[Moment, ...] = ("sampling", "update", "step")
 ALWAYS: frozenset[Moment] = frozenset(MOMENTS)
@@ -35,14 +36,16 @@ ADAPTER_BYTES = 4
 """Bytes per LoRA weight."""
 
 SUB_GROUP = 10**9
-"""Weights that ZeRO-3 steps at a time (`sub_group_size`)."""
+"""Number of weights that ZeRO-3 updates at a time (`sub_group_size`)."""
 
 ADAMW_BYTES = 8.0
 BYTES_OF_8_BIT = 2 + 2 * 4 / 256
-"""Bytes per weight: two 8-bit states, each with a 32-bit scale per 256 (arXiv:2110.02861, bitsandbytes' blocks)."""
+"""Bytes of state per weight in 8-bit AdamW: two 8-bit states, each with a 32-bit scale per block of 256 weights
+(arXiv:2110.02861; the block size is that of bitsandbytes)."""
 
 PROBE_WEIGHTS = 64 * 1024
-"""Size of the probe: more than the 4,096 weights up to which 8-bit optimizers keep a tensor in 32 bits."""
+"""Number of weights in the tensor that `optimizer_bytes` updates. It is above 4,096, because 8-bit optimizers keep the
+states of smaller tensors in 32 bits."""
 
 
 class Part(NamedTuple):
@@ -58,7 +61,7 @@ class Part(NamedTuple):
     """False if tensors of the run have exactly this size."""
 
     is_on_cpu: bool = False
-    """True if the part is in CPU memory, once per device of a node."""
+    """True if the part is in CPU memory. Each device of a node adds such a part."""
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
@@ -83,23 +86,24 @@ class Precision:
     """Bytes per input and output of matrix products."""
 
     is_mixed: bool = False
-    """True under autocast of 32-bit weights: the residual stream has 32 bits, matrix products 16."""
+    """True under autocast of 32-bit weights: the residual stream has 32 bits, and matrix products have 16 bits."""
 
     @property
     def residual(self) -> int:
-        """Bytes in the residual stream and in the keys cached by scoring: autocast rotates keys in 32 bits."""
+        """Bytes per number in the residual stream and in cached keys of scoring: autocast rotates keys in 32 bits."""
         return 4 if self.is_mixed else self.compute
 
 
 def precision_of(precision: str | int | None, dtype: str) -> Precision:
-    """Bytes per number of a run.
+    """Return the bytes per number in a run.
 
     Args:
         precision: `trainer.precision`.
-        dtype: `policy.dtype`: "...-true" with a width replaces it, "32-true" and "...-mixed" keep it.
+        dtype: `policy.dtype`. The precisions "bf16-true", "16-true" and "64-true" replace it; "32-true" and mixed
+            precisions keep it.
 
     Raises:
-        ValueError: If one of them is unknown.
+        ValueError: If the precision or the dtype is unknown.
     """
     name = ALIASES.get(str(precision), str(precision))
     if dtype not in FLOAT_BYTES:
@@ -120,11 +124,11 @@ class Division:
     gradients: int = 1
     optimizer: int = 1
     stage: int = 0
-    """DeepSpeed's ZeRO stage, 0 without DeepSpeed. DeepSpeed converts the model and keeps 32-bit master weights; from
-    stage 2 on it sums gradients in 32 bits."""
+    """DeepSpeed's ZeRO stage; 0 without DeepSpeed. DeepSpeed converts the weights to the dtype of matrix products, and
+    keeps 32-bit master weights. From stage 2 on, it sums gradients in 32 bits."""
 
     has_buckets: bool = False
-    """True for DDP's second copy of the gradients, in all-reduce buckets."""
+    """True if DDP keeps a second copy of the gradients in its all-reduce buckets."""
 
     gathers_layers: bool = False
     gathers_ends: bool = False
@@ -146,14 +150,15 @@ def division_of(strategy: Any, world_size: int) -> Division:
     | ZeRO stage 2        | 1       | W         | W         |
     | ZeRO stage 3, FSDP2 | W       | W         | W         |
 
-    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1; DDP's buckets: torch, `gradient_as_bucket_view=False`.
+    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also has gradient buckets: PyTorch's default is
+    `gradient_as_bucket_view=False`.
 
     Args:
         strategy: A name, or a class path and its arguments. "..._offload" offloads optimizer and weights to the CPU.
         world_size: W.
 
     Raises:
-        ValueError: If the strategy is unknown to plan, or refused by `fit`.
+        ValueError: If `plan` does not know the strategy, or `fit` does not support it.
     """
     from lightning.pytorch.strategies import StrategyRegistry
 
@@ -167,7 +172,7 @@ def division_of(strategy: Any, world_size: int) -> Division:
     else:
         kind = given = strategy["class_path"].rsplit(".", 1)[-1]
         arguments = dict(strategy.get("init_args") or {})
-    if kind in INSTEAD:  # `fit` refuses it, too
+    if kind in INSTEAD:  # `fit` refuses such a strategy, too
         raise ValueError(f"trainer.strategy {given} is not supported: {INSTEAD[kind]}.")
     if kind == "GRPODeepSpeedStrategy":
         stage, offloads_optimizer, offloads_weights = deepspeed_settings(arguments)
@@ -193,7 +198,7 @@ def division_of(strategy: Any, world_size: int) -> Division:
 
 
 def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
-    """(ZeRO stage, optimizer offloaded, weights offloaded), from the arguments of GRPODeepSpeedStrategy.
+    """Read the arguments of GRPODeepSpeedStrategy. Returns: (ZeRO stage, offloads optimizer, offloads weights).
 
     Raises:
         ValueError: If the DeepSpeed config has no ZeRO stage.
@@ -214,18 +219,18 @@ def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
 def optimizer_bytes(
     factory: Callable[[Iterable[Parameter]], Optimizer], settings: Any, width: int
 ) -> tuple[float, list[str]]:
-    """(Bytes of optimizer state per trained weight, remarks), measured by an optimizer step on a small tensor.
+    """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
-    AdamW keeps two numbers as wide as the weight: 8 bytes at 32 bits. Optimizers that factorize matrices need less on
-    larger ones.
+    AdamW keeps two numbers as wide as the weight: 8 bytes for a 32-bit weight. Optimizers that factorize matrices need
+    fewer bytes per weight for the larger matrices of a model.
 
     Args:
-        factory: Makes the optimizer.
+        factory: Function that makes the optimizer.
         settings: `model.optimizer` of the config, which names its class.
         width: Bytes per weight that the optimizer updates.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
-    if "8bit" in name:  # these step on GPUs only
+    if "8bit" in name:  # 8-bit optimizers can step on GPUs only
         paged = ["a paged optimizer moves its states to the CPU when memory is short; here they count on the device"]
         return BYTES_OF_8_BIT, paged * name.startswith("Paged")
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
@@ -245,7 +250,7 @@ def optimizer_bytes(
 
 
 class Pass(NamedTuple):
-    """One forward pass: rows of tokens that attend to a context, which includes their own tokens."""
+    """One forward pass: each row of tokens attends to a context, which includes the row's own tokens."""
 
     rows: int
     tokens: int
@@ -263,7 +268,7 @@ class ScoredBatch:
     path: Literal["extended", "dense"] = "extended"
     chunk_size: int | None = None
     head_chunk_size: int | None = None
-    """Number of tokens whose logits exist at a time; None for those of a whole chunk."""
+    """Number of tokens whose logits exist at a time; None for all tokens of a chunk."""
 
     @property
     def has_sliced_head(self) -> bool:
@@ -310,7 +315,7 @@ class MemorySettings:
     is_eager: bool = False
     has_reference: bool = True
     accumulates: bool = False
-    """True with several micro-batches per step: gradients of the first exist while the next ones run."""
+    """True with several micro-batches per step: the gradients of the first exist during the passes of all others."""
 
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
@@ -320,7 +325,7 @@ class MemorySettings:
 
     @property
     def widths(self) -> Precision:
-        """The effective precision: DeepSpeed converts the model and keeps master weights in the optimizer."""
+        """The effective precision: DeepSpeed converts the weights to the dtype of matrix products."""
         width = self.precision.compute
         return Precision(width, width) if self.division.stage else self.precision
 
@@ -342,9 +347,10 @@ def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Persistent states: weights, reference, gradients, optimizer. Parts may be empty.
 
-    Bytes per trained weight of a float32 model under AdamW: 4 of weights, 4 of gradients (DDP: 8), 8 of states, and 4
-    of the reference. Under DeepSpeed with 16 bits: 2 of weights, 2 of the reference, 4 of summed gradients (stage 1:
-    2), 4 of master weights, 8 of states; offloaded, the CPU holds another 4 of gradients.
+    In float32 with AdamW, a trained weight needs 4 bytes for the weight, 4 for its gradient (8 with DDP), 8 for
+    optimizer states and 4 for the reference. In 16 bits under DeepSpeed, a trained weight needs 2 bytes for the weight,
+    2 for the reference, 4 for the summed gradient (2 with stage 1), 4 for the master weight and 8 for optimizer states.
+    If the optimizer is offloaded, the CPU needs another 4 bytes for the gradient.
     """
     kept = [*weight_parts(model, settings), *gradient_parts(model, settings), *optimizer_parts(model, settings)]
     kept = [piece for part in kept for piece in offload_part(part, settings.offloaded)]
@@ -352,7 +358,10 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The policy, its adapters and its reference. With adapters the reference is the policy without them."""
+    """The policy, its adapters and its reference.
+
+    With new adapters, the reference is the policy without adapters, and needs no memory.
+    """
     ranks, width, on_cpu = settings.division.weights, settings.widths.weights, settings.division.offloads_weights
     plain = (model.num_weights - model.num_quantized) * width + model.num_quantized * model.quantized_bytes
     how = f"{width} bytes per weight"
@@ -361,7 +370,7 @@ def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     lora = f"{model.num_adapters:,} LoRA weights, {settings.adapter_width} bytes each"
     copied, reference = "a frozen copy of the weights", model.num_weights * width
     if model.num_adapters:
-        copied, reference = "a copy of the starting adapter", model.num_adapters * ADAPTER_BYTES
+        copied, reference = "a copy of the initial adapter", model.num_adapters * ADAPTER_BYTES
         reference *= model.has_starting_adapter
     elif model.num_trained < model.num_weights and not settings.division.gathers_layers:
         copied, reference = "a frozen copy of the trainable parameters", model.num_trained * width
@@ -392,9 +401,10 @@ def gradient_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and the temporary memory of a step: one state's copy.
+    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and the temporary memory of an optimizer step.
 
-    The step of ZeRO-1 and ZeRO-3 also copies gradients to 32 bits; ZeRO-2 steps on the 32-bit sums themselves.
+    The temporary memory is a copy of one of the two optimizer states. ZeRO-1 and ZeRO-3 also copy the gradients to 32
+    bits; ZeRO-2 uses its 32-bit sums of the gradients without a copy.
     """
     division, per_weight, on_cpu = settings.division, settings.optimizer_bytes, settings.division.offloads_optimizer
     own = -(-model.num_stepped // division.optimizer)
@@ -415,7 +425,7 @@ def share(num_bytes: float, ranks: int = 1) -> int:
 
 
 def format_ranks(ranks: int) -> str:
-    """Format the number of ranks that share a part; empty for one."""
+    """Format the number of ranks that share a part; empty for one rank."""
     return f", over {ranks} ranks" if ranks > 1 else ""
 
 
@@ -429,7 +439,7 @@ def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
 
 
 def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Gathered copies of sharded weights: those of the running layers, or all of them during sampling."""
+    """Gathered copies of sharded weights: the weights of the running layers, or all weights during sampling."""
     division, width = settings.division, settings.widths.compute
     if not division.gathers_layers:
         return []
@@ -445,10 +455,10 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Autocast's 16-bit copies of 32-bit matrices. FSDP2 gathers in 16 bits and needs none.
+    """Autocast's 16-bit copies of 32-bit matrices. FSDP2 gathers weights in 16 bits and needs no copies.
 
-    Copies of trained matrices are cached and reused; each forward pass makes its own copies of frozen ones, which its
-    backward pass needs.
+    Autocast caches the copies of trained matrices and reuses them. It does not cache copies of frozen matrices: each
+    forward pass makes new copies, and keeps them for its backward pass.
     """
     if not settings.widths.is_mixed or settings.division.gathers_layers:
         return []
@@ -487,7 +497,7 @@ def cache_bytes(model: ModelSizes, rows: int, tokens: int, precision: Precision)
 
         sum over layers of  rows x min(tokens, window - 1) x key-value heads x head size x 2 x bytes of a number
 
-    A layer with a sliding window keeps one token less than the window: the next token fills it.
+    A layer with a sliding window keeps one token less than the window, because the next token fills the window.
     """
     return rows * cached_positions(model, tokens) * model.num_kv_heads * model.head_dim * 2 * precision.compute
 
@@ -519,22 +529,23 @@ def update_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager: bool = False) -> int:
-    """Activation bytes of one decoder layer, kept from the forward for the backward pass.
+    """Activation bytes of one decoder layer that the forward pass keeps for the backward pass.
 
-    The formula of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for RMS norms, grouped queries, fused
-    kernels, a gated feed-forward block and no dropout. Their `s b h (34 + 5 a s / h)` is the same count for GPT-3's
-    layer. c and r are the bytes per number in matrix products and in the residual stream, h is the hidden and i the
-    feed-forward width; a heads of size d. Per token:
+    The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
+    layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels, a gated feed-forward block and no
+    dropout. c is the number of bytes per number in matrix products, and r in the residual stream. h is the hidden
+    width, i the feed-forward width, and there are a heads of size d. Per token:
 
         2 norms       their input in 32 bits and their result        2 h (4 + r)
-                      copies read by the matrix products after them  2 c h; under autocast 5 c h
+                      copies read by the matrix products after them  2 c h; under autocast 5 c h, without a gate 4 c h
         attention     queries and output                             2 c a d
                       keys and values, per token of the context      2 c a d
                       the softmax's sum, the mask                    4 a, c per token of the context
                       eager attention: its scores                    (4 + c) a per token of the context
         feed-forward  gate, up, activated gate and product           4 c i; without a gate 2 c i
 
-    Llama and Qwen2 match within 2 %. Additional norms (Qwen3, Gemma 3) and experts keep more, which is not counted.
+    For Llama and Qwen2, the count is within 2 % of measured bytes. Models with additional norms (Qwen3, Gemma 3) or
+    experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context
@@ -556,8 +567,8 @@ def activation_bytes(
         chunks    all layers of the prompts' forward pass and of the largest chunk, which is recomputed
 
     plus the prompts' keys and values, the input and output of the last norm, and the head's input. Images count as
-    tokens of the decoder. Not counted: the activations of a trained vision tower, and those of adapters, up to half as
-    much again if they are 32-bit in a 16-bit model.
+    tokens of the decoder. The activations of a trained vision tower and of adapters are not counted. 32-bit adapters in
+    a 16-bit model can add up to half of the counted bytes.
     """
     passes = batch.passes
     if mode == "chunks":
@@ -576,12 +587,14 @@ def activation_bytes(
 
 
 def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
-    """Bytes of the float32 logits: (kept for the backward pass, temporary during the entropy).
+    """Bytes of the float32 logits: (kept for the backward pass, temporary while the entropy is computed).
 
-    unsliced   kept = 4 rows T V (all completions, or those of one chunk if chunks are recomputed),
-               temporary = 16 rows' T V, with rows' those of the largest chunk
-    sliced     kept = 0, temporary = 20 S V: for a chunk of more than S tokens the head runs on S tokens at a time, and
-               again in the backward pass
+    T is the completion length, V the vocabulary size, and S the `head_chunk_size`.
+
+    unsliced   kept = 4 R T V, with R the number of all completions, or of completions in the largest chunk if chunks
+               are recomputed; temporary = 16 C T V, with C the number of completions in the largest chunk
+    sliced     kept = 0, temporary = 20 S V: if a chunk has more than S tokens, the head computes the logits of S tokens
+               at a time, and computes them again in the backward pass
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None
@@ -595,12 +608,13 @@ def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "n
 
 
 def reward_parts(rewards: Iterable[WeightedReward]) -> tuple[list[Part], list[str]]:
-    """(The unsharded copy of each reward model per device, remarks on memory that is not counted).
+    """Estimate the memory of reward models. Returns: (parts, remarks on memory that is not counted).
 
-    The activations of a call are smaller than those of an update and are not counted.
+    Every device has an unsharded copy of each reward model. The activations of a reward model are smaller than those of
+    an update, and are not counted.
 
     Raises:
-        FileNotFoundError: If a reward model's config cannot be loaded and its sizes are unknown.
+        FileNotFoundError: If the config of a reward model cannot be loaded, and `known_config` has no sizes for it.
     """
     parts, remarks = [], []
     for reward in rewards:

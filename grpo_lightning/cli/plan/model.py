@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.settings import PolicySettings
 
 QUANTIZED_BYTES = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
-"""Bytes per weight. 4 bits: nf4 in blocks of 64 with 8-bit scales, which have 32-bit scales per 256 (QLoRA,
-arXiv:2305.14314, section 3). 8 bits: the scale per row is ignored."""
+"""Bytes per quantized weight. "4bit" is nf4: each block of 64 weights has an 8-bit scale, and each block of 256
+such scales has a 32-bit scale (QLoRA, arXiv:2305.14314, section 3). For "8bit", the scale of each row is ignored."""
 
 NUMBERED = re.compile(r"(^|\.)\d+\.")
 """Matches names of parameters in numbered layers."""
@@ -31,7 +31,7 @@ NUMBERED = re.compile(r"(^|\.)\d+\.")
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder and its number of trainable parameters. Tied weights count once."""
+    """Sizes of a policy's decoder, and counts of the policy's weights. Tied weights count once."""
 
     num_layers: int
     hidden_size: int
@@ -43,7 +43,7 @@ class ModelSizes:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
-    """Sliding window in tokens, or None, of each layer with a KV cache."""
+    """For each layer with a KV cache, its sliding window in tokens; None if the layer has no window."""
 
     num_linear_layers: int = 0
     """Layers with a recurrent state instead of a KV cache; the state is not counted."""
@@ -61,7 +61,7 @@ class ModelSizes:
 
     has_trained_tower: bool = False
     num_trained: int = 0
-    """Trained weights without adapters."""
+    """Trained weights, not counting adapters."""
 
     num_trained_matrices: int = 0
     """Trained weights in matrices: autocast keeps a 16-bit copy of each."""
@@ -98,12 +98,14 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     """Compute the sizes of a transformers language or vision-language model under the policy's settings.
 
     Args:
-        model: On any device. Changed in place: its parameters are frozen as in the run, a saved adapter is inserted.
-        settings: Freezing, LoRA and quantization settings.
+        model: The policy, on any device. It is changed in place: parameters are frozen as in the run, and the initial
+            adapter (`lora.adapter`) is inserted if there is one.
+        settings: The policy's settings, of which those of freezing, LoRA and quantization are used.
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.
-        ValueError: If the config lacks transformers' names of sizes, or layers to freeze or to adapt do not exist.
+        ValueError: If the config does not use transformers' names of sizes, or if layers to freeze or to adapt do not
+            exist.
     """
     from transformers import DynamicCache
 
@@ -168,7 +170,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products: all matrices except the embeddings, plus the head, tied or not."""
+    """Weights used in matrix products: all matrices except embeddings. A head counts even if it is tied to them."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -184,20 +186,20 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
 
 
 def intermediate_size(config: Any) -> int:
-    """Width of the feed-forward block per token, summed over the experts that it is routed to."""
+    """Width of the feed-forward block per token, summed over the experts that a token is routed to."""
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(dense)
     routed = int(getattr(config, "moe_intermediate_size", None) or dense)
     shared = getattr(config, "shared_expert_intermediate_size", None)
-    if shared is None:  # some configs have the number of shared experts instead, each as wide as the others
+    if shared is None:  # some configs have the number of shared experts instead, each as wide as a routed expert
         shared = int(getattr(config, "n_shared_experts", None) or 0) * routed
     return int(experts) * routed + int(shared)
 
 
 def count_adapters(model: Any, lora: LoRA) -> int:
-    """Count the weights of LoRA adapters. A saved adapter has its own layers and ranks: peft builds it on meta."""
+    """Count the weights of LoRA adapters. An initial adapter has its own layers and ranks."""
     if lora.adapter is None:
         layers: list[Any] = list(targets(model, lora.target_modules).values())
         return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
@@ -205,7 +207,7 @@ def count_adapters(model: Any, lora: LoRA) -> int:
 
     config = adapter_config(lora.adapter)
     config.inference_mode = False
-    config.init_lora_weights = True  # PiSSA and others would compute them from the weights, which are not loaded
+    config.init_lora_weights = True  # PiSSA would compute adapters from the weights, which are not loaded
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run warns
         adapted = get_peft_model(model, config)

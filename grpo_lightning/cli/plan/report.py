@@ -156,7 +156,8 @@ def print_memory(
     """Print the table of parts, the peak, and the comparison with the device.
 
     Returns:
-        An error message with settings that reduce memory if it does not fit; None if it may fit, or there is no device.
+        If the run does not fit, an error message that lists settings which reduce memory. None if the run may fit, or
+        if there is no device to compare with.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -214,7 +215,7 @@ def cpu_lines(parts: list[Part]) -> list[str]:
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Memory of the given device size, otherwise of this machine's GPU; None if there is none."""
+    """Bytes in `device_gib`; if that is None, the memory of this machine's GPU, or None without a GPU."""
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -238,7 +239,7 @@ def verdict(share: float) -> str:
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Unused settings that reduce the memory of a phase, those with the lowest time cost first."""
+    """Settings that would reduce the memory of a phase; settings that cost the least time come first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [

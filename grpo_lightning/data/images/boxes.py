@@ -13,35 +13,37 @@ LARGEST = 1e9
 """Maximum absolute value of a coordinate, in pixels."""
 
 Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
-"""Coordinates of the boxes in `solution`.
+"""Coordinates of the ground-truth boxes in the column `solution`.
 
-`original`: pixels of the image; every row with an image must have one. `norm1000`: as if every image were 1000 wide and
-1000 high (VLM-R1's InternVL data); they are converted to pixels here, once for all rewards, metrics and pictures, whose
-`gold_coordinates` stay at `original`. `auto`: pixels, if a row with one image has four numbers as its solution.
-`none`: solutions are not checked.
+`original`: pixels of the image; every row with an image must have a box. `norm1000`: as if every image were 1000 wide
+and 1000 high (VLM-R1's InternVL data); every row with an image must have a box. `check_solution` converts these boxes
+to pixels once for the whole run, so `gold_coordinates` of rewards, metrics and callbacks must stay at `original`.
+`auto`: pixels, for rows with one image whose solution is four numbers; other solutions are not checked. `none`:
+solutions are not checked.
 """
 
 NORM = 1000
 """Width and height of every image in `norm1000` coordinates."""
 
 ROUNDING = 1
-"""Pixels by which a box may exceed the image: annotations are rounded, or include their last pixel. Part of the box
-must lie inside, as rewards compare that part."""
+"""Pixels by which a box may exceed the image, because the coordinates of some annotations are rounded or off by one.
+Rewards clip boxes to the image, so a part of the box must lie inside the image."""
 
 
 def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
     """Check the solution of a row with images. Returns: the solution, or for `norm1000` its box in pixels.
 
-    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, within `ROUNDING` at the image's edges, and its
-    part inside the image has a positive area.
+    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height, with a tolerance of `ROUNDING` at the edges of
+    the image, and if the part of the box inside the image has a positive area. A box that ends within the first pixel
+    of the image is refused, because its numbers are probably fractions of the image size.
 
     Args:
-        solution: The column `solution`; text is parsed as JSON, with or without answer tags.
+        solution: The value of the column `solution`. Text is parsed as JSON, with or without answer tags.
         sizes: (width, height) of each image of the row, in pixels.
         boxes: Coordinates of the solution.
 
     Raises:
-        ValueError: If the solution is not four numbers, outside its image, inverted or empty.
+        ValueError: If the solution is not four numbers, the box is not valid, or the row has several images.
     """
     if boxes == "none" or not sizes:
         return solution
@@ -103,7 +105,7 @@ def check_box(value: Any, width: int, height: int) -> None:
 
 
 def looks_like_box(value: Any) -> bool:
-    """True for four values of which at least one is a number, or the text of one."""
+    """True for a sequence of four values if at least one of them is a number or the text of a number."""
     is_four = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 4
     return is_four and any(_is_number(number) or _is_number_text(number) for number in value)
 

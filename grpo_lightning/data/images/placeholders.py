@@ -21,21 +21,23 @@ def place_images(
 ) -> tuple[list[Message], list[ImageRef]]:
     """Add a part `{"type": "image"}` to the messages for every image.
 
-    Images of the row's column replace placeholders `<image>` and image parts without an image of their own, in order.
-    If there are none, all images are prepended to the first user turn. VLM-R1 removes the placeholders and always puts
-    the images first, which changes the question if the text says "the first image <image> ... the second <image>".
+    A message part may hold an image of its own. The images of the row's image column are assigned, in order, to the
+    placeholders `<image>` in the text and to the image parts that hold no image. If the messages have neither
+    placeholders nor image parts, all images are prepended to the first user turn. VLM-R1 removes the placeholders and
+    always puts the images first, which changes a question such as "the first image <image> ... the second <image>".
 
     Args:
         messages: The chat.
-        images: The images of the row's column.
-        finder: The row's finder, for images inside message parts, and for its file and line.
+        images: The images of the row's image column.
+        finder: Makes references to the images inside message parts, and names the row in errors.
 
     Returns:
         The messages, with lists of parts as content, and all images in the order of the image parts. A chat without
         images is returned unchanged.
 
     Raises:
-        ValueError: If there are more or fewer placeholders than images, naming both counts.
+        ValueError: If the number of placeholders and image parts without an image differs from the number of images in
+            the column (the message names both numbers), or there is no user turn for the images.
     """
     placed = [_with_parts(message, finder, f"message {number}") for number, message in enumerate(messages, start=1)]
     slots = [part for message in placed for part in _image_parts(message)]
@@ -93,7 +95,7 @@ def _split(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _own_image(part: Mapping[str, Any], finder: ImageFinder, what: str) -> dict[str, Any]:
-    """Convert an image part; it keeps the reference to its own image if it has one."""
+    """Convert an image part; if the part holds an image of its own, `ref` is the reference to that image."""
     given = [part[name] for name in SOURCES if not is_empty(part.get(name))]
     if not given:
         if part["type"] == "image_url":
@@ -113,7 +115,7 @@ def _image_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _put_first(messages: Sequence[dict[str, Any]], slots: Sequence[dict[str, Any]], where: str) -> None:
-    """Prepend image parts to the first user turn. Raises: ValueError if there is none."""
+    """Prepend image parts to the first user turn. Raises: ValueError if there is no user turn."""
     turn = next((message for message in messages if message["role"] == "user" and message.get("content")), None)
     if turn is None:
         raise ValueError(f"{where}: the row has an image, but no user turn to put it in.")

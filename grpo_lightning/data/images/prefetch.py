@@ -1,4 +1,4 @@
-"""Image prefetching: read each image of a batch once, in threads while the policy trains on the batch before."""
+"""Image prefetching: read each image of a batch once, in threads, while the policy trains on the previous batch."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class SharedRead:
 
 
 class ImageReader:
-    """Reads the images of a source's prompts: each image of a batch once, and those of the next batch ahead of time.
+    """Reads the images of a `PromptSource`: each image of a batch once, the images of the next batch in advance.
 
     Args:
-        num_workers: Threads that read ahead; 0 reads an image when it is used. At most `READ_AHEAD` images per thread
-            are held for their use, which bounds the memory: a megapixel takes 3 MB.
+        num_workers: Threads that read images in advance; with 0, each image is read when it is used. To bound the
+            memory (3 MB per megapixel), at most `READ_AHEAD` images per thread are kept until their use.
     """
 
     def __init__(self, num_workers: int = 0) -> None:
@@ -66,7 +66,7 @@ class ImageReader:
         self.ahead: WeakSet[SharedRead] = WeakSet()  # submitted to the threads and not used yet
 
     def take(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return a batch's prompts with shared images, using those that were read ahead."""
+        """Return the prompts of a batch; prompts with the same image share one read, which may already be done."""
         counts = Counter(image.key for image in _images(prompts))
         if not counts:
             return list(prompts)
@@ -86,7 +86,7 @@ class ImageReader:
         ]
 
     def look_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Start reading the images of the next prompts; images read ahead for other prompts are released."""
+        """Start reading the images of the next prompts; images read in advance for other prompts are released."""
         with self.lock:
             coming: dict[Hashable, SharedRead] = {}
             for image in _images(prompts):
@@ -101,7 +101,7 @@ class ImageReader:
         self._start()
 
     def release(self, read: SharedRead) -> None:
-        """Free the slot of a used image for the next one."""
+        """Free the slot of a used image for the next image."""
         with self.lock:
             self.ahead.discard(read)
         self._start()

@@ -33,8 +33,8 @@ class Preflight:
     """Checks of images and boxes, and the handling of bad rows. Picklable."""
 
     bad_images: BadImages = "error"
-    """`error` reports all bad rows, `drop` drops them. They are never replaced by other rows (VLM-R1 samples a random
-    one, a different one for every completion of a group)."""
+    """`error` raises an error that lists the bad rows, `drop` removes the bad rows. A bad row is never replaced by
+    another row. (VLM-R1 replaces a bad row by random rows, a different one for each completion of a group.)"""
 
     num_workers: int = 0
     """Threads that read images; 0 reads them one after the other."""
@@ -49,10 +49,10 @@ class Preflight:
             raise ValueError(f"data.bad_images must be one of {choices}, got {self.bad_images!r}.")
 
     def one(self, measured: Measured, boxes: Boxes) -> Measured:
-        """Check a prompt of a stream. Returns: the item, its prompt None if it is dropped.
+        """Check a prompt of a stream. Returns: `measured`, with None as its prompt if the prompt is dropped.
 
         Raises:
-            ValueError: If an image cannot be read or a box is invalid, with `bad_images` "error".
+            ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.
         """
         try:
             return _with_box(measured, [image.check() for image in _images_of(measured)], boxes)
@@ -63,14 +63,15 @@ class Preflight:
             return replace(measured, prompt=None)
 
     def all(self, measured: Sequence[Measured], boxes: Mapping[str, Boxes]) -> list[Measured]:
-        """Check the prompts of a mixture. Returns: the items, with the prompt None where it is dropped.
+        """Check the prompts of a mixture. Returns: `measured`, with None as the prompt of each dropped item.
 
         Args:
             measured: The prompts.
-            boxes: Box coordinates of the solutions, by source.
+            boxes: Coordinates of the boxes in the column `solution`, by source.
 
         Raises:
-            ValueError: If images cannot be read or boxes are invalid, naming all of them, with `bad_images` "error".
+            ValueError: If `bad_images` is "error", and images cannot be read or boxes are invalid; the message lists
+                all of them.
         """
         images = [image for m in measured for image in _images_of(m)]
         if not images:
@@ -115,17 +116,17 @@ class Preflight:
 
 
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
-    """Read the images of prompts that do not come from a mixture. Their boxes are checked by the rewards.
+    """Check that the images of prompts can be read, for prompts that do not come from a mixture.
 
-    Nothing is done if all images have been read in full. A known size is not enough: the header may be intact while the
-    pixels are truncated.
+    The boxes of these prompts are checked by the rewards. The check is skipped only if all images have been read in
+    full before. It is not enough that their sizes are known, because a truncated file may have an intact header.
 
     Args:
         prompts: The prompts, the same on every rank.
-        num_workers: Threads.
+        num_workers: Threads that read images.
 
     Raises:
-        ValueError: If images cannot be read, naming all of them.
+        ValueError: If images cannot be read; the message lists them.
     """
     images = [image for prompt in prompts for image in prompt.images]
     if images and is_any(any(not image.is_whole for image in images)):
@@ -137,15 +138,15 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
     """Read every unique image once.
 
-    Each rank reads all headers, and all pixels of its share of the images. An image that is bad on one rank is bad on
-    all ranks, as all must drop the same rows.
+    Each rank reads the pixels of its share of the images, and only the headers of the other images. If one rank
+    cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same rows.
 
     Args:
         images: References to the images, the same on every rank.
-        num_workers: Threads.
+        num_workers: Threads that read images.
 
     Returns:
-        Sizes and errors by `ImageRef.key`.
+        The size or the error of each image, by `ImageRef.key`.
     """
     unique: dict[Hashable, ImageRef] = {}
     for image in images:
@@ -179,7 +180,7 @@ def _images_of(measured: Measured) -> Sequence[ImageRef]:
 
 
 def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Measured:
-    """Check the box of a prompt. Raises: ValueError naming file and row if it is invalid."""
+    """Check the box of a prompt. Raises: ValueError if the box is invalid; the message names the row."""
     prompt = measured.prompt
     if prompt is None or not sizes:
         return measured
@@ -206,10 +207,10 @@ class ImageCounts:
     """Rows without image columns and without images in their messages."""
 
     unread: dict[str, Counter[str]] = field(default_factory=dict)
-    """Rows of `without_column` with an image path in another column, by that column."""
+    """For each source: how many rows of `without_column` have an image path in another column, by that column."""
 
     warned: set[tuple[str, str | None]] = field(default_factory=set)
-    """Warnings that were logged: source and unread column, or None for empty image columns."""
+    """Warnings that have been logged, as (source, unread column); the column is None for empty image columns."""
 
     def add(self, prompt: Prompt) -> None:
         """Count a row."""
@@ -229,11 +230,11 @@ class ImageCounts:
         Args:
             source: The entry's name.
             image_root: The entry's own `image_root`.
-            run_root: `image_root` of the run. As it also applies to text-only entries, it is checked only for entries
-                with image paths in another column.
+            run_root: `image_root` of the data module. It also applies to text-only entries, so it is checked only for
+                entries that have image paths in a column which is not read as images.
 
         Raises:
-            ValueError: If no row has an image.
+            ValueError: If an `image_root` applies, but no row of the entry has an image column or images in messages.
         """
         if source in self.unread:
             image_root = image_root or run_root
@@ -251,7 +252,10 @@ class ImageCounts:
         )
 
     def warn(self, *, so_far: bool = False) -> None:
-        """Warn once per source about rows without an image, if others have one or another column has image paths.
+        """Warn about text-only rows that may lack their image, once per source and column.
+
+        A row may lack its image if its image column is empty while other rows of the source have images, or if a column
+        that is not read as images has an image path.
 
         Args:
             so_far: True if more rows may follow.

@@ -1,4 +1,4 @@
-"""Lazy image references: the forms in which a row may hold an image, and converting them to `ImageRef`."""
+"""Lazy image references: find the images of a row, in any form that datasets use, and convert them to `ImageRef`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from grpo_lightning.core.images import ImageError, ImageRef
 
 
 class RowsWithCells:
-    """The rows of a `datasets.Dataset`, with references to cells for images: no image is read with its row.
+    """The rows of a `datasets.Dataset`, with references in place of images: reading a row does not read its images.
 
     Args:
         dataset: A `datasets.Dataset`.
-        images: Its columns of images or lists of images.
+        images: Names of the dataset's columns that hold images or lists of images.
         label: Name of the dataset in errors.
     """
 
@@ -58,9 +58,10 @@ class RowsWithCells:
 
 
 def with_cells(dataset: Any, label: str) -> Any:
-    """Wrap a dataset so that its image columns, as given by its features, yield references.
+    """Wrap a dataset so that its columns of images or lists of images (by feature type) yield references.
 
-    A dataset with a transform or format (`set_transform`, `with_format`) is returned unchanged.
+    A dataset without such columns, or with a transform or format (`set_transform`, `with_format`), is returned
+    unchanged.
     """
     if (getattr(dataset, "format", None) or {}).get("type") is not None:
         return dataset
@@ -69,14 +70,14 @@ def with_cells(dataset: Any, label: str) -> Any:
 
 
 _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The tables of this process by key, shared by cells that return from worker processes."""
+"""The tables of this process by key: cells that are unpickled from worker processes share these tables."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The source of an image in a dataset's cell; a call returns its bytes, path or image.
+    """An image in a dataset's cell, as the source of an `ImageRef`; a call returns its bytes, path or image.
 
-    Two cells are equal if they are the same place of the same dataset.
+    Two cells are equal if they refer to the same place in the same dataset.
     """
 
     key: str
@@ -92,16 +93,16 @@ class Cell:
         return openable_value((cell if self.place is None else cell[self.place]).as_py())
 
     def __str__(self) -> str:
-        """Name the column, and the number in its list."""
+        """Name the column; for an image in a list, also its position in the list, counted from 1."""
         return f"of column {self.column!r}" + ("" if self.place is None else f", number {self.place + 1}")
 
     def __reduce__(self) -> Any:
-        """Pickle; back in the process of origin, the cell shares the existing table."""
+        """Pickle the cell; when it is unpickled in its original process, it shares the table there."""
         return _cell, (self.key, self.table, self.row, self.column, self.place)
 
 
 def _cell(key: str, table: Any, row: int, column: str, place: int | None) -> Cell:
-    """Unpickle a cell, with this process's table of its key."""
+    """Unpickle a cell. If this process already has a table with the same key, the cell uses that table."""
     return Cell(key, _TABLES.setdefault(key, table), row, column, place)
 
 
@@ -126,7 +127,7 @@ def openable_value(value: Any) -> Any:
     """Get the bytes, path or image of `{"bytes": ..., "path": ...}`, the storage format of `datasets`.
 
     Raises:
-        ValueError: If both are empty.
+        ValueError: If `value` has neither bytes nor a path.
     """
     content, path = (value or {}).get("bytes"), (value or {}).get("path")
     if content is not None:
@@ -180,7 +181,10 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class NoImage:
-    """The source of an invalid image, reported together with all other bad images when images are read."""
+    """The source of an `ImageRef` to an invalid image.
+
+    The error is raised only when the image is read, so that all bad images are reported together.
+    """
 
     problem: str
     """The error message, with file and line."""
@@ -208,7 +212,7 @@ class ImageFinder:
         """Replace the images of a row by references. Returns: the columns, and the references in order.
 
         Raises:
-            ValueError: If both image columns have images.
+            ValueError: If both `image` and `images` have images.
         """
         found = [name for name in IMAGE_COLUMNS if not is_empty(columns.get(name))]
         if len(found) > 1:
@@ -230,8 +234,8 @@ class ImageFinder:
             what: The value's place in the row, for error messages.
 
         Returns:
-            The reference. If the value is none of these, or a web URL, reading it raises ImageError, so that all bad
-            images of the data are reported at once.
+            The reference. If `value` has none of these forms, or is a web URL, no error is raised here: reading the
+            reference raises ImageError, so that all bad images of the data are reported together.
         """
         if isinstance(value, ImageRef):
             return value if value.where else replace(value, where=self.where)
@@ -307,7 +311,7 @@ def has_empty_column(columns: Mapping[str, Any]) -> bool:
 
 
 def unread_column(columns: Mapping[str, Any]) -> str | None:
-    """Find a column with an image path in a row without image columns; None if there is none.
+    """Name of a column that may hold the images of a row without image columns; None if there is no such column.
 
     Columns such as `image_path` and `img` are not read as images, because they may be meant for a reward.
     """
@@ -334,7 +338,7 @@ def _of_data_uri(text: str, what: str) -> bytes:
 
 
 def expand_home(path: Path) -> Path:
-    """Expand `~` and `~user` to the home folder; a path without such a user is returned unchanged."""
+    """Expand `~` and `~user` to the home folder; if there is no such user, return the path unchanged."""
     try:
         return path.expanduser()
     except RuntimeError:  # a file name may start with `~`, a lock file for example

@@ -35,7 +35,7 @@ class BoxFrame(NamedTuple):
         return self._placed([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def right(self, boxes: Sequence[Box]) -> Tensor:
-        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError if one is outside it."""
+        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError as `check_inside`."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._placed(boxes, self.right_scale)
@@ -50,12 +50,13 @@ class BoxReward(Reward):
     """Base class of rewards that compare the boxes of an answer with the ground truth, in one image.
 
     Args:
-        answer_column: The data column with the ground-truth boxes. Rows without one (None or empty text) are not
+        answer_column: The data column with the ground-truth boxes. A row whose value is None or an empty string is not
             scorable.
-        coordinates: The coordinates of answers. "auto": those of the policy's family (`ImageView.coordinates`), mapped
-            to the image in the data. "original": pixels of that image. "resized": pixels of the image after the
-            policy's preprocessing. "norm1000": 0 to 1000 across and down.
-        gold_coordinates: The coordinates of the data: "original" pixels or "norm1000" (VLM-R1's data for InternVL).
+        coordinates: The coordinates of boxes in answers. "auto": the coordinates that the policy's family uses
+            (`ImageView.coordinates`). "original": pixels of the image in the data. "resized": pixels of the image after
+            the policy's preprocessing. "norm1000": 0 to 1000 across and down.
+        gold_coordinates: The coordinates of the ground-truth boxes: "original" pixels, or "norm1000" (VLM-R1's data for
+            InternVL).
     """
 
     says_solved = True
@@ -89,7 +90,8 @@ class BoxReward(Reward):
     ) -> list[float | None]:
         """Score completions.
 
-        Logs `<name>/unreadable`, the fraction of answers without a readable box. They are wrong, not failures.
+        Logs `<name>/unreadable`, the fraction of answers that cannot be parsed. Such an answer is wrong; it does not
+        count as a failure of the reward.
 
         Args:
             completions: [B].
@@ -101,8 +103,8 @@ class BoxReward(Reward):
             [B] in [0, 1], None where the row is not scorable.
 
         Raises:
-            ValueError: If a row's ground-truth boxes cannot be parsed, or lie outside its image; if its prompt has
-                several images, or none although the image size is needed.
+            ValueError: If a row's ground-truth boxes cannot be parsed or lie outside its image, or if its prompt has
+                several images, or no image although the image size is needed.
         """
         answers = columns[self.answer_column]
         views: Sequence[Sequence[ImageView]] = [()] * len(completions) if image_views is None else image_views
@@ -121,7 +123,7 @@ class BoxReward(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground-truth boxes, with their image if its size is known. Raises: ValueError as a call does."""
+        """Check the ground-truth boxes, also against the image if its size is known. Raises: ValueError as a call."""
         right = self.right(columns.get(self.answer_column))
         if right is None:
             return
@@ -135,7 +137,7 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes in a ground truth, to check them before the run; by default they are only checked in calls."""
+        """The boxes of a parsed ground truth, for `check_row`; by default none, so that only calls check the boxes."""
         return ()
 
     @abstractmethod
@@ -150,15 +152,16 @@ class BoxReward(Reward):
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
     """Make the coordinate frame of a prompt's image.
 
-    Without an image the two coordinate conventions must be equal, and "original" boxes are then not clipped.
+    If the prompt has no image, boxes of answers and ground-truth boxes must have the same coordinates; "original" boxes
+    are then not clipped.
 
     Args:
         views: The images of the prompt.
-        given: The coordinates of answers.
-        right: The coordinates of the data.
+        given: The coordinates of boxes in answers.
+        right: The coordinates of ground-truth boxes.
 
     Raises:
-        ValueError: If there are several images, or none although the image size is needed.
+        ValueError: If there are several images, or no image although the image size is needed.
     """
     check_num_images(len(views), given, right)
     if not views:
@@ -168,7 +171,7 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that a prompt has the one image that its boxes refer to. Args and raises: as `frame_of`."""
+    """Check that a prompt has the single image to which its boxes refer. Args, Raises: as `frame_of`."""
     if num_images > 1:
         raise ValueError(
             f"Box rewards need prompts with one image, got {num_images}: it is unknown which one the boxes refer to. "
@@ -190,7 +193,8 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
         size: Width and height of the image, in pixels; None if unknown.
 
     Raises:
-        ValueError: If the box lies completely outside, has no area, or has coordinates from 0 to 1.
+        ValueError: If the box lies completely outside the image, has no area, or ends within the first pixel, because
+            its coordinates are then probably fractions from 0 to 1.
     """
     if size is not None and is_share(box, size):
         raise ValueError(
@@ -212,7 +216,7 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
 
 
 def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tuple[Scale, tuple[float, float] | None]:
-    """(Scale of ground-truth boxes, the size they are clipped to), from the image size; None without an image."""
+    """The scale of ground-truth boxes, and the size to which they are clipped. `size` is None without an image."""
     if right == "original":
         return (1, 1), size
     if size is None:

@@ -1,7 +1,7 @@
 """Parse boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, in code fences or bare.
 
-Completions are untrusted text, so everything here takes linear time: a pattern whose adjacent parts start with
-different characters, `str` methods, and the JSON parser, called at most twice.
+Completions are untrusted text, so all functions take linear time: they use a pattern whose adjacent parts start with
+different characters, `str` methods, and the JSON parser, which is called at most twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Detection(NamedTuple):
 
 
 def answer_of(text: str) -> str:
-    """The text in the last `<answer>` tags of a completion, otherwise after `</think>`."""
+    """The text in the last `<answer>` tags of a completion; without these tags, the text after `</think>`."""
     answer = between_answer_tags(text)
     return after_reasoning(text) if answer is None else answer
 
@@ -51,11 +51,12 @@ def boxes_in(answer: str) -> list[Box | None]:
 
 
 def detections(text: str) -> list[Detection] | None:
-    """Parse the objects listed in a completion's answer; None if the answer is not such a list.
+    """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
-    The answer is JSON, in its last code fences, bare, or with words around it: a list of `{"bbox_2d": [x1, y1, x2, y2],
-    "label": "..."}`, or a single one. A bare box is an object without a label; any other item is an object without a
-    box. `None`, `null` and `[]` are empty lists.
+    The list is JSON: in the last code fences of the answer, or bare, or with words around it. Its items are objects
+    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single object is accepted without a list. An item that is only a
+    box is an object without a label, and any other item is an object without a box. `None`, `null` and `[]` mean that
+    there are no objects.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
@@ -80,14 +81,15 @@ def gold_box(answer: Any, column: str) -> Box | None:
     """Parse the ground-truth box of a row: four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
 
     Args:
-        answer: Text may have answer tags around the box (VLM-R1's `<answer> [1, 2, 3, 4] </answer>`).
+        answer: The value of the column. A text may have answer tags around the box (VLM-R1's
+            `<answer> [1, 2, 3, 4] </answer>`).
         column: The data column, for messages.
 
     Returns:
-        The box; None if the row has none (None or empty text).
+        The box; None if the value is None or an empty string.
 
     Raises:
-        ValueError: If it is not one box, or the box has no area.
+        ValueError: If `answer` is not exactly one box, or the box has no area.
     """
     if answer is None or (isinstance(answer, str) and not answer):
         return None
@@ -106,14 +108,14 @@ def gold_detections(answer: Any, column: str) -> list[Detection] | None:
     """Parse the ground-truth objects of a row: mappings with `bbox_2d` and `label`, or text (see `detections`).
 
     Args:
-        answer: `[]` and the text `None` are empty lists.
+        answer: The value of the column. `[]` and the string "None" mean that there are no objects.
         column: The data column, for messages.
 
     Returns:
-        The objects; None if the row has no answer (None or empty text).
+        The objects, possibly an empty list; None if the value is None or an empty string.
 
     Raises:
-        ValueError: If it is not such a list, or an object has no label, no box or a box without area.
+        ValueError: If `answer` is not a list of objects, or an object has no label, no box, or a box without area.
     """
     if answer is None or (isinstance(answer, str) and not answer):
         return None
@@ -131,7 +133,7 @@ def gold_detections(answer: Any, column: str) -> list[Detection] | None:
 
 
 def _in_fences(answer: str) -> str:
-    """The content of the last code fences of an answer, without the language; all of it if there are none."""
+    """The content of the last code fences of an answer, without the language; the whole answer if it has no fences."""
     before, closing, after = answer.rpartition(_FENCE)
     if not closing:
         return answer.strip()
@@ -141,7 +143,7 @@ def _in_fences(answer: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Parse JSON; `_INVALID` if it is not valid. All numbers are floats: a million digits become infinity."""
+    """Parse JSON; `_INVALID` if it is not valid. Integers become floats, so that a huge integer becomes infinity."""
     try:
         return json.loads(text, parse_int=float)
     except (ValueError, RecursionError):  # RecursionError: too many nested brackets
@@ -149,7 +151,7 @@ def _parsed(text: str) -> Any:
 
 
 def _listed(value: Any) -> list[Detection] | None:
-    """Convert parsed JSON or a value of a data column to objects; None if it is not a list."""
+    """Convert parsed JSON, or a value of a data column, to objects; None if it is not a list of objects."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if value is None:
         return []

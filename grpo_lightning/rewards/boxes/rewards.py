@@ -33,19 +33,21 @@ from grpo_lightning.rewards.text import Format, Repetition
 class IoU(BoxReward):
     """Intersection over union of the answer's box and the ground-truth box.
 
-    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`, otherwise after
-    `</think>`, otherwise in all of it; with integers or decimals, inside JSON or bare. It is mapped to pixels of the
-    image in the data and clipped to the image. The reward is 0 without a box and for an inverted or empty one.
+    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. If the completion has no
+    answer tags, the box is searched for after `</think>`, and without that tag in the whole completion. The numbers may
+    be integers or decimals, and the box may be inside JSON or bare. The box is converted to pixels of the image in the
+    data and clipped to the image. The reward is 0 if there is no box, or if the box is inverted or empty.
 
-    VLM-R1's `iou_reward` counts overlaps of at most one unit as 0, reads integers only and the first box instead of
-    the last, maps by patches of 14 pixels for every family, and turns every error into a 0.
+    VLM-R1's `iou_reward` differs: it sets the IoU to 0 if the overlap is at most one unit wide or high; it reads only
+    integers; it reads the first box instead of the last; for Qwen models, it converts boxes with a patch size of 14
+    pixels, whatever the model's patch size is; and it returns 0 if the comparison of the boxes raises an error.
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
-            `[x1, y1, x2, y2]`. It is clipped to the image. A row without a box is not scorable.
+            `[x1, y1, x2, y2]`. The box is clipped to the image. A row without a box is not scorable.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        threshold: None returns the IoU itself; with a number, the reward is 1 above it and 0 otherwise.
+        threshold: With a number, the reward is 1 if the IoU is above this number, else 0. None returns the IoU itself.
     """
 
     def __init__(
@@ -88,13 +90,16 @@ class IoU(BoxReward):
 class FormatRec(Reward):
     """1 if the completion is `<think>...</think><answer>...</answer>` and the answer has a box of four numbers, else 0.
 
-    Only whitespace is allowed around and between the two parts; each tag must occur exactly once. VLM-R1's
-    `format_reward_rec` is a pattern that takes minutes for some thousand characters, refuses decimals, negatives and
-    `[ 1`, and accepts text around the tags, invalid JSON, and braces that straddle `</answer>`.
+    Only whitespace is allowed around and between the two parts; each tag must occur exactly once.
+
+    VLM-R1's `format_reward_rec` is a regular expression that may take minutes on a few thousand characters. It refuses
+    decimals, negative numbers and a space after `[`. It accepts text around the tags, invalid JSON, and an object whose
+    closing brace comes after `</answer>`.
 
     Args:
         needs_json: True if the answer must be JSON, bare or in ```json fences: an object with a box, or a list with
-            one (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in it is enough (VLM-R1 for InternVL).
+            such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the answer is enough (VLM-R1 for
+            InternVL).
         prompt_opens_first: As in `Format`.
     """
 
@@ -130,7 +135,7 @@ class DetectionReward(BoxReward):
         return detections(text)
 
     def compare(self, given: list[Detection] | None, right: list[Detection], frame: BoxFrame) -> float:
-        """Score an answer: 0 if it could not be parsed; 1 if both lists are empty, 0 if only one is."""
+        """Score an answer: 0 if it could not be parsed; 1 if both lists are empty, 0 if only one list is empty."""
         if given is None:
             return 0.0
         return self.match(given, right, frame) if given and right else float(not given and not right)
@@ -143,21 +148,25 @@ class DetectionReward(BoxReward):
 class DetectionMAP(DetectionReward):
     """COCO's mean average precision of the objects listed in an answer (VLM-R1's `map`, `od_ap` and `od_ap50`).
 
-    The last `<answer>...</answer>` of a completion is JSON, in ```json fences or bare: a list of `{"bbox_2d": [x1, y1,
-    x2, y2], "label": "..."}`, or `None`. If neither the answer nor the data list an object, the reward is 1; if only
-    one of them does, it is 0. An object without a label or without four numbers is a false positive; labels are
-    compared case-insensitively.
+    The last `<answer>...</answer>` of a completion must be JSON, in ```json fences or bare: a list of
+    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or `None`. If neither the answer nor the ground truth lists an
+    object, the reward is 1; if only one of the two lists objects, the reward is 0. An object without a label or without
+    four numbers is a false positive. Labels are compared case-insensitively.
 
-    Boxes of an answer have no scores: their order is the ranking, so objects listed after the last correct one of
-    their label cost nothing. `OdLength` penalizes them. VLM-R1 drops objects whose label is not in the ground truth, so
-    that listing everything is free; treats any text as an empty list; and does not map boxes to the image in the data.
+    Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the
+    order in which the answer lists them. A wrong object that is listed after the last correct object of its label
+    therefore does not lower the reward; `OdLength` penalizes such objects.
+
+    VLM-R1 differs: it drops objects whose label is not in the ground truth, so listing such objects costs nothing; it
+    treats an answer that cannot be parsed as an empty list; and it does not convert boxes to the image in the data.
 
     Args:
-        answer_column: The data column with the ground-truth objects: a list of such mappings, or text with one. `[]`
-            means no objects; a row without an answer (None or empty text) is not scorable.
+        answer_column: The data column with the ground-truth objects: a list of mappings of the same form, or text with
+            such a list. `[]` means that there are no objects. A row whose value is None or an empty string is not
+            scorable.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` is
+        iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` uses
             0.5.
     """
 
@@ -191,7 +200,7 @@ class DetectionMAP(DetectionReward):
 class OdLength(DetectionMAP):
     """`DetectionMAP` with a penalty for listing too many objects (VLM-R1's `odLength`).
 
-        r = mAP * min(1, m / n)        n objects in the answer, m in the data
+        r = mAP * min(1, m / n)        n objects in the answer, m in the ground truth
 
     Args:
         answer_column: As in `DetectionMAP`.
@@ -208,14 +217,16 @@ class OdLength(DetectionMAP):
 class WeightedSum(DetectionReward):
     """Weighted sum of the positions, labels and completeness of the listed objects (VLM-R1's `weighted_sum`).
 
-        r = (p * sum of IoU + l * k) / m + c * (1 - ((m - t) / m + (n - t) / n) / 2), divided by p + l + c
+        r = ((p * s + l * k) / m + c * (1 - ((m - t) / m + (n - t) / n) / 2)) / (p + l + c)
 
-    The answer has n objects and the data m; t of them are matched, k with the correct label, and only the IoU of these
-    k counts. p, l, c are the weights. Pairs are matched greedily from the largest IoU down to `iou_threshold`, each
-    object once; ties go to pairs with the correct label.
+    The answer has n objects and the ground truth has m objects. t pairs of objects are matched, k of these pairs have
+    the correct label, and s is the sum of the IoU of these k pairs. p, l and c are the weights. Pairs are matched
+    greedily, from the largest IoU down to `iou_threshold`; each object is matched at most once. Among pairs of equal
+    IoU, pairs with the correct label come first.
 
-    Objects are parsed as in `DetectionMAP`; the reward of two empty lists is 1. VLM-R1 gives an object without a label
-    the label of the object before it, and does not map boxes to the image in the data.
+    Objects are parsed as in `DetectionMAP`. If neither the answer nor the ground truth lists an object, the reward is
+    1. VLM-R1 differs: an object without a label gets the label of the object before it, and boxes are not converted to
+    the image in the data.
 
     Args:
         answer_column: As in `DetectionMAP`.
@@ -285,8 +296,9 @@ class BoxRepetition(Reward):
 
         r = (1 - unique objects / objects) * max_penalty
 
-    Two objects are equal if their boxes and labels are. An answer without boxes (parsed as in `DetectionMAP`) is scored
-    as text by `Repetition`, as in VLM-R1, which reads JSON in ```json fences only.
+    Two objects are equal if their boxes and their labels are equal. Objects are parsed as in `DetectionMAP`. If the
+    answer has no boxes, `Repetition` scores the text of the completion. This is as in VLM-R1, except that VLM-R1 reads
+    JSON only in ```json fences.
 
     Args:
         n_grams: As in `Repetition`, in words.
@@ -319,14 +331,14 @@ def average_precision(
 ) -> float:
     """COCO's mean average precision over labels, recalls and IoU thresholds, by pycocotools.
 
-    The mean is over the labels of both sides: a label that only the answer has counts as 0, so that hallucinated labels
-    are penalized. Boxes of an answer have no scores, so their order is the ranking. Neither their number nor their size
-    is limited.
+    The mean runs over the labels of the answer and of the ground truth. A label that only the answer has counts as 0,
+    so that hallucinated labels are penalized. The boxes of an answer have no scores, so they are ranked in their order.
+    COCO's limits on the number and the size of boxes do not apply.
 
     Args:
-        given: [n, 4] boxes of the answer; an empty one is a false positive.
+        given: [n, 4] boxes of the answer; an empty box is a false positive.
         given_labels: [n] labels.
-        right: [m, 4] ground-truth boxes, m > 0, none of them empty.
+        right: [m, 4] ground-truth boxes, m > 0, no empty boxes.
         right_labels: [m] labels.
         iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95.
 
@@ -352,7 +364,7 @@ def average_precision(
 
 
 def _coco(boxes: Tensor, labels: Sequence[str | None], categories: dict[str | None, int]) -> Any:
-    """Convert the boxes of one image to pycocotools' format, without those of other categories."""
+    """Convert the boxes of one image to pycocotools' format, without boxes whose label is not in `categories`."""
     from pycocotools.coco import COCO
 
     sizes = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).tolist()
