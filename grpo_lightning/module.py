@@ -356,10 +356,10 @@ class GRPOLightningModule(L.LightningModule):
 
     def train_on(self, turn: Turn) -> Tensor:
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
-        self.notify("on_phase", "update")
         self.policy.train()
         if turn.opens_update and self.objective.selection is not None:
             self.select_tokens(turn)
+        self.notify("on_phase", "update")
         loss = self.update(turn)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
@@ -517,6 +517,8 @@ class GRPOLightningModule(L.LightningModule):
             updates_per_rollout=self.updates_per_rollout,
         )
         checks.check_pass_k(self.objective.pass_k, self.num_generations)
+        num_updates = self.updates_per_rollout * self.num_iterations
+        checks.check_kl_cov(self.objective.surrogate, self.old_logprobs, num_updates)
         checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
         checks.check_sampling(self.sampling)
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)

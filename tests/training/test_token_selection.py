@@ -113,7 +113,7 @@ def test_a_run_whatever_the_number_of_micro_batches(name):
         fit(module, max_epochs=1, accumulate_grad_batches=accumulate, shuffle=False, callbacks=[history])
         logged[accumulate] = history
         assert all("time/token_selection" in step for step in history.steps)
-        module = make_module(objective=objective_of(name), length=12)
+        module = make_module(objective=objective_of(name), num_iterations=2, length=12)
         gradients[accumulate] = gradients_of_the_first_step(module, accumulate_grad_batches=accumulate, shuffle=False)
     fractions = logged[1].of("policy/selected")
     assert all(0 < fraction < 0.5 for fraction in fractions)
