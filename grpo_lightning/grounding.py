@@ -59,8 +59,8 @@ def target_of(
     Args:
         group: The prompt and its completions.
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinates of answers, as in `BoxReward`.
-        gold: The coordinates of the data (`gold_coordinates` of `BoxReward`).
+        coordinates: The coordinate system of answers, as in `BoxReward`.
+        gold: The coordinate system of the data (`gold_coordinates` of `BoxReward`).
     """
     right = prompt_box(group.prompt, answer_column)
     return None if right is None else Target(right, frame_of(group.image_views, coordinates, gold))
@@ -84,8 +84,8 @@ class BoxMetric(Metric, ABC):
 
     Args:
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinates of answers, as in `BoxReward`; "auto" uses those of the policy's model family.
-        gold_coordinates: The coordinates of the data: "original" pixels or "norm1000".
+        coordinates: The coordinate system of answers, as in `BoxReward`; "auto" uses that of the policy's model family.
+        gold_coordinates: The coordinate system of the data: "original" (pixels of the original image) or "norm1000".
     """
 
     full_state_update = False
@@ -160,10 +160,10 @@ class MeanIoU(BoxMetric):
 
 
 class RECAccuracy(BoxMetric):
-    """`rec_accuracy@0.5`: the fraction of completions whose box has an IoU above 0.5 with the ground-truth box.
+    """`rec_accuracy@<threshold>`: fraction of completions whose IoU with the ground-truth box is above the threshold.
 
-    This is the accuracy of referring expression comprehension (REC) on RefCOCO. As in VLM-R1's evaluation, the IoU must
-    exceed the threshold, and a completion without a box is wrong.
+    With a threshold of 0.5, this is the accuracy of referring expression comprehension (REC) on RefCOCO. As in VLM-R1's
+    evaluation, the IoU must exceed the threshold, and a completion without a box is wrong.
 
     Args:
         threshold: IoU above which a box is correct; at least 0 and below 1.

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.messages import WarnOnce, show_messages
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import Group, MicroBatch, Prompt, SamplingParams, optional_settings, settings_of
 from grpo_lightning.data.batch import PromptBatch, as_prompt_batch
@@ -58,6 +59,7 @@ from grpo_lightning.rollout.groups import (
     GroupSource,
     OverlongFilter,
     Rollout,
+    SharedGroups,
     kl_to_reference,
     mask_truncated,
     per_completion,
@@ -92,7 +94,7 @@ from grpo_lightning.training.metrics import (
     empty_reason,
     num_empty_updates,
 )
-from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, give_images
+from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, find_prompts, give_images
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
@@ -121,6 +123,8 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
+        ranks_per_group: Number of ranks that share the completions of a prompt; each samples and trains on its part of
+            the G. For rollouts of fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
@@ -160,6 +164,7 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: OptimizerFactory = AdamW,
         scheduler: SchedulerFactory | None = None,
         num_generations: int = 8,
+        ranks_per_group: int = 1,
         num_iterations: int = 1,
         updates_per_rollout: int = 1,
         old_logprobs: OldLogprobs = "recompute",
@@ -183,6 +188,9 @@ class GRPOLightningModule(L.LightningModule):
         self.optimizer_factory = optimizer
         self.scheduler_factory = scheduler
         self.num_generations = num_generations
+        self.ranks_per_group = ranks_per_group
+        self.teams = Teams(ranks_per_group)
+        self.shared_groups = SharedGroups(self.teams)
         self.num_iterations = num_iterations
         self.updates_per_rollout = updates_per_rollout
         self.old_logprobs = old_logprobs
@@ -231,7 +239,7 @@ class GRPOLightningModule(L.LightningModule):
                 follows from its index, so that completions do not depend on the number of ranks.
         """
         self.engine.sync_weights(self.policy)
-        indices = ranks.own_indices(len(prompts)) if indices is None else indices
+        indices = self.teams.indices(len(prompts)) if indices is None else indices
         seeds = [derived_seed(run_seed(self.seed), "rollout", self.run.rollout_index, index) for index in indices]
         return Rollout(self.generate(prompts, self.num_generations, self.sampling, seeds))
 
@@ -252,7 +260,7 @@ class GRPOLightningModule(L.LightningModule):
         if self.dynamic_sampling is None:
             return rollout
         source = source_of(self.trainer.train_dataloader)
-        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source)
+        rollout, done = resample(rollout, self.dynamic_sampling, self.sample_and_score, source, self.teams)
         add_resampling(self.metrics, done, self.warn_once)
         return rollout
 
@@ -302,6 +310,8 @@ class GRPOLightningModule(L.LightningModule):
             sharding=self.sharding,
             temperature=self.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
+            num_generations=self.num_generations,
+            teams=self.teams,
             device=self.device,
             phase=self.phase,
         )
@@ -344,7 +354,8 @@ class GRPOLightningModule(L.LightningModule):
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.run.cycle = self.split_rollout(rollout)
+        self.run.cycle = self.split_rollout(self.shared_groups.spread(rollout))
+        self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)
         self.report_empty_updates(rollout, micro_batches)
@@ -373,7 +384,11 @@ class GRPOLightningModule(L.LightningModule):
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
-        self.actor.add_ref_logprobs(rollout.groups, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
+        if self.reference is None:
+            return
+        parts = self.shared_groups.spread(rollout).groups
+        self.actor.add_ref_logprobs(parts, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
+        self.shared_groups.return_ref_logprobs(rollout.groups, parts)
 
     def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:
         """Count the optimizer steps in which all advantages are 0, and warn once about each reason."""
@@ -417,7 +432,8 @@ class GRPOLightningModule(L.LightningModule):
         # Sampling caches the features of a frozen vision tower. Sampling one token per completion computes and caches
         # the same features again, bit for bit.
         one_token = replace(self.sampling, max_completion_length=1)
-        groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts))
+        groups = self.generate(prompts, self.num_generations, one_token, [0] * len(prompts), shared=False)
+        find_prompts(cycle.micro_batches, prompts)
         give_images(cycle.micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
 
     @contextlib.contextmanager
@@ -440,12 +456,31 @@ class GRPOLightningModule(L.LightningModule):
                 getattr(callback, hook)(self.trainer, *arguments)
 
     def generate(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seeds: list[int]
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: SamplingParams,
+        seeds: list[int],
+        *,
+        shared: bool = True,
     ) -> list[Group]:
-        """Encode N prompts and sample G completions for each; `seeds` holds one seed per prompt."""
+        """Encode N prompts and sample G completions for each.
+
+        Args:
+            prompts: N prompts of this rank.
+            num_generations: G.
+            sampling: Sampling settings.
+            seeds: N seeds, one per prompt.
+            shared: True: if `ranks_per_group` is above 1, sample this rank's part of each group, and return the
+                complete groups on the first rank of the team and none on the others. False: sample all G completions on
+                this rank.
+        """
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
-        return source.sample(prompts, num_generations, sampling, seeds, progress)
+        if not (shared and self.teams.is_shared):
+            return source.sample(prompts, num_generations, sampling, seeds, progress)
+        part = self.teams.part(num_generations)
+        return self.shared_groups.collect(source.sample(prompts, num_generations, sampling, seeds, progress, part))
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
         """Start all reward calls. In evaluation too, rewards get the maximum completion length of training."""
@@ -459,13 +494,12 @@ class GRPOLightningModule(L.LightningModule):
         """Sample completions of N prompts, with the settings of `validation` or greedily, and score them.
 
         No loss is computed. The seed of a prompt follows from the run's seed and the prompt's index in the dataset, or
-        from its content if it has no index. It does not depend on batch and rank.
+        from its content if it has no index. The seed does not depend on the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.engine.sync_weights(self.policy)
-        names = (prompt.index if prompt.index >= 0 else str(prompt.content) for prompt in prompts)
-        seeds = [derived_seed(run_seed(self.seed), "evaluation", name) for name in names]
-        groups = self.generate(prompts, num_generations, sampling, seeds)
+        seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
+        groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
         return Evaluation(groups, self.begin_rewards(groups, num_generations).finish())
 
     def on_validation_epoch_start(self) -> None:
@@ -500,7 +534,10 @@ class GRPOLightningModule(L.LightningModule):
             checks.check_not_loaded(getattr(self, "sharding", None), self.trainer)
             checks.check_precision(self.loader, self.trainer)
             needs_more = self.dynamic_sampling is not None
-            checks.check_loader(self.trainer, self.cycle_shape, self.num_generations, needs_more=needs_more)
+            checks.check_teams(self.ranks_per_group, self.num_generations, self.engine, self.trainer.world_size)
+            checks.check_loader(
+                self.trainer, self.cycle_shape, self.num_generations, self.ranks_per_group, needs_more=needs_more
+            )
             checks.check_validation_interval(self.trainer)
         self.check_data()
         if stage == "fit":
@@ -515,6 +552,7 @@ class GRPOLightningModule(L.LightningModule):
             num_generations=self.num_generations,
             num_iterations=self.num_iterations,
             updates_per_rollout=self.updates_per_rollout,
+            ranks_per_group=self.ranks_per_group,
         )
         checks.check_pass_k(self.objective.pass_k, self.num_generations)
         num_updates = self.updates_per_rollout * self.num_iterations

@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCounts(NamedTuple):
-    """Trained tokens and completions of one optimizer step over all micro-batches and ranks: divisors of the loss."""
+    """Numbers of trained tokens and completions in an optimizer step, on all ranks together: divisors of the loss."""
 
     num_tokens: int
     num_sequences: int
@@ -127,13 +127,13 @@ class Objective:
     surrogate: Literal[
         "clip", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "clip_cov", "kl_cov"
     ] = "clip"
-    """`clip` is the clipped ratio times the advantage (PPO). `cispo` is the capped, detached ratio times advantage
-    times log-prob (CISPO). `sapo` is a sigmoid of the ratio (a soft gate) times the advantage (SAPO). `gmpo` is the
-    geometric mean of the completion's clipped ratios times the advantage (GMPO). `vespo` is a soft function of the
-    product of the completion's ratios, times advantage times log-prob (VESPO). `dppo_tv` and `dppo_kl` are the ratio
-    times the advantage within a trust region of probabilities, by total variation or KL (DPPO). `reinforce` is
-    advantage times log-prob (GPG). `clip_cov` removes, and `kl_cov` penalizes, tokens that lower the entropy
-    (`covariance_fraction`)."""
+    """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
+    capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
+    times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
+    advantage (GMPO). `vespo` is minus a soft function of the product of the completion's ratios, times advantage times
+    log-prob (VESPO). `dppo_tv` and `dppo_kl` are minus the detached ratio times advantage times log-prob within a trust
+    region of probabilities, by total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG).
+    `clip_cov` removes, and `kl_cov` penalizes, tokens that lower the entropy (`covariance_fraction`)."""
 
     epsilon: float = 0.2
     """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon), CISPO's only with `cispo_lower_bound`;
@@ -341,7 +341,8 @@ class Objective:
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
             batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
-            counts: Trained tokens and completions of the entire optimizer step over all ranks, used as divisors.
+            counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
+                divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 

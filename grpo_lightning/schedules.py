@@ -26,9 +26,9 @@ class Schedule(LambdaLR):
     """Base of the schedules: linear warm-up, then the shape of the subclass.
 
     Args:
-        optimizer: The optimizer, whose learning rates at this time become the peak rates.
+        optimizer: The optimizer. Its learning rates when the schedule is built become the peak rates.
         warmup_ratio: Warm-up as a fraction of the run's optimizer steps.
-        warmup_steps: Warm-up in optimizer steps; set only one of the two.
+        warmup_steps: Warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
 
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].

@@ -9,12 +9,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.core.types import SamplingParams
+from grpo_lightning.core.types import Completion, SamplingParams
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.families import inner_model
 from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.training.micro_batches import CompletionRow, collate, find_prompts
 from tests import tiny_vlms
 from tests.marks import SLOW
 from tests.module_runs import make_source, make_trainer, vowel_share
@@ -195,6 +196,33 @@ def test_a_run_killed_inside_a_cycle_resumes_to_the_same_bits(tmp_path, image_fi
         assert all(batch["vision"] is None for batch in state["micro_batches"])  # images are read again
         resumed = run(inside)
         assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+class FirstGroupLast(GRPOLightningModule):
+    """Leaves out the first group, and reverses the others."""
+
+    def resample(self, rollout):
+        return rollout.select(range(len(rollout.groups) - 1, 0, -1))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_cycle_of_selected_groups_resumes_with_their_images(tmp_path, image_files):
+    vlm = tiny_vlms.build("qwen2_5_vl")
+
+    def run(checkpoint=None, callbacks=()):
+        module = vision_module(vlm, FirstGroupLast, num_iterations=2, updates_per_rollout=2)
+        trainer = make_trainer(max_steps=4, enable_checkpointing=True, callbacks=list(callbacks))
+        source = make_source(module, vision_prompts(image_files), batch_size=4, shuffle=False)
+        trainer.fit(module, source, ckpt_path=checkpoint)
+        return {name: weight.clone() for name, weight in module.policy.state_dict().items()}
+
+    whole = run(callbacks=[ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)])
+    resumed = run(tmp_path / "step=3.ckpt")
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+    batch = collate([CompletionRow(0, [1], Completion([2], [0.0], "stop"), 1.0)], pad_id=0)
+    batch.prompt_keys = [7]
+    with pytest.raises(ValueError, match="trains on the prompt 7, which the data loader does not yield"):
+        find_prompts([batch], vision_prompts(image_files))
 
 
 def test_no_token_of_an_image_is_drawn(image_files):

@@ -53,7 +53,10 @@ WITHOUT_CUDA = {
     "attention: flash_attention_2": "attention: auto",
 }
 
-ONE_PROCESS = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
+ONE_PROCESS = [
+    *("--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"),
+    "--model.ranks_per_group=1",
+]
 
 
 def finish_wandb() -> None:

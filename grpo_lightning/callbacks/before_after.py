@@ -46,7 +46,8 @@ class BeforeAfter(L.Callback):
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of printed sample completions from before training; as many are from after training.
+        num_samples: Number of sample completions to print from before training, and again from after training; 0 prints
+            none.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -98,7 +99,7 @@ class BeforeAfter(L.Callback):
             self.bar.set_postfix_str(f"token {done}/{total}")
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
-        """Evaluate sampled and greedy completions of the prompts of all ranks; returns all metrics.
+        """Evaluate the prompts of all ranks; returns all metrics, by kind of completion and name.
 
         Raises:
             ValueError: If there are no validation prompts.

@@ -49,8 +49,8 @@ class CompletionLog(L.Callback):
     Args:
         every_n_rollouts: Write only every n-th rollout.
         max_rows: Maximum number of completions in a Weights & Biases table; the file always has all completions.
-        num_samples: Number of best, of worst and of other completions that the loggers show, as text in TensorBoard and
-            with the images of their prompts; 0 shows none.
+        num_samples: Number of completions of each kind (best, worst and other): TensorBoard shows their text, and both
+            loggers show the images of their prompts. 0 shows none.
         dirpath: Output folder; null is the run's folder.
     """
 
@@ -205,7 +205,7 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
-    """Choose up to `count` best, worst and other completions. Returns: (label, row) of each; no row occurs twice.
+    """Choose up to `count` completions of each kind (best, worst, other). Returns: (label, row), no row twice.
 
     The other completions are sampled with the rollout number as the seed, so that a run shows the same completions
     when it is repeated.

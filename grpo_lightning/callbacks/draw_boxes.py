@@ -87,9 +87,9 @@ class DrawBoxes(L.Callback):
         num_images: Number of images per picture; every picture has the same images.
         greedy: If true, draw the greedy completion; if false, the first completion sampled as in `model.validation`.
         answer_column: Data column with the ground-truth box.
-        coordinates: Coordinates of the predicted boxes, as for the reward `IoU`: "auto" uses the coordinates of the
-            policy's model family.
-        gold_coordinates: Coordinates of the ground-truth boxes: "original" (pixels) or "norm1000".
+        coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`: "auto" uses that of the policy's
+            model family.
+        gold_coordinates: Coordinate system of the ground-truth boxes: "original" (pixels) or "norm1000".
         dirpath: Output folder; null is the run's folder.
     """
 

@@ -60,7 +60,7 @@ class ExportPolicy(L.Callback):
 
 
 def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
-    """Write a policy with its original config and tokenizer or processor, without the changes that the run made."""
+    """Write weights with the policy's original config and tokenizer or processor, not with those of the run."""
     config = None
     if loader.name is not None:
         config = loader.load_config()

@@ -268,9 +268,10 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def _parse_ckpt_path(self) -> None:
-        """Find the checkpoint of `auto` or of a folder, and log settings that differ from those of the checkpoint.
+        """Find the checkpoint if `--ckpt_path` is `auto` or a folder.
 
-        Lightning's own method would replace the settings of the command line by those in the checkpoint.
+        Settings that differ from those of the checkpoint's run are logged. Lightning's own method would replace the
+        settings of the command line by those in the checkpoint.
         """
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None

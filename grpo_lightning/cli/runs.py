@@ -1,8 +1,9 @@
 """One run, one folder: `runs/<run name>/version_<N>/` with metrics, completions, pictures, settings and checkpoints.
 
 The run name is `--run_name`, or by default the name of the first recipe. Every run gets a new folder, with the next
-free version number. The only exception is a run that resumes with `--ckpt_path auto`: it continues in the folder of its
-checkpoint. This module also contains the default loggers, callbacks and checkpoints of a run.
+free version number. The only exception is a run that resumes with `--ckpt_path auto`, as a requeued SLURM job does by
+default: it continues in the folder of its checkpoint. This module also contains the default loggers, callbacks and
+checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def place_logger(logger: Namespace, folder: Path) -> None:
     """Make a logger write into the run's folder, unless the recipe sets a folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
-    With a `save_dir` of its own, such a logger then has a separate folder per run in `save_dir`.
+    A logger other than W&B whose `save_dir` the recipe sets then has a separate folder per run in this `save_dir`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -187,14 +188,17 @@ def place_logger(logger: Namespace, folder: Path) -> None:
 
 
 class MetricsLogger(CSVLogger):
-    """Writes `metrics.csv`: one row per call of `log_metrics`, written at once, so that a killed run loses no rows.
+    """Writes `metrics.csv`: one row per call of `log_metrics`.
+
+    By default each row is written at once, so that a killed run loses no rows.
 
     Args:
         save_dir: Folder of all runs.
         name: Name of the run. With the defaults of `name` and `version`, the command line chooses both.
         version: Version of the run; null uses the next free number.
         prefix: Prefix of every metric name.
-        flush_logs_every_n_steps: Steps between two writes.
+        flush_logs_every_n_steps: Write the rows every n steps; with more than 1, a killed run loses the rows that are
+            not yet written.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ replaced."""
 
 
 def put_whole(folder: Path, recipe: str, fill: Callable[[Path], object]) -> bool:
-    """Create a folder atomically, replacing an earlier version of the folder.
+    """Create a folder atomically, replacing an earlier version that was made from another recipe.
 
     An existing folder with the same recipe is left untouched, because a run may be reading it.
 

@@ -65,6 +65,11 @@ class Prompt:
     """The row's column that `content` was read from; empty if the prompt was not read from a row."""
 
     @property
+    def key(self) -> int | str:
+        """What identifies the prompt in a resumed run: its index, or its content if the index is unknown."""
+        return self.index if self.index >= 0 else str(self.content)
+
+    @property
     def label(self) -> str:
         """The prompt's name in messages: file and line, or else source and index."""
         return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
@@ -123,6 +128,9 @@ class Group:
     vision: PromptVision | None = None
     """Vision inputs of the prompt; None for a text-only policy."""
 
+    number: int = -1
+    """Index among the groups that a team of ranks has sampled in this cycle; -1 if the group is not shared."""
+
 
 @dataclass
 class MicroBatch:
@@ -168,6 +176,9 @@ class MicroBatch:
 
     groups: Sequence[int] = ()
     """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
+
+    prompt_keys: Sequence[int | str] = ()
+    """[N] `Prompt.key` of each prompt, by which a resumed run finds the images; empty for a text-only policy."""
 
     numbers: Sequence[int] = ()
     """[B] index of each completion in its group, -1 for a dummy completion."""

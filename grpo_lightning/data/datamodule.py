@@ -216,6 +216,7 @@ class PromptDataModule(L.LightningDataModule):
             seed=run_seed(self.seed),
             num_workers=self._image_workers(prompts),
             draws_more=trainer.lightning_module.dynamic_sampling is not None,
+            ranks_per_group=trainer.lightning_module.ranks_per_group,  # type: ignore[arg-type]
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:

@@ -77,8 +77,8 @@ def task_names() -> list[str]:
 def create_task(task: str, config: Mapping[str, Any], *, size: int = 1, seed: int = 0) -> Any:
     """Create the object of a reasoning-gym task.
 
-    If it is called `dataset`, `dataset[index]` generates an item, and `dataset.score_answer(answer, item)` scores an
-    answer to this item.
+    After `dataset = create_task(...)`, `dataset[index]` generates an item, and `dataset.score_answer(answer, item)`
+    scores an answer to this item.
 
     Args:
         task: Name of the task.

@@ -52,6 +52,7 @@ class PromptSource:
         num_workers: Threads that decode the images of the next cycle while the policy trains on the current cycle, and
             read the rows of a stream before they are used.
         draws_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
+        ranks_per_group: The module's `ranks_per_group`: the number of ranks in a team, which all get the same prompts.
 
     Raises:
         ValueError: If the dataset is empty, a size is below 1, or a row has no prompt.
@@ -74,8 +75,10 @@ class PromptSource:
         shuffle_buffer: int = 1000,
         num_workers: int = 0,
         draws_more: bool = False,
+        ranks_per_group: int = 1,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "cycle": cycle, "world_size": world_size}.items():
+        sizes = {"batch_size": batch_size, "cycle": cycle, "world_size": world_size, "ranks_per_group": ranks_per_group}
+        for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if rank is not None and not 0 <= rank < (world_size or rank + 1):
@@ -90,6 +93,7 @@ class PromptSource:
         self.batch_size, self.cycle = batch_size, cycle
         self.shuffle, self.seed = shuffle, seed
         self.draws_more = draws_more
+        self.ranks_per_group = ranks_per_group
         self.given_rank, self.given_world_size = rank, world_size
         self.epoch = 0
         self.prompts_used = 0  # position in the epoch's order after all used prompts (of all ranks)
@@ -114,13 +118,15 @@ class PromptSource:
 
     @property
     def rank(self) -> int:
-        """This rank, read at every use because a source may be created before the process group."""
-        return group_rank() if self.given_rank is None else self.given_rank
+        """Index of this rank's team, read at every use because a source may be created before the process group."""
+        rank = group_rank() if self.given_rank is None else self.given_rank
+        return rank % self.world_size
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return group_size() if self.given_world_size is None else self.given_world_size
+        """Number of teams (or ranks) that get different prompts."""
+        ranks = group_size() if self.given_world_size is None else self.given_world_size
+        return max(1, ranks // self.ranks_per_group)
 
     def __len__(self) -> int:
         """Number of micro-steps per epoch. Raises: TypeError if it is not known."""
@@ -282,6 +288,7 @@ class PromptSource:
             "shuffle": self.shuffle,
             "batch_size": self.batch_size,
             "world_size": self.world_size,
+            "ranks_per_group": self.ranks_per_group,
             **self._identity(),
         }
 
@@ -297,7 +304,7 @@ class PromptSource:
                 `shuffle_buffer`), the seed or `cycle` differs; or if the checkpoint was saved inside a cycle, and the
                 number of ranks or the batch size differs.
         """
-        sizes = {"batch_size": self.batch_size, "world_size": self.world_size}
+        sizes = {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group")}
         if state.get("position"):
             changed = [
                 f"{name} was {state.get(name)}, is {now}" for name, now in sizes.items() if state.get(name, now) != now

@@ -649,8 +649,8 @@ def aggregate(
         by: "token" weights all tokens equally (DAPO, arXiv:2503.14476, sec. 3.3), "sequence" all completions equally
             (GRPO, arXiv:2402.03300, eq. 3), "constant" divides by a constant that does not depend on the lengths
             (Dr. GRPO, arXiv:2503.20783, sec. 3.2).
-        num_tokens: Trained tokens of the step, over all micro-batches and ranks.
-        num_sequences: Completions of the step with at least one trained token.
+        num_tokens: Number of trained tokens of the step, over all micro-batches and ranks.
+        num_sequences: Number of completions of the step with at least one trained token.
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:

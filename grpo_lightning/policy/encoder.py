@@ -75,7 +75,7 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embeddings are padded to a round number of rows. The ids of the padding cannot be decoded to text.
+        Many embeddings have extra rows, up to a round number of rows. The ids of these rows cannot be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -115,7 +115,7 @@ class Encoder:
         return self.with_images(outputs, images)
 
     def check(self, prompt: Prompt, where: str = "") -> None:
-        """Raise ValueError if a prompt contains video or audio, or an image that a text-only policy cannot take.
+        """Raise ValueError if a prompt contains video or audio, or contains an image and the policy is text-only.
 
         Chat templates silently drop message parts of unknown types, or render them as a placeholder without content.
         """

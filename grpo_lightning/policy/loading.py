@@ -91,8 +91,8 @@ class PolicyLoader(PolicySettings):
 
         Args:
             sharding: How the weights will be sharded over the ranks; None: unsharded.
-            longest_row: Tokens of the longest prompt plus completion of the run. The frequencies of longrope and
-                dynamic rope are fixed to this length. None uses all positions of the model.
+            longest_row: Number of tokens of the longest prompt plus completion of the run. The frequencies of longrope
+                and dynamic rope are fixed to this length. None uses all positions of the model.
             compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None: the weights' dtype.
             device_type: Device type of the run; None: CUDA if available.
         """

@@ -42,7 +42,7 @@ class LoRA:
     whatever the dtype of the base.
 
     Args:
-        rank: Rows of A, columns of B.
+        rank: Number of rows of A, which is the number of columns of B.
         alpha: B A is scaled by alpha / rank.
         dropout: Fraction of A's inputs that is set to 0 during updates. Importance ratios then differ from 1 already
             before the first update.

@@ -45,7 +45,7 @@ def expert_tensors(model: Any) -> list[str]:
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
-    """True if a config declares experts: if the value of any field with "expert" in its name is not 0 or empty.
+    """True if a config declares experts: if any field with "expert" in its name is neither 0 nor empty.
 
     Dense models may have such a field with an empty value. Keys need not be strings: the keys of `id2label` are
     numbers.

@@ -1,8 +1,8 @@
 """Choose a model's scoring path and vocabulary head: from its declared properties, then with a small probe.
 
-The choice is made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode.
-32-bit weights compute in full float32, whatever the precision of the run, because TF32 and autocast change log-probs by
-more than the errors that a probe has to detect.
+The choice is made once per run and is the same on every rank. A probe runs the model on a few tokens in eval mode. In a
+probe, 32-bit weights compute in full float32 (except with FlashAttention), whatever the precision of the run, because
+TF32 and autocast change log-probs by more than the errors that a probe has to detect.
 """
 
 from __future__ import annotations

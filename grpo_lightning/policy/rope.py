@@ -43,7 +43,7 @@ def fix_frequencies(model: nn.Module, longest: int) -> None:
 
     Args:
         model: Changed in place, unless its frequencies do not depend on the length.
-        longest: Tokens of the longest row of the run, completion included.
+        longest: Number of tokens of the longest row of the run, completion included.
 
     Raises:
         ValueError: If rows may exceed the original length, and the model's code does not follow transformers'

@@ -66,8 +66,8 @@ class Scorer:
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None computes the model's own logits of
             all tokens at once (`FullHead`).
         logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
-        never: Ids of tokens that are never sampled (`Encoder.never_sampled`), and therefore excluded from the
-            distribution.
+        never: Ids of tokens that are never sampled (`Encoder.never_sampled`). Log-probs and entropies are computed over
+            the vocabulary without them.
     """
 
     path: ScoringPath = "extended"
@@ -245,7 +245,8 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Aligns the outputs with the tokens they predict, and adds the states of the prompts.
+            aligned: Aligns the outputs with the tokens they predict. On the extended path, it also puts the output at
+                the last prompt token first.
             ids: [rows, T] tokens.
             mask: [rows, T] True at real tokens; the scores of padding are arbitrary.
         """
@@ -258,7 +259,7 @@ class FullHead:
 
     Args:
         temperature: Divides the logits.
-        never: Token ids that are never sampled: excluded from the distribution.
+        never: Ids of tokens that are never sampled, as in `Scorer`.
         trains_entropy: True if entropies need a gradient.
     """
 
@@ -284,7 +285,7 @@ class SlicedHead:
         temperature: Divides the logits.
         chunk_size: Tokens per slice. If all tokens fit into one slice, its logits are kept for the backward pass.
         scale: Factor by which the model multiplies its head's output (`logit_scale`).
-        never: Token ids that are never sampled: excluded from the distribution.
+        never: Ids of tokens that are never sampled, as in `Scorer`.
         trains_entropy: True if entropies need a gradient.
     """
 
@@ -366,8 +367,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         model: The policy; its weights stay unchanged.
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
-        scale: Factor by which the model multiplies its head's output. `logits` multiplies by this factor. The model
-            also multiplies the result of `forward` by this factor, which the caller must undo.
+        scale: Factor by which the model multiplies its head's output. `logits` already multiplies by this factor,
+            and the model then multiplies the result of `forward` by it: the caller must undo the second multiplication.
     """
     head, config = base_model(model).get_output_embeddings(), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)

@@ -94,11 +94,11 @@ def in_box(text: str) -> str | None:
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     r"""Extract the answer from the places where chat models write answers; None if there is no answer.
 
-    These places are tried in order, and the first that the text has is used: the last `<answer>...</answer>`, or a box
-    inside it; after the reasoning, the last `\boxed{}`; the last announcement ("The answer is 7.", "Answer: 7") or
-    `#### 7`; the last bold text (**7**), if no number follows it; the last line, after its last "=" or "is". The whole
-    text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated answer
-    ("not 7") is no answer.
+    If the text has `<answer>...</answer>`, the answer is the content of the last one, or of a box inside it. Otherwise,
+    these places after the reasoning are tried in order, and the first that exists is used: the last `\boxed{}`; the
+    last announcement ("The answer is 7.", "Answer: 7") or `#### 7`; the last bold text (**7**), if no number follows
+    it; the last line, after its last "=" or "is". The whole text at that place is the answer, whatever the ground truth
+    is: "3 or 4" equals neither 3 nor 4. A negated answer ("not 7") is no answer.
 
     Args:
         text: A completion.

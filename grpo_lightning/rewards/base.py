@@ -8,8 +8,8 @@ A reward is a function or a callable object, sync or async. It is called by keyw
 and with every data column. Arguments that the signature of the reward does not name are left out; a reward with
 `**kwargs` gets all of them. Prompts, completions, token ids, finish reasons ("stop" or "length"), image views and
 columns are lists with one element per completion; the G completions of a prompt (a group) are adjacent. The element of
-`image_views` is a list with one `ImageView` per image of the prompt: the size of the image, and the coordinates that
-the policy uses for it. `max_completion_length` is the run's limit in tokens, None without a limit.
+`image_views` is a list with one `ImageView` per image of the prompt: the size of the image, and the coordinate system
+that the policy uses for boxes. `max_completion_length` is the run's limit in tokens, None without a limit.
 
 A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
 its completion are strings. `completions_as` can set another form of the completions. The reward returns a number or

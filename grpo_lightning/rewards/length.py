@@ -114,8 +114,8 @@ class Cosine(Reward):
         min_len_wrong: Reward of a wrong answer of length 0.
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
-        accuracy: The reward that decides which answers are correct: an answer is correct if its value is at least 1.
-            Where the value is None, this reward is None too. By default `Accuracy()`.
+        accuracy: The reward that decides which answers are correct: those to which it gives at least 1. Where it gives
+            None, `Cosine` gives None too. By default `Accuracy()`.
     """
 
     def __init__(

@@ -136,13 +136,13 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start every reward on all completions of the prompts to which it applies.
+        """Start every reward on all completions of the prompts that do not exclude it (`Prompt.rewards`).
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if the prompt does not exclude the reward (`Prompt.rewards`) and at least one
-        completion has a value. In such a group, a completion without a value is not scorable: its total is NaN. If no
-        reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        A reward applies to a group if the prompt does not exclude the reward and at least one completion has a value.
+        In such a group, a completion without a value is not scorable: its total is NaN. If no reward applies to a
+        group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Without groups (a rank without prompts), no reward is called.
 

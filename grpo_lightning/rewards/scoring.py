@@ -215,7 +215,7 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of the rewards that apply to each group.
 
     Args:
-        values: [R, N, G] values per reward; NaN is None.
+        values: [R, N, G] values per reward; NaN stands for None.
         weights: [R]; rewards of weight 0 are ignored.
 
     Returns:

@@ -48,7 +48,7 @@ START_SECONDS = 120.0
 """Time limit for importing the rewards, and for warming them up in a worker."""
 
 ENDING_SECONDS = 0.2
-"""Grace period for a worker that has closed its connection to exit, so that its own exit status is reported."""
+"""How long a worker that has closed its connection may take to exit, so that its own exit status is reported."""
 
 LONGEST_WAIT = 3600.0
 """Maximum duration of one wait, in seconds. A time limit may be longer than the system can wait for at once."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_lightning.core import ranks
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Prompt, check_ranges
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.functional import zero_variance_groups
@@ -79,32 +79,37 @@ def resample(
     settings: DynamicSampling,
     sample_and_score: Callable[[Sequence[Prompt], Sequence[int]], Rollout],
     source: PromptSource,
+    teams: Teams | None = None,
 ) -> tuple[Rollout, Resampling]:
     """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
 
     Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
     sharded weights together. Prompts and seeds follow from the global index of a group (its index among the groups of
-    all ranks), so that completions do not depend on the number of ranks.
+    all ranks), so that completions do not depend on the number of ranks. If ranks share groups, the first member of a
+    team decides for the others, which hold no group but sample their part of the new groups.
 
     Args:
         rollout: N groups of this rank, with their rewards.
         settings: Criterion and number of rounds.
         sample_and_score: Samples and scores new prompts, given the prompts and their global indices in the cycle.
         source: Provides the new prompts.
+        teams: The ranks that share groups; None if no group is shared.
 
     Returns:
         The rollout with N groups, in which new groups have the rows of the groups that they replace; and the counts.
     """
-    is_idle = settings.is_idle(rollout).tolist()
-    places = ranks.own_indices(len(rollout.groups))
+    teams = teams or Teams()
+    is_idle = teams.broadcast(settings.is_idle(rollout).tolist())
+    num_groups = len(is_idle)
+    places = teams.indices(num_groups)
     # For each of the N rows of the result: the global index of its group in the cycle, and the position of the group
-    # among all groups that this rank sampled.
-    indices, rows = list(places), list(range(len(rollout.groups)))
-    used, parts, num_sampled = sum(ranks.gather_objects(len(rollout.groups))), [rollout], len(rollout.groups)
+    # among all groups that its team sampled.
+    indices, rows = list(places), list(range(num_groups))
+    used, parts, num_sampled = sum(teams.gather_from_firsts(num_groups)), [rollout], num_groups
     rounds = 0
     for _ in range(settings.max_resample_times):
         own = [i for i, idle in enumerate(is_idle) if idle]
-        missing = sorted(itertools.chain.from_iterable(ranks.gather_objects([places[i] for i in own])))
+        missing = sorted(itertools.chain.from_iterable(teams.gather_from_firsts([places[i] for i in own])))
         if not missing:
             break
         order = {place: k for k, place in enumerate(missing)}  # the k-th new prompt goes to this place
@@ -115,17 +120,18 @@ def resample(
         replaced = [i for i in own if order[places[i]] < num_prompts]
         new_indices = [used + order[places[i]] for i in replaced]
         parts.append(sample_and_score(prompts, new_indices))
-        still_idle = settings.is_idle(parts[-1]).tolist()
+        still_idle = teams.broadcast(settings.is_idle(parts[-1]).tolist())
         for row, (i, index, idle) in enumerate(zip(replaced, new_indices, still_idle, strict=True), num_sampled):
             if not idle:
                 is_idle[i], indices[i], rows[i] = False, index, row
-        num_sampled += len(parts[-1].groups)
+        num_sampled += len(still_idle)
         used += num_prompts
-    chosen = concatenate(parts).select(rows)
+    chosen = concatenate(parts).select(rows if teams.is_first else [])
     if rounds:
-        source.settle(ranks.gather_objects(indices), [group.prompt for group in chosen.groups])
+        source.settle(teams.gather_from_firsts(indices), teams.broadcast([group.prompt for group in chosen.groups]))
     is_exhausted = rounds == settings.max_resample_times
-    return chosen, Resampling(rounds, num_sampled - len(rows), sum(is_idle), is_exhausted)
+    num_skipped, num_kept = (num_sampled - num_groups, sum(is_idle)) if teams.is_first else (0, 0)  # once per team
+    return chosen, Resampling(rounds, num_skipped, num_kept, is_exhausted)
 
 
 def source_of(loader: Any) -> PromptSource:

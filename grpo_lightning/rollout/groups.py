@@ -1,14 +1,15 @@
-"""The `Rollout` record that the methods of a training step pass on, and the sampling of its groups."""
+"""The `Rollout` record that the methods of a training step pass on: sampling its groups, sharing them among ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams, VisionInputs
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.sharding import Sharding
@@ -34,6 +35,7 @@ class GroupSource(NamedTuple):
         sampling: SamplingParams,
         seeds: list[int],
         progress: Progress | None = None,
+        part: range | None = None,
     ) -> list[Group]:
         """Sample G completions for each of N prompts; the images of the prompts are read once, in this call.
 
@@ -44,6 +46,7 @@ class GroupSource(NamedTuple):
                 suppressed in addition to `suppress_tokens`.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
+            part: The completions of each prompt to sample, by index; None for all G.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -52,13 +55,15 @@ class GroupSource(NamedTuple):
         # With sharded weights all ranks run the vision tower together, even if only some ranks have images.
         vision = self.encoder.vision_inputs([prompt.vision for prompt in encoded], needs_blank=self.sharding.is_sharded)
         never = {*sampling.suppress_tokens, *self.encoder.never_sampled}
+        # Engines may lack the arguments that they are never given.
+        more: dict[str, Any] = {"vision": vision, "part": part}
         sampled = self.engine.generate(
             [prompt.token_ids for prompt in encoded],
             num_generations,
             replace(sampling, suppress_tokens=sorted(never)),
             seeds,
             progress,
-            **({} if vision is None else {"vision": vision}),  # text-only engines may lack the argument
+            **{name: value for name, value in more.items() if value is not None},
         )
         return [
             Group(
@@ -186,3 +191,99 @@ def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str,
             f"{'none' if shape is None else f'the shape {list(shape)}'}."
         )
     return values
+
+
+class SharedGroups:
+    """Collects the groups that a team has sampled, and spreads their completions over the team for training.
+
+    Every member of a team samples its part of the completions of each prompt (`Teams.part`). The first member then
+    holds the complete groups, so that rewards, advantages, dynamic sampling and logs see whole groups. The other
+    members hold none. For log-probs and training each member gets its part back.
+
+    Args:
+        teams: The teams of the run.
+    """
+
+    def __init__(self, teams: Teams) -> None:
+        self.teams = teams
+        self._sampled: list[Group] = []
+        """This rank's part of the groups sampled in this cycle, with the vision inputs, which are not sent."""
+
+    def collect(self, parts: list[Group]) -> list[Group]:
+        """Complete the groups of which each member has sampled a part. Collective in a team.
+
+        Args:
+            parts: N groups with this rank's part of the completions.
+
+        Returns:
+            The N complete groups on the first member; none on the other members.
+        """
+        if not self.teams.is_shared:
+            return parts
+        first = len(self._sampled)
+        self._sampled += parts
+        of_members = self.teams.gather([part.completions for part in parts])
+        if not of_members:
+            return []
+        return [
+            replace(part, completions=[c for member in of_members for c in member[i]], number=first + i)
+            for i, part in enumerate(parts)
+        ]
+
+    def spread(self, rollout: Rollout) -> Rollout:
+        """Give each member its part of the completions, with their advantages. Collective in a team.
+
+        Args:
+            rollout: N complete groups on the first member, and their advantages [N, G] if they are known; no group on
+                the other members.
+
+        Returns:
+            N groups on every member, with its part of the completions and advantages.
+
+        Raises:
+            ValueError: If a group was not sampled by `GRPOLightningModule.generate`: no other member knows its prompt.
+        """
+        if not self.teams.is_shared:
+            return rollout
+        if any(group.number < 0 for group in rollout.groups):
+            raise ValueError(
+                "With model.ranks_per_group, `sample` must return groups of `self.generate`, which samples a part of "
+                "each group on every rank; got a group from elsewhere."
+            )
+        of_members = [self._part_of(rollout, member) for member in range(self.teams.ranks_per_group)]
+        numbers, completions, advantages = self.teams.scatter(of_members)
+        groups = [
+            replace(self._sampled[number], completions=own, number=number)
+            for number, own in zip(numbers, completions, strict=True)
+        ]
+        return Rollout(groups, advantages=advantages)
+
+    def return_ref_logprobs(self, groups: Sequence[Group], parts: Sequence[Group]) -> None:
+        """Copy the reference log-probs of the members' parts to the complete groups. Collective in a team.
+
+        Args:
+            groups: N complete groups on the first member.
+            parts: N groups with this rank's part of the completions, from `spread`.
+        """
+        if not self.teams.is_shared:
+            return
+        of_members = self.teams.gather([[c.ref_logprobs for c in part.completions] for part in parts])
+        for i, group in enumerate(groups):
+            logprobs = [values for member in of_members for values in member[i]]
+            for completion, values in zip(group.completions, logprobs, strict=True):
+                completion.ref_logprobs = values
+
+    def forget(self) -> None:
+        """Free the parts of a cycle whose micro-batches are complete."""
+        self._sampled = []
+
+    def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
+        """A member's part of each group: the group's number, completions [N][part], and advantages [N, part]."""
+        parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
+        completions = [
+            group.completions[part.start : part.stop] for group, part in zip(rollout.groups, parts, strict=True)
+        ]
+        advantages = rollout.advantages
+        if advantages is not None and parts:
+            advantages = advantages[:, parts[0].start : parts[0].stop]
+        return [group.number for group in rollout.groups], completions, advantages

@@ -145,20 +145,22 @@ class LocalEngine(RolloutEngine):
         seeds: list[int],
         progress: Progress | None = None,
         vision: VisionInputs | None = None,
+        part: range | None = None,
     ) -> list[list[Completion]]:
-        """Sample G completions for every prompt; see `RolloutEngine.generate`."""
+        """Sample G completions for every prompt, or a part of them; see `RolloutEngine.generate`."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
+        part = part or range(num_generations)
         groups: list[list[Completion]] = []
         with evaluating(self.policy), self.weights() as lockstep:
-            waves = self.waves(prompts, seeds, num_generations, vision)
+            waves = self.waves(prompts, seeds, num_generations, part, vision)
             # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
-            idle = Wave([], [], vision and VisionInputs([PromptVision()], vision.blank))
+            idle = Wave([], [], 1, range(1), vision and VisionInputs([PromptVision()], vision.blank))
             waves += [idle] * (lockstep.num_waves(len(waves)) - len(waves))
             for wave in waves:
                 decode = self.decode_with_generate if self.why_not_shared else self.decode
-                rows = decode(wave, num_generations, sampling, lockstep, progress)
-                groups += [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
+                rows = decode(wave, sampling, lockstep, progress)
+                groups += [rows[i : i + len(part)] for i in range(0, len(rows), len(part))]
         return groups
 
     @contextlib.contextmanager
@@ -176,23 +178,32 @@ class LocalEngine(RolloutEngine):
             yield Lockstep(is_needed=not gathers and ranks.world_size() > 1)
 
     def waves(
-        self, prompts: list[list[int]], seeds: list[int], num_generations: int, vision: VisionInputs | None
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        num_generations: int,
+        part: range,
+        vision: VisionInputs | None,
     ) -> list[Wave]:
         """Split the prompts into waves of at most `max_rows` completions."""
-        size = max(1, len(prompts) if self.max_rows is None else self.max_rows // num_generations)
+        size = max(1, len(prompts) if self.max_rows is None else self.max_rows // len(part))
         runs = [range(i, min(i + size, len(prompts))) for i in range(0, len(prompts), size)]
-        return [Wave([prompts[i] for i in run], [seeds[i] for i in run], vision and vision.select(run)) for run in runs]
+        return [
+            Wave(
+                [prompts[i] for i in run], [seeds[i] for i in run], num_generations, part, vision and vision.select(run)
+            )
+            for run in runs
+        ]
 
     def decode(
         self,
         wave: Wave,
-        num_generations: int,
         sampling: SamplingParams,
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
         """Decode one wave: prefill N prompts, repeat the cache for B rows, then sample one token per row and step."""
-        prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
+        prompt_ids, prompt_mask, fan, draw = self.prepare(wave, sampling)
         cache = SamplingCache(config=text_config(self.policy))
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         keeps = wave.vision is not None and not is_tower_trained(self.policy)
@@ -213,7 +224,7 @@ class LocalEngine(RolloutEngine):
             history=prompt_ids[fan],
         )
 
-        sampled = [SampledRow() for _ in range(len(wave.prompts) * num_generations)]
+        sampled = [SampledRow() for _ in range(len(wave.prompts) * len(wave.part))]
         is_stop = torch.zeros(logits.shape[-1], dtype=torch.bool, device=fan.device)
         is_stop[self.stop_ids] = True
         rows = list(range(len(sampled)))
@@ -245,21 +256,19 @@ class LocalEngine(RolloutEngine):
             state.position = state.position + 1
         return self.completions(sampled)
 
-    def prepare(
-        self, wave: Wave, num_generations: int, sampling: SamplingParams
-    ) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
+    def prepare(self, wave: Wave, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor, TokenSampler]:
         """Make prompt ids [N, L], mask [N, L], prompt index of each row [B], and the sampler.
 
         If the wave has no prompts, these are the inputs of a dummy row.
         """
         device = compute_device(self.policy)
-        given = wave.prompts, wave.seeds, num_generations
-        prompts, seeds, copies = given if wave.prompts else ([[self.pad_id]], [0], 1)
+        prompts, seeds = (wave.prompts, wave.seeds) if wave.prompts else ([[self.pad_id]], [0])
         ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id))
         # Padding is replaced by a token of the prompt, so that a repetition penalty does not apply to the pad id.
         ids = torch.where(mask, ids, ids[:, -1:])
-        fan = torch.arange(len(prompts), device=device).repeat_interleave(copies)
-        return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, Uniforms(seeds, copies, device))
+        fan = torch.arange(len(prompts), device=device).repeat_interleave(len(wave.part))
+        uniforms = Uniforms(seeds, wave.num_generations, device, wave.part)
+        return ids, mask, fan, TokenSampler(sampling, ids.shape[1], self.tokenizer, uniforms)
 
     def forward(self, ids: Tensor, mask: Tensor, cache: SamplingCache, **arguments: Tensor) -> Tensor:
         """Logits [rows, V] of the next token."""
@@ -270,13 +279,12 @@ class LocalEngine(RolloutEngine):
     def decode_with_generate(
         self,
         wave: Wave,
-        num_generations: int,
         sampling: SamplingParams,
         lockstep: Lockstep,
         progress: Progress | None,
     ) -> list[Completion]:
         """Decode one wave with transformers' `generate`, for models whose KV cache cannot be shared by completions."""
-        prompt_ids, prompt_mask, fan, draw = self.prepare(wave, num_generations, sampling)
+        prompt_ids, prompt_mask, fan, draw = self.prepare(wave, sampling)
         config = GenerationConfig(
             # A rank without prompts is done after one token, and then only takes part in the collectives.
             max_new_tokens=sampling.max_completion_length if wave.prompts else 1,
@@ -347,6 +355,10 @@ class Wave(NamedTuple):
 
     prompts: list[list[int]]
     seeds: list[int]
+    num_generations: int
+    part: range
+    """The completions of each prompt to sample."""
+
     vision: VisionInputs | None = None
 
 

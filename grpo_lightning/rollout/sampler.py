@@ -41,20 +41,23 @@ class Uniforms:
         seeds: N seeds, one per prompt.
         num_generations: G, completions per prompt.
         device: Device of the returned numbers.
+        part: The completions of each prompt for which numbers are returned; None for all G.
     """
 
-    def __init__(self, seeds: list[int], num_generations: int, device: torch.device) -> None:
+    def __init__(self, seeds: list[int], num_generations: int, device: torch.device, part: range | None = None) -> None:
         self.generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         self.num_generations, self.device = num_generations, device
+        self.part = part or range(num_generations)
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """Random numbers of a decoding step, [N x G]. Request steps in order; a step may be requested repeatedly."""
+        """Random numbers of a decoding step, [N x part]. Request steps in order; a step may be requested repeatedly."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
             dtype = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-            self.block = torch.cat(streams, 1).to(self.device, dtype)
+            own = [stream[:, self.part.start : self.part.stop] for stream in streams]
+            self.block = torch.cat(own, 1).to(self.device, dtype)
             self.num_blocks += 1
         return self.block[step % BLOCK_STEPS]
 

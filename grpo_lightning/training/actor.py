@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
@@ -40,6 +41,8 @@ class Actor:
     """Sampling temperature. Log-probs are computed for the distribution that completions are sampled from."""
 
     pad_id: int
+    num_generations: int
+    teams: Teams
     device: torch.device
     phase: Callable[[str], AbstractContextManager[None]]
     """Takes the name of a phase. Returns a context manager that times the phase and announces it to the callbacks."""
@@ -55,8 +58,8 @@ class Actor:
         """Cut a rollout into micro-batches on the policy's device, with their images.
 
         Args:
-            groups: N groups of G completions, of this rank.
-            advantages: [N, G] advantages of the completions; None if they are not known yet.
+            groups: N groups of this rank, each with its part of the G completions.
+            advantages: [N, part] advantages of the completions; None if they are not known yet.
             shape: Number of updates and micro-batches of a cycle.
             skip_zero_advantages: Leave out completions with advantage 0.
 
@@ -73,7 +76,12 @@ class Actor:
             pad_id=self.pad_id,
             skip_zero_advantages=skip_zero_advantages,
             num_chunks=self.scorer.num_chunks,
+            num_generations=self.num_generations,
+            teams=self.teams,
         )
+        if self.encoder.sees_images:
+            for batch in micro_batches:
+                batch.prompt_keys = [groups[number].prompt.key if number >= 0 else "" for number in batch.groups]
         give_images(micro_batches, vision_of(groups, self.encoder, self.policy, self.sharding))
         return [batch.to(self.device) for batch in micro_batches], counts
 

@@ -170,10 +170,10 @@ KEPT_ARGUMENTS = (
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` needs only the rewards.
+    """Return the module's arguments that a checkpoint contains, so that `load_from_checkpoint` need not be given them.
 
-    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. A policy that was passed as a
-    model object is not included.
+    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included, nor
+    is a policy that was passed as a model object.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.policy.sharding import Sharding
+    from grpo_lightning.rollout.engine import RolloutEngine
     from grpo_lightning.training.evaluation import Validation
 
 log = logging.getLogger(__name__)
@@ -259,8 +261,8 @@ def check_validation_interval(trainer: L.Trainer) -> None:
     works without its validation data. A time interval may be longer than an epoch.
 
     Raises:
-        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch without
-            length.
+        ValueError: If `val_check_interval` has more micro-steps than an epoch, or is a fraction of an epoch and the
+            loader has no length.
     """
     seconds = validation_seconds(trainer)
     every = 1.0 if seconds is not None else trainer.val_check_interval
@@ -331,7 +333,38 @@ def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: i
     }
 
 
-def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *, needs_more: bool) -> None:
+def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngine, world_size: int) -> None:
+    """Check that the ranks can be divided into teams that share groups.
+
+    Raises:
+        ValueError: If the number of ranks is no multiple of `ranks_per_group`, a rank would have no completion, or the
+            engine cannot sample a part of a group.
+    """
+    if ranks_per_group == 1:
+        return
+    if world_size % ranks_per_group:
+        divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but the run has {world_size} rank(s), which cannot be "
+            f"divided into teams of {ranks_per_group}. Set it to {' or '.join(divisors)}, or change the number of "
+            "devices."
+        )
+    if ranks_per_group > num_generations:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but a group has only {num_generations} completions "
+            f"(model.num_generations): lower ranks_per_group to at most {num_generations}."
+        )
+    if "part" not in inspect.signature(engine.generate).parameters:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but `generate` of the engine {type(engine).__name__} has no "
+            "argument `part`, with which a rank samples its part of a group. Add it (see RolloutEngine.generate), or "
+            "set model.ranks_per_group to 1."
+        )
+
+
+def check_loader(
+    trainer: L.Trainer, shape: CycleShape, num_generations: int, ranks_per_group: int, *, needs_more: bool
+) -> None:
     """Check that the training loader yields each batch once per micro-step of a cycle, and fills all micro-batches.
 
     A loader that is not known yet is not checked.
@@ -340,6 +373,7 @@ def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *,
         trainer: Trainer with the training loader.
         shape: Shape of a cycle.
         num_generations: Completions per prompt.
+        ranks_per_group: Number of ranks that share the completions of a prompt.
         needs_more: True if cycles request further prompts (dynamic sampling).
 
     Raises:
@@ -352,13 +386,20 @@ def check_loader(trainer: L.Trainer, shape: CycleShape, num_generations: int, *,
         raise ValueError(dynamic_sampling.wrong_loader(is_on=needs_more))
     if isinstance(loader, DataLoader | list) and cycle != 1:
         raise ValueError(shape.wrong_loader(1, is_from_source=False))
+    found = getattr(loader, "ranks_per_group", 1)
+    if isinstance(loader, PromptSource | DataLoader | list) and found != ranks_per_group:
+        raise ValueError(
+            f"model.ranks_per_group is {ranks_per_group}, but the training loader gives the same prompts to {found} "
+            f"rank(s): wrap the data in grpo_lightning.PromptSource(data, ..., ranks_per_group={ranks_per_group})."
+        )
     owner = loader if isinstance(loader, PromptSource) else getattr(trainer, "datamodule", None)
     batch_size = getattr(owner, "batch_size", None)
     micro_batches = shape.accumulate_grad_batches * shape.updates_per_rollout
-    if isinstance(batch_size, int) and batch_size * num_generations < micro_batches:
+    if isinstance(batch_size, int) and batch_size * (num_generations // ranks_per_group) < micro_batches:
+        of_rank = f", shared by {ranks_per_group} ranks (model.ranks_per_group)," if ranks_per_group > 1 else ""
         raise ValueError(
             f"A rollout of {batch_size} prompts (data.batch_size) x {num_generations} completions "
-            f"(model.num_generations) cannot be split into {micro_batches} micro-batches "
+            f"(model.num_generations){of_rank} cannot be split into {micro_batches} micro-batches "
             f"(trainer.accumulate_grad_batches {shape.accumulate_grad_batches} x model.updates_per_rollout "
             f"{shape.updates_per_rollout}): some would be empty. Lower trainer.accumulate_grad_batches."
         )

@@ -1,6 +1,7 @@
 """Checks of a run's data before weights are loaded, as far as the data is known by then.
 
-One check is about box coordinates: rewards, metrics and callbacks must all use the same coordinates.
+Two checks are about ground-truth boxes: rewards, metrics and callbacks must read those of a column in the same
+coordinate system, and the boxes must not be converted to pixels twice.
 """
 
 from __future__ import annotations
@@ -116,8 +117,9 @@ def check_prompts(
 ) -> None:
     """Check that tokenizer and model support the prompts, if the data is already known.
 
-    A text has at most as many tokens as bytes. To save time, a prompt without images is therefore only tokenized if
-    it has more bytes than the model supports tokens.
+    To save time, only some of the prompts without images are tokenized: one text, one chat, and those that may be too
+    long for the model. A text has at most as many tokens as bytes, so short texts need not be tokenized to know that
+    they fit.
 
     Args:
         loader: Loader of the policy.
@@ -127,8 +129,8 @@ def check_prompts(
 
     Raises:
         ValueError: If a prompt is a chat and the tokenizer has no chat template, or if a prompt is too long for the
-            model. Also if the model does not support what prompts contain: a video, images for a text-only model, or
-            different numbers of images and image placeholders; the message then names all these prompts.
+            model, or if it has different numbers of images and image placeholders. Also if prompts contain a video, or
+            images and the model is text-only; the message then names all these prompts.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -149,7 +151,7 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Tokens of a run's longest prompt plus completion, if the policy's RoPE depends on the sequence length.
+    """Number of tokens of a run's longest prompt plus completion, if the policy's RoPE depends on the sequence length.
 
     The prompt length is `data.max_prompt_length`. Without this limit, the length of the longest prompt is
     used if all datasets are lists. For streams and custom loaders, this length is unknown, and the result is None. The
@@ -190,8 +192,8 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Upper bound of the tokens that a chat template adds to a prompt. If a template adds more tokens, the error for a
-prompt that is too long is raised only when completions are sampled."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, the error for
+a prompt that is too long is raised only when completions are sampled."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -224,12 +226,12 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check that rewards, metrics and callbacks agree on box coordinates, and that those of the policy are known.
+    """Check that rewards, metrics and callbacks agree on box coordinate systems, and that the policy's is known.
 
     Raises:
-        ValueError: If a metric or callback reads ground-truth boxes in other coordinates than all rewards that read the
-            same column. Also if a reward, metric or callback has to use the box coordinates of the policy's model
-            family (`coordinates: auto`), but these coordinates are not known.
+        ValueError: If a metric or callback reads the same ground-truth boxes as rewards, but its `gold_coordinates`
+            differ from those of all these rewards. Also if a reward, metric or callback has to use the box coordinate
+            system of the policy's model family (`coordinates: auto`), but this coordinate system is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:

@@ -171,9 +171,9 @@ class EvaluationTable(Metric):
 
     `compute` returns means over completions: `reward` (the weighted total), each reward by name, `length` (tokens) and
     `truncated`. A mean reward leaves out the completions that are not scorable. `compute` also returns means over
-    prompts: `avg@G` and `pass@k`, with the ends `/low` and `/high` of their confidence intervals. The values of
-    `validation.metrics` are added. If there are several data sources, `compute` also returns all these values for each
-    source (`source/<name>/...`). nan values are left out.
+    prompts: `avg@G` and `pass@k`, with the ends `/low` and `/high` of their confidence intervals.
+    The values of `validation.metrics` are included. If there are several data sources, `compute` also returns all these
+    values for each source (`source/<name>/...`). nan values are left out.
 
     Args:
         rewards: Names of the rewards.

@@ -193,10 +193,9 @@ def check_adapters(
 
 
 def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
-    """Load the policy before training in the checkpoint's dtype, with frozen layers and adapters as in the run.
+    """Load the policy as it was before training, in the given dtype, with frozen layers and adapters as in the run.
 
-    With adapters, the base weights are first rounded to the dtype of the run, then converted to the dtype of the
-    adapters.
+    With adapters, the base weights are first rounded to the dtype of the run, then converted to the given dtype.
     """
     if loader.lora is None:
         base = load_base(loader, dtype)

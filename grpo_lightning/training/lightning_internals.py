@@ -114,11 +114,13 @@ def set_position(loops: dict[str, Any]) -> None:
 
 
 def restore_position(trainer: L.Trainer) -> None:
-    """Restore the training loader's position in a resumed run, and begin an epoch if the checkpoint ended one.
+    """Restore the training loader's position in a resumed run.
 
-    In two cases, Lightning does not restore the position, and the loader would silently start over. The first case is
-    the beginning of an epoch. In the second case, `configure_optimizers` asks for the number of steps, so that
-    Lightning sets up the loader before it loads the state of the loops from the checkpoint.
+    If the checkpoint was saved at the end of an epoch, begin the next epoch.
+
+    In two cases, Lightning does not restore the position, and the loader would silently start again at its first epoch.
+    First, if the checkpoint was saved between two epochs. Second, if `configure_optimizers` asks for the number of
+    steps: Lightning then sets up the loader before it loads the state of the loops from the checkpoint.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:

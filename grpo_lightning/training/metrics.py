@@ -1,7 +1,7 @@
 """Metrics of an optimizer step, and the callbacks that log them.
 
 A metric is kept as a sum and a count, so that means over micro-batches and ranks of different sizes are correct. The
-module also counts optimizer steps in which no completion has an advantage, and finds the likely reason.
+module also counts optimizer steps in which all advantages are 0, and finds the likely reason.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     A run may leave completions with advantage 0 out of its micro-batches; no metric depends on this choice. The mean KL
     to the reference is over all completions, because a run with a reference leaves out no completion. The other means
     describe the policy loss, to which completions with advantage 0 do not contribute. So these means are over the
-    completions with other advantages.
+    completions whose advantage is not 0.
 
     `policy/rollout_kl` is KL(engine || policy at the start of the cycle) in nats per token: how much the distribution
     that the engine sampled from differs from that of the policy.

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.core import ranks
-from grpo_lightning.core.types import Completion, Group, MicroBatch, PromptVision, VisionInputs
+from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.types import Completion, Group, MicroBatch, Prompt, PromptVision, VisionInputs
 from grpo_lightning.data.batch import PromptBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.hf import left_pad
@@ -209,12 +210,17 @@ class Cycle:
 class Share:
     """This rank's share of a rollout over all ranks.
 
-    The i-th group of this rank has the index `i * world_size + rank` among the `num_groups` groups of all ranks.
+    The i-th group of this rank's team has the index `i * num_teams + team` among the `num_groups` groups of all teams.
     """
 
     num_groups: int
-    rank: int = 0
-    world_size: int = 1
+    team: int = 0
+    num_teams: int = 1
+    first: int = 0
+    """Index of the first completion of a group that this rank has."""
+
+    num_generations: int | None = None
+    """G, if this rank has only a part of the completions of a group."""
 
 
 def plan_micro_batches(
@@ -232,7 +238,7 @@ def plan_micro_batches(
     Args:
         groups: N groups of G completions.
         advantages: [N, G] advantages of the completions.
-        updates: Optimizer steps that the rollout is split into.
+        updates: Number of optimizer steps that the rollout is split into.
         accumulate: Micro-batches per update.
         pad_id: Token id that fills up sequences; any id, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
@@ -269,6 +275,8 @@ def plan_over_ranks(
     advantages: Tensor,
     *,
     num_chunks: Callable[[MicroBatch], int],
+    num_generations: int | None = None,
+    teams: Teams | None = None,
     **settings: Any,
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
@@ -277,17 +285,22 @@ def plan_over_ranks(
     get the same `num_chunks`: the largest number of forward passes that one of these micro-batches needs.
 
     Args:
-        groups: N groups of G completions, of this rank; may be empty.
-        advantages: [N, G] advantages of the completions.
+        groups: N groups of this rank, each with its part of the G completions; may be empty.
+        advantages: [N, part] advantages of the completions.
         num_chunks: Returns the number of forward passes that a micro-batch needs.
+        num_generations: G; needed if groups are shared.
+        teams: The ranks that share groups; None if no group is shared.
         **settings: Arguments of `plan_micro_batches`.
 
     Returns:
         This rank's micro-batches in order, and the numbers of trained tokens and completions in each update, summed
         over all ranks.
     """
-    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups))))
-    share = Share(num_groups, ranks.rank(), ranks.world_size())
+    teams = teams or Teams()
+    num_groups = int(ranks.sum_over_ranks(torch.tensor(len(groups)))) // teams.ranks_per_group
+    share = Share(num_groups, teams.team, teams.num_teams)
+    if teams.is_shared and num_generations:
+        share = replace(share, first=teams.part(num_generations).start, num_generations=num_generations)
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
     most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
     for batch, number in zip(micro_batches, most, strict=True):
@@ -308,6 +321,25 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
         batch.vision = VisionInputs(prompts, vision.blank)
 
 
+def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
+    """Point the micro-batches of a resumed cycle (`MicroBatch.groups`) to their prompts in the loader's batch.
+
+    The groups of the rollout may have been selected or reordered, so they are found by `Prompt.key`.
+
+    Raises:
+        ValueError: If the loader's batch lacks a prompt of the cycle.
+    """
+    positions: dict[int | str, int] = {prompt.key: i for i, prompt in enumerate(prompts)} | {"": -1}
+    for batch in micro_batches:
+        if missing := [key for key in batch.prompt_keys if key not in positions]:
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle that trains on the prompt {missing[0]!r}, which the data "
+                "loader does not yield for this cycle, so its images cannot be read. Resume from a checkpoint at the "
+                "end of a cycle."
+            )
+        batch.groups = [positions[key] for key in batch.prompt_keys]
+
+
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
@@ -315,11 +347,11 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
     split depends on a group's index among the groups of all ranks, so the number of ranks does not change the update
     that a group belongs to.
     """
-    numbers = range(share.rank, share.rank + len(groups) * share.world_size, share.world_size)
+    numbers = range(share.team, share.team + len(groups) * share.num_teams, share.num_teams)
     units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
     if share.num_groups < updates:
-        size = len(groups[0]) if groups else 1
-        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group)]
+        size = share.num_generations or (len(groups[0]) if groups else 1)
+        units = [(number * size + i, [row]) for number, group in units for i, row in enumerate(group, share.first)]
         num_units *= size
     bounds = [round(i * num_units / updates) for i in range(updates + 1)]
     return [

@@ -301,7 +301,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     """FSDP2: shards weights, gradients and optimizer states over all devices, and gathers weights layer by layer.
 
     Args:
-        data_parallel_size: Devices over which weights are sharded; "auto" is all of them.
+        data_parallel_size: Number of devices over which weights are sharded; "auto" is all of them.
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 gathers all
             shards and writes one file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.

@@ -94,10 +94,10 @@ SELECTIONS = {
 
 
 def random_keys(batch: MicroBatch, seed: int) -> Tensor:
-    """Random numbers of tokens that follow from seed, prompt and number of the completion, not from the micro-batch.
+    """Random numbers of tokens that follow from seed, prompt and completion, not from micro-batch or rank.
 
     Args:
-        batch: Completions of any prompts.
+        batch: Completions of any prompts. Equal completions of a prompt get the same numbers.
         seed: Of the optimizer step.
 
     Returns:
@@ -105,9 +105,10 @@ def random_keys(batch: MicroBatch, seed: int) -> Tensor:
     """
     prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     keys = torch.zeros(batch.completion_ids.shape)
-    lengths = batch.attention_mask.sum(dim=1).tolist()
-    rows = zip(batch.prompt_index.tolist(), batch.numbers, lengths, strict=True)
-    for row, (prompt, number, length) in enumerate(rows):
-        generator = torch.Generator().manual_seed(derived_seed(seed, str(prompts[prompt]), number))
-        keys[row, :length] = torch.rand(length, generator=generator)
+    for row, (prompt, ids, mask) in enumerate(
+        zip(batch.prompt_index.tolist(), batch.completion_ids, batch.attention_mask, strict=True)
+    ):
+        completion = ids[mask].tolist()
+        generator = torch.Generator().manual_seed(derived_seed(seed, str(prompts[prompt]), str(completion)))
+        keys[row, : len(completion)] = torch.rand(len(completion), generator=generator)
     return keys

@@ -47,7 +47,9 @@ def ready(*args: Any, **options: Any) -> PromptDataModule:
     """A data module after `setup`, in the hands of a trainer."""
     data = PromptDataModule(*args, **options)
     loader = SimpleNamespace(load_encoder=lambda: Encoder(tiny_tokenizer()))
-    module = SimpleNamespace(cycle_length=lambda accumulate: accumulate, loader=loader, dynamic_sampling=None)
+    module = SimpleNamespace(
+        cycle_length=lambda accumulate: accumulate, loader=loader, dynamic_sampling=None, ranks_per_group=1
+    )
     facts = {"max_steps": 3, "accumulate_grad_batches": 1, "overfit_batches": 0.0, "global_rank": 0, "world_size": 1}
     data.trainer = SimpleNamespace(lightning_module=module, state=SimpleNamespace(fn="fit"), **facts)
     data.setup("fit")

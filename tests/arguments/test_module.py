@@ -278,6 +278,13 @@ def test_which_prompts_give_way_and_how_often():
     assert drawn_further(DynamicSampling(max_resample_times=1, reward="of_last")) == (1, 2)
 
 
+@case(GRPOLightningModule, "ranks_per_group")
+def test_ranks_per_group_divides_the_ranks():
+    """What it computes is tested on two ranks (tests/distributed)."""
+    with pytest.raises(ValueError, match=r"ranks_per_group is 2, but the run has 1 rank\(s\).* Set it to 1, or change"):
+        fit(make_module(ranks_per_group=2), max_steps=1, max_epochs=-1)
+
+
 @case(GRPOLightningModule, "offload")
 def test_what_waits_elsewhere(monkeypatch):
     monkeypatch.setattr(actor, "reference_offloaded", lambda *models: contextlib.nullcontext(names.append("r")))

@@ -54,6 +54,14 @@ def test_source():
     assert contents(ordered(TEXTS, 3, world_size=2, rank=1)) == [TEXTS[1::2]]
 
 
+@case(PromptSource, "ranks_per_group")
+def test_ranks_that_share_groups_get_the_same_prompts():
+    sources = [PromptSource(TEXTS, 2, shuffle=False, rank=rank, world_size=4, ranks_per_group=2) for rank in range(4)]
+    first, second, third, fourth = ([p.content for p in next(iter(source)).prompts] for source in sources)
+    assert first == third == TEXTS[0:4:2]
+    assert second == fourth == TEXTS[1:4:2]
+
+
 @case(PromptSource, "draws_more")
 def test_a_source_that_draws_more():
     assert PromptSource(TEXTS, 3).has_length

@@ -42,6 +42,7 @@ def trainer(cycle_per_accumulate=2, **changes):
             cycle_length=lambda accumulate: accumulate * cycle_per_accumulate,
             loader=SimpleNamespace(load_encoder=lambda: Encoder(tiny_tokenizer())),
             dynamic_sampling=None,
+            ranks_per_group=1,
         ),
         "max_steps": -1,
         "accumulate_grad_batches": 3,

@@ -245,6 +245,7 @@ def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next():
     next(steps)
     want = {"epoch": 1, "prompts_used": 0, "cycle_start": 0, "position": 0, "num_prompts": 4, "seed": 0, "cycle": 2}
     want |= {"shuffle": True, "batch_size": 2, "world_size": 1, "cycle_size": 0, "settled": []}
+    want |= {"ranks_per_group": 1}
     assert source.state_dict() == want
     assert next(steps, None) is None
     assert source.state_dict() == want

@@ -36,6 +36,8 @@ CASES: dict[str, list[str]] = {
     "a rank without prompts": [EQUAL],
 }
 """What kind each prompt is, in the order of the data; a rollout has four."""
+SHARED = ["one rank some rounds", "the epoch ends within a round", "a rank without prompts"]
+"""Cases that also run with groups that both ranks share: of three completions the first rank samples one."""
 
 
 def prompts_of(case: str) -> list[str]:
@@ -67,7 +69,7 @@ class Found(L.Callback):
             self.metrics = {name: float(trainer.callback_metrics[f"rollout/{name}"]) for name in names}
 
 
-def run(strategy: str, folder: Path, case: str) -> tuple[list[Any], dict[str, float]]:
+def run(strategy: str, folder: Path, case: str, ranks_per_group: int = 1) -> tuple[list[Any], dict[str, float]]:
     """Train a step on a case. Returns: this rank's groups (prompt, completions, advantages) and the metrics."""
     module = GRPOLightningModule(
         PolicyLoader(str(folder / "policy")),
@@ -77,6 +79,7 @@ def run(strategy: str, folder: Path, case: str) -> tuple[list[Any], dict[str, fl
         optimizer=functools.partial(AdamW, lr=1e-3),
         dynamic_sampling=DynamicSampling(),
         num_generations=3,
+        ranks_per_group=ranks_per_group,
         seed=0,
     )
     world_size, found = 1 if strategy == "one" else 2, Found()
@@ -92,7 +95,13 @@ def run(strategy: str, folder: Path, case: str) -> tuple[list[Any], dict[str, fl
         enable_model_summary=False,
         callbacks=[found],
     )
-    source = PromptSource(prompts_of(case), 4 // world_size, shuffle=False, draws_more=True)
+    source = PromptSource(
+        prompts_of(case),
+        4 * ranks_per_group // world_size,
+        shuffle=False,
+        draws_more=True,
+        ranks_per_group=ranks_per_group,
+    )
     trainer.fit(module, source)
     return found.groups, found.metrics
 
@@ -102,6 +111,9 @@ def main(strategy: str, folder: str) -> None:
     torch.set_num_threads(1)
     found = {case: run(strategy, Path(folder), case) for case in CASES}
     torch.save(found, Path(folder) / f"{strategy}-{ranks.rank()}.pt")
+    if strategy != "one":
+        found = {case: run(strategy, Path(folder), case, ranks_per_group=2) for case in SHARED}
+        torch.save(found, Path(folder) / f"{strategy}-shared-{ranks.rank()}.pt")
 
 
 if __name__ == "__main__":

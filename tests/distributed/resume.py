@@ -43,6 +43,7 @@ SEEN = [["words"], [0, "a"], ["b", 1, "and", 2], ["more words"], [3, "c"], ["d",
 
 FAMILY = "qwen2_5_vl"
 FURTHER = "further"
+SHARED = "shared"
 CYCLE = 2 * 2 * 2
 MICRO_STEPS_PER_EPOCH = 2 * CYCLE
 MICRO_STEPS = 2 * MICRO_STEPS_PER_EPOCH
@@ -66,6 +67,7 @@ def train(
     """From the newest complete checkpoint to the kill or the end; returns the whole weights."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     has_images, draws_more = "images" in subject, FURTHER in subject
+    ranks_per_group = ranks_of(strategy) if SHARED in subject else 1
     reward = capitals if has_images else vowel_share
     module = GRPOLightningModule(
         PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **settings),
@@ -77,6 +79,7 @@ def train(
         sync_reference=None if settings.get("lora") else SyncReference(every_n_steps=5, mixup_alpha=0.6),
         dynamic_sampling=DynamicSampling(2) if draws_more else None,
         num_generations=4,
+        ranks_per_group=ranks_per_group,
         num_iterations=2,
         updates_per_rollout=2,
         seed=0,
@@ -110,8 +113,8 @@ def train(
     )
     seen = [vision.with_files(parts, folder, index) for index, parts in enumerate(SEEN)]
     prompts = (seen if has_images else PROMPTS) * (3 if draws_more else 1)
-    size, cycle = 4 // ranks_of(strategy), module.cycle_length(2)
-    source = PromptSource(prompts, size, cycle=cycle, draws_more=draws_more)
+    size, cycle = 4 * ranks_per_group // ranks_of(strategy), module.cycle_length(2)
+    source = PromptSource(prompts, size, cycle=cycle, draws_more=draws_more, ranks_per_group=ranks_per_group)
     trainer.fit(module, source, ckpt_path=newest(checkpoints))
     return final
 
@@ -175,7 +178,8 @@ def kill_and_resume(
         rank: The rank that is killed; None for all.
         damage: Called with the newest checkpoint before the run goes on.
         settings: Of the policy.
-        subject: What the prompts are, `text` or `images`.
+        subject: What the prompts are, `text` or `images`; with `further`, prompts are replaced; with `shared`, all
+            ranks share every group.
 
     Returns:
         `equal` (bit for bit), the largest `difference`, and the checkpoint that the run went on from.

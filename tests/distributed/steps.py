@@ -57,8 +57,9 @@ class ByPrompt:
         seeds: Any,
         progress: Any = None,
         vision: Any = None,
+        part: range | None = None,
     ) -> list[list[Completion]]:
-        return [[self.completion(prompt, number) for number in range(num_generations)] for prompt in prompts]
+        return [[self.completion(prompt, number) for number in part or range(num_generations)] for prompt in prompts]
 
     def completion(self, prompt: list[int], number: int) -> Completion:
         generator = torch.Generator().manual_seed(sum(prompt) * 100 + number)
@@ -98,6 +99,8 @@ class Case:
     """Whether a reward model says what is better."""
     batch: int = 4
     """Prompts per step, over all ranks."""
+    ranks_per_group: int = 1
+    """On two ranks; one device has all completions of a prompt."""
 
 
 CASES: dict[str, Case] = {
@@ -157,6 +160,17 @@ CASES: dict[str, Case] = {
     ),
     "reward model": Case(is_scored_by_model=True, steps=2, accumulate=2),
     "reward model, a rank without prompts": Case(prompts=["lonely"], is_scored_by_model=True, steps=2, accumulate=2),
+    "shared groups, kl": Case(objective={"beta": 0.04}, ranks_per_group=2, steps=2, accumulate=2),
+    "a shared group, two updates": Case(
+        prompts=["lonely"], batch=1, ranks_per_group=2, updates=2, steps=2, objective={"scale": "batch_std"}
+    ),
+    "shared groups, kl in the reward": Case(
+        objective={"beta": 0.5, "kl_in": "reward"}, ranks_per_group=2, steps=2, accumulate=2
+    ),
+    "shared groups, lora, equal and truncated ones": Case(
+        prompts=["one", "equal 2", "long three"], ranks_per_group=2, policy={"lora": LORA}, steps=2, lr=0.01
+    ),
+    "shared groups, reward model": Case(is_scored_by_model=True, ranks_per_group=2, steps=2, accumulate=2),
     "lora, fewer prompts": Case(
         prompts=["one", "long two", "3"], policy={"lora": LORA}, steps=2, accumulate=2, lr=0.01
     ),
@@ -166,6 +180,7 @@ CASES: dict[str, Case] = {
 def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and what was logged."""
     world_size = 1 if strategy == "one" else 2
+    ranks_per_group = min(world_size, case.ranks_per_group)
     module = GRPOLightningModule(
         PolicyLoader(str(folder / "policy"), **case.policy),
         rewards=[RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
@@ -175,6 +190,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         sync_reference=case.sync,
         optimizer=functools.partial(torch.optim.SGD, lr=case.lr),
         num_generations=4,
+        ranks_per_group=ranks_per_group,
         updates_per_rollout=case.updates,
         seed=0,
     )
@@ -193,7 +209,11 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         callbacks=[watch],
     )
     source = PromptSource(
-        case.prompts, case.batch // world_size, cycle=module.cycle_length(case.accumulate), shuffle=False
+        case.prompts,
+        case.batch * ranks_per_group // world_size,
+        cycle=module.cycle_length(case.accumulate),
+        shuffle=False,
+        ranks_per_group=ranks_per_group,
     )
     trainer.fit(module, source)
     return {

@@ -46,6 +46,16 @@ def test_two_ranks_train_on_what_one_device_does(folder: Path, strategy: str):
             for (*_, advantages), (*_, expected) in zip(groups, want[rank::2], strict=True):
                 assert advantages == pytest.approx(expected), case
 
+    shared = [torch.load(folder / f"{strategy}-shared-{rank}.pt") for rank in (0, 1)]
+    for case in dynamic.SHARED:
+        (groups, metrics), (others, other_metrics) = (of_rank[case] for of_rank in shared)
+        want, expected = one[case]
+        assert metrics == other_metrics == expected, case
+        assert not others, case
+        assert [group[:2] for group in groups] == [group[:2] for group in want], case
+        for (*_, advantages), (*_, of_one) in zip(groups, want, strict=True):
+            assert advantages == pytest.approx(of_one), case
+
 
 def test_no_good_group_gives_way(folder: Path):
     for case, (groups, _) in torch.load(folder / "one-0.pt").items():

@@ -8,7 +8,7 @@ import pytest
 from grpo_lightning.cli import resume as resuming
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.kept import cut
-from tests.distributed.resume import MICRO_STEPS_PER_EPOCH, kill_and_resume
+from tests.distributed.resume import CYCLE, MICRO_STEPS_PER_EPOCH, kill_and_resume
 from tests.marks import SLOW
 
 MICRO_STEP = MICRO_STEPS_PER_EPOCH + 5
@@ -46,6 +46,17 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
     # The run's last step ends a cycle, but the reference has moved; of what was removed, nothing is left beside them.
     kept = sorted(path.name for path in (tmp_path / "unbroken").iterdir())
     assert kept == ["step=15.ckpt", "step=15.ckpt.ranks", "step=16.ckpt", "step=16.ckpt.ranks"]
+
+
+@SLOW
+@pytest.mark.parametrize("subject", ["shared text", "shared further prompts", "shared further images"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strategy, subject):
+    outcome = kill_and_resume(
+        strategy, tmp_path, micro_step=CYCLE + 5, hook="on_after_backward", rank=None, subject=subject
+    )
+    assert outcome["equal"]
+    assert outcome["difference"] == 0.0
 
 
 @SLOW

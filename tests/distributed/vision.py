@@ -45,6 +45,8 @@ class Case:
     lr: float = 0.1
     policy: dict[str, Any] = field(default_factory=dict)
     family: str = "qwen2_5_vl"
+    ranks_per_group: int = 1
+    """On two ranks; one device has all completions of a prompt."""
     engine: Any = None
     """Arguments of the local engine; None scripts the completions."""
 
@@ -75,12 +77,17 @@ CASES = {
     "sampled by a frozen tower layer by layer": Case(
         policy={"freeze_vision_modules": True}, engine={"gather_for_generation": False}, beta=0.04
     ),
+    "shared groups, kl": Case(ranks_per_group=2, beta=0.04, accumulate=2, steps=2),
+    "shared groups, sampled by a frozen tower": Case(
+        ranks_per_group=2, policy={"freeze_vision_modules": True}, engine={}, beta=0.04, steps=2
+    ),
 }
 
 
 def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     """Train the case; returns the weights before and after, whole, and which are trained."""
     world_size = 1 if strategy == "one" else 2
+    ranks_per_group = min(world_size, case.ranks_per_group)
     module = GRPOLightningModule(
         PolicyLoader(str(folder / case.family), **case.policy),
         rewards=[capitals],
@@ -89,6 +96,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         objective=Objective(beta=case.beta),
         optimizer=functools.partial(torch.optim.SGD, lr=case.lr),
         num_generations=4,
+        ranks_per_group=ranks_per_group,
         updates_per_rollout=case.updates,
         seed=0,
     )
@@ -106,7 +114,13 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         callbacks=[watch],
     )
     prompts = [with_files(parts, folder, index) for index, parts in enumerate(case.prompts)]
-    source = PromptSource(prompts, 4 // world_size, cycle=module.cycle_length(case.accumulate), shuffle=False)
+    source = PromptSource(
+        prompts,
+        4 * ranks_per_group // world_size,
+        cycle=module.cycle_length(case.accumulate),
+        shuffle=False,
+        ranks_per_group=ranks_per_group,
+    )
     trainer.fit(module, source)
     return {"before": watch.before, "after": watch.after, "trained": watch.trained}
 

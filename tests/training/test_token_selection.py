@@ -92,7 +92,7 @@ def test_the_random_choice_follows_the_seed():
     assert selected("high_covariance", 1, seed=1) == selected("high_covariance", 1, seed=2)
 
 
-def test_keys_follow_prompt_and_number():
+def test_keys_follow_prompt_and_completion():
     (whole,), _ = plan(*uneven_groups(), accumulate=1)
     keys = random_keys(whole, seed=3)
     assert (keys[whole.attention_mask] >= 0).all()

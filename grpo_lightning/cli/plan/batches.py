@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from grpo_lightning.core.ranks import part_of_group
 from grpo_lightning.core.types import Completion
 from grpo_lightning.training.micro_batches import CompletionRow, Share, padded_cost, split_update, split_updates
 
@@ -23,12 +24,13 @@ class BatchPlan:
     """Batch arithmetic of a cycle: one rollout and the optimizer steps trained on it.
 
     Args:
-        batch_size: Prompts per rank and rollout.
+        batch_size: Prompts per rank and rollout; with shared groups, per team of ranks.
         num_generations: Completions per prompt.
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         num_iterations: Epochs over each rollout.
-        world_size: Ranks.
+        world_size: Number of ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt.
     """
 
     batch_size: int
@@ -37,11 +39,22 @@ class BatchPlan:
     updates_per_rollout: int = 1
     num_iterations: int = 1
     world_size: int = 1
+    ranks_per_group: int = 1
+
+    @property
+    def num_teams(self) -> int:
+        """Teams of ranks that get different prompts; as many as ranks, unless ranks share groups."""
+        return self.world_size // self.ranks_per_group
 
     @property
     def prompts_per_rollout(self) -> int:
         """Prompts per rollout over all ranks."""
-        return self.batch_size * self.world_size
+        return self.batch_size * self.num_teams
+
+    @property
+    def completions_per_rank(self) -> int:
+        """Completions that a rank samples and trains on per rollout; the largest number, if they differ by rank."""
+        return self.batch_size * -(-self.num_generations // self.ranks_per_group)
 
     @property
     def completions_per_rollout(self) -> int:
@@ -79,14 +92,14 @@ class BatchPlan:
             completion_length: T, tokens.
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
-        rows = [
-            [CompletionRow(index, prompt, completion, 1.0)] * self.num_generations for index in range(self.batch_size)
-        ]
-        shares = [Share(self.prompts_per_rollout, rank, self.world_size) for rank in range(self.world_size)]
-        updates = max(
-            (split_updates(rows, self.updates_per_rollout, share) for share in shares),
-            key=lambda updates: max(map(len, updates)),
-        )
+        plans = []
+        for member in range(self.ranks_per_group):
+            part = part_of_group(self.num_generations, member, self.ranks_per_group)
+            rows = [[CompletionRow(index, prompt, completion, 1.0)] * len(part) for index in range(self.batch_size)]
+            for team in range(self.num_teams):
+                share = Share(self.prompts_per_rollout, team, self.num_teams, part.start, self.num_generations)
+                plans.append(split_updates(rows, self.updates_per_rollout, share))
+        updates = max(plans, key=lambda updates: max(map(len, updates)))
         parts = [part for update in updates for part in split_update(update, self.accumulate_grad_batches) if part]
         parts.sort(key=padded_cost, reverse=True)
         return [MicroBatchShape(len({row.group for row in part}), len(part)) for part in parts]
@@ -126,9 +139,9 @@ def plan_run(
 
     Args:
         batches: Batch arithmetic of a cycle.
-        num_prompts: Prompts in the training data; None if unknown.
-        max_steps: Optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
-        max_epochs: Epochs over the data; None or -1 for no limit.
+        num_prompts: Number of prompts in the training data; None if unknown.
+        max_steps: Maximum number of optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
+        max_epochs: Maximum number of epochs over the data; None or -1 for no limit.
         limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of them.
 
     Raises:
@@ -180,12 +193,15 @@ VLM-R1, they are always in the same micro-step."""
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     """Translate the batch flags of a TRL, ms-swift or VLM-R1 script. Returns: (closest settings, differences).
 
-        batch_size = b S / G,   updates_per_rollout = S / A,   accumulate_grad_batches = A
+        P = b W S / G,   batch_size = P / gcd(P, W),   ranks_per_group = W / gcd(P, W)
+        updates_per_rollout = S / A,   accumulate_grad_batches = A
 
     b is the number of completions per device and micro-step, A the number of micro-steps per update, S the number of
     micro-steps for which the script samples at once, and G the number of completions per prompt. If S is below A, the
     script samples several times with the same weights; in this package these samples form one rollout, so A replaces S.
-    A group is never split over ranks, so `batch_size` is rounded to at least one prompt per rank.
+    P is the number of prompts of a rollout, and W the number of ranks. If W does not divide P, ranks share groups. A
+    rank needs at least one completion of a group: if W / gcd(P, W) is above G, no rank shares groups, and `batch_size`
+    is rounded to at least one prompt per rank.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.
@@ -202,12 +218,14 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
         )
     updates = max(1, round(S / A))
     prompts = b * W * A * updates // G
-    batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
-    if batches.prompts_per_rollout != prompts:
+    teams = math.gcd(prompts, W)
+    batches = BatchPlan(prompts // teams, G, A, updates, script.num_iterations, W, W // teams)
+    if batches.ranks_per_group > G:
+        batches = BatchPlan(max(1, round(prompts / W)), G, A, updates, script.num_iterations, W)
         differences.append(
-            f"A rollout of the script has {prompts} prompt(s), which {W} ranks cannot share evenly. In this package, "
-            f"all {G} completions of a prompt are on one rank, so the smallest rollout has {W} x {G} = {W * G} "
-            f"completions. batch_size {batches.batch_size} gives {batches.prompts_per_rollout} prompts per rollout."
+            f"A rollout of the script has {prompts} prompt(s) for {W} ranks, so {W // teams} ranks would share the {G} "
+            f"completions of a prompt, and some would have none. batch_size {batches.batch_size} with all completions "
+            f"of a prompt on one rank gives {batches.prompts_per_rollout} prompts per rollout."
         )
     return batches, differences
 

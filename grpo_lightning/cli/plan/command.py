@@ -59,6 +59,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     from grpo_lightning.cli.plan.batches import BatchPlan
     from grpo_lightning.cli.plan.model import meta_model, sizes_of
     from grpo_lightning.policy.probe import dense_reason
+    from grpo_lightning.training import checks
 
     config = parse(fit_args, module_class)
     logging.getLogger("grpo_lightning").setLevel(logging.WARNING)  # the plan itself reports everything, in order
@@ -87,7 +88,9 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         updates_per_rollout=module.updates_per_rollout,
         num_iterations=module.num_iterations,
         world_size=ranks.world_size,
+        ranks_per_group=module.ranks_per_group,
     )
+    checks.check_teams(module.ranks_per_group, module.num_generations, module.engine, ranks.world_size)
     report.print_lines(console, "Batches", [*report.batch_lines(batches, ranks.why), *filter(None, [ranks.idle])])
     num_prompts = None if prompts.train is None else len(prompts.train)
     length = run_length(config.trainer, batches, num_prompts)
@@ -460,9 +463,10 @@ def sampling_size(engine: Any, batches: BatchPlan) -> tuple[int, int]:
     if not isinstance(engine, LocalEngine):
         return 0, 0
     prompts = batches.batch_size
+    of_prompt = batches.completions_per_rank // prompts
     if engine.max_rows is not None:
-        prompts = min(prompts, max(1, engine.max_rows // batches.num_generations))
-    return prompts * batches.num_generations, prompts
+        prompts = min(prompts, max(1, engine.max_rows // of_prompt))
+    return prompts * of_prompt, prompts
 
 
 def resolve_gathering(

@@ -41,12 +41,23 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
     """Format the batch arithmetic of a cycle."""
     b = batches
     update = f"{b.completions_per_update:,.6g}"
+    if b.ranks_per_group == 1:
+        where = f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')}"
+        shared = []
+    else:
+        where = f"{count(b.batch_size, 'prompt')} per team x {count(b.num_teams, 'team')} of {b.ranks_per_group} ranks"
+        each = f"{b.num_generations / b.ranks_per_group:.3g}"
+        shared = [
+            f"The {b.ranks_per_group} ranks of a team share their prompts: each samples and trains on {each} of the "
+            f"{b.num_generations} completions (model.ranks_per_group)."
+        ]
     return [
-        f"{count(b.batch_size, 'prompt')} per rank x {count(b.world_size, 'rank')} x {b.num_generations} completions = "
-        f"{b.completions_per_rollout:,} completions per rollout (ranks: {why_world_size}).",
-        f"Each rank splits its {b.batch_size * b.num_generations:,} into {b.accumulate_grad_batches} x "
+        f"{where} x {b.num_generations} completions = {b.completions_per_rollout:,} completions per rollout (ranks: "
+        f"{why_world_size}).",
+        *shared,
+        f"Each rank splits its {b.completions_per_rank:,} into {b.accumulate_grad_batches} x "
         f"{b.updates_per_rollout} = {count(b.micro_batches, 'micro-batch', 'es')} (accumulate_grad_batches x "
-        f"updates_per_rollout) of about {b.batch_size * b.num_generations / b.micro_batches:,.3g} completions.",
+        f"updates_per_rollout) of about {b.completions_per_rank / b.micro_batches:,.3g} completions.",
         f"Each rollout is used for {b.updates_per_rollout} x {b.num_iterations} = "
         f"{count(b.steps_per_rollout, 'optimizer step')} (updates_per_rollout x num_iterations), each on {update} "
         "completions over all ranks.",
@@ -277,6 +288,7 @@ def print_translation(trainer: str, batches: BatchPlan, differences: list[str]) 
         f"  batch_size: {batches.batch_size}",
         "model:",
         f"  num_generations: {batches.num_generations}",
+        *([f"  ranks_per_group: {batches.ranks_per_group}"] if batches.ranks_per_group > 1 else []),
         f"  updates_per_rollout: {batches.updates_per_rollout}",
         f"  num_iterations: {batches.num_iterations}",
     ):

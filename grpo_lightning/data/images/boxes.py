@@ -13,7 +13,7 @@ LARGEST = 1e9
 """Maximum absolute value of a coordinate, in pixels."""
 
 Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
-"""Coordinates of the ground-truth boxes in the column `solution`.
+"""Coordinate system of the ground-truth boxes in the column `solution`, and whether they are checked.
 
 `original`: pixels of the image; every row with an image must have a box. `norm1000`: as if every image were 1000 wide
 and 1000 high (VLM-R1's InternVL data); every row with an image must have a box. `check_solution` converts these boxes
@@ -40,10 +40,10 @@ def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes
     Args:
         solution: The value of the column `solution`. Text is parsed as JSON, with or without answer tags.
         sizes: (width, height) of each image of the row, in pixels.
-        boxes: Coordinates of the solution.
+        boxes: Coordinate system of the box, and which solutions are checked (see `Boxes`).
 
     Raises:
-        ValueError: If the solution is not four numbers, the box is not valid, or the row has several images.
+        ValueError: If a checked solution is not four numbers, its box is not valid, or its row has several images.
     """
     if boxes == "none" or not sizes:
         return solution

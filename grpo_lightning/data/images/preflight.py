@@ -67,7 +67,7 @@ class Preflight:
 
         Args:
             measured: The prompts.
-            boxes: Coordinates of the boxes in the column `solution`, by source.
+            boxes: The setting `boxes` of each source (see `Boxes`).
 
         Raises:
             ValueError: If `bad_images` is "error", and images cannot be read or boxes are invalid; the message lists

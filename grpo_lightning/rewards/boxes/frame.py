@@ -52,11 +52,11 @@ class BoxReward(Reward):
     Args:
         answer_column: The data column with the ground-truth boxes. A row whose value is None or an empty string is not
             scorable.
-        coordinates: The coordinates of boxes in answers. "auto": the coordinates that the policy's family uses
+        coordinates: Coordinate system of the boxes in answers. "auto": the one that the policy's model family uses
             (`ImageView.coordinates`). "original": pixels of the image in the data. "resized": pixels of the image after
             the policy's preprocessing. "norm1000": 0 to 1000 across and down.
-        gold_coordinates: The coordinates of the ground-truth boxes: "original" pixels, or "norm1000" (VLM-R1's data for
-            InternVL).
+        gold_coordinates: Coordinate system of the ground-truth boxes: "original" (pixels), or "norm1000" (VLM-R1's data
+            for InternVL).
     """
 
     says_solved = True
@@ -152,13 +152,13 @@ class BoxReward(Reward):
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
     """Make the coordinate frame of a prompt's image.
 
-    If the prompt has no image, boxes of answers and ground-truth boxes must have the same coordinates; "original" boxes
-    are then not clipped.
+    If the prompt has no image, `given` and `right` must be the same coordinate system, because conversion needs the
+    image size; "original" boxes are then not clipped.
 
     Args:
         views: The images of the prompt.
-        given: The coordinates of boxes in answers.
-        right: The coordinates of ground-truth boxes.
+        given: Coordinate system of the boxes in answers: "auto", "original", "resized" or "norm1000".
+        right: Coordinate system of the ground-truth boxes: "original" or "norm1000".
 
     Raises:
         ValueError: If there are several images, or no image although the image size is needed.

@@ -1,5 +1,6 @@
 """The arithmetic of a cycle and of a run, against what a run does, and other trainers' batches in our words."""
 
+import math
 import re
 
 import pytest
@@ -138,11 +139,28 @@ def test_updates_across_generations_have_no_equal(flags):
     assert "start inside one generation" in difference
 
 
-def test_a_group_over_several_ranks_has_no_equal():
-    """8 devices with one completion each, G 8: one prompt per rollout there, at least eight here."""
-    batches, (difference,) = translate(script(b=1, W=8, G=8))
-    assert batches.batch_size == 1
-    assert "8 x 8 = 64 completions" in difference
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # 8 devices with one completion each: one prompt.
+        ({"W": 8, "G": 8}, BatchPlan(1, 8, world_size=8, ranks_per_group=8)),
+        ({"W": 8, "G": 8, "A": 2}, BatchPlan(1, 8, 2, world_size=8, ranks_per_group=4)),
+        ({"W": 7, "G": 7, "A": 2}, BatchPlan(2, 7, 2, world_size=7, ranks_per_group=7)),
+        ({"b": 4, "W": 8, "G": 8}, BatchPlan(1, 8, world_size=8, ranks_per_group=2)),
+        ({"b": 3, "W": 8, "G": 6}, BatchPlan(1, 6, world_size=8, ranks_per_group=2)),
+        # More prompts than ranks, but no multiple.
+        ({"b": 12, "W": 8, "G": 8}, BatchPlan(3, 8, world_size=8, ranks_per_group=2)),
+    ],
+)
+def test_ranks_share_groups_where_they_do_not_divide_the_prompts(flags, expected):
+    assert translate(script(**{"b": 1} | flags)) == (expected, [])
+
+
+def test_a_rank_without_a_completion_has_no_equal():
+    """Two updates of half a generation more each: 9 prompts of 3 completions, which 7 ranks cannot share."""
+    batches, (_, difference) = translate(script(b=1, W=7, G=3, A=2, S=3))
+    assert batches == BatchPlan(1, 3, 2, 2, world_size=7)
+    assert "9 prompt(s) for 7 ranks, so 7 ranks would share the 3 completions" in difference
 
 
 @pytest.mark.parametrize(
@@ -184,10 +202,12 @@ def test_an_exact_translation_trains_on_as_much(b, accumulate, group, ranks, upd
     assume(b * ranks * accumulate * updates % group == 0)
     plan, differences = translate(script(b=b, A=accumulate, G=group, W=ranks, S=accumulate * updates, mu=passes))
     if differences:
-        assert b * ranks * accumulate * updates // group % ranks
+        assert ranks // math.gcd(b * ranks * accumulate * updates // group, ranks) > group
         assert plan.batch_size >= 1
     else:
         assert plan.completions_per_rollout == b * ranks * accumulate * updates
         assert plan.completions_per_update == b * ranks * accumulate
-        assert plan.batch_size * group == b * plan.micro_batches  # micro-batches of b completions
+        assert (
+            plan.batch_size * group == b * plan.micro_batches * plan.ranks_per_group
+        )  # micro-batches of b completions
         assert plan.steps_per_rollout == updates * passes
