@@ -164,6 +164,18 @@ CASES: dict[str, Case] = {
     "a shared group, two updates": Case(
         prompts=["lonely"], batch=1, ranks_per_group=2, updates=2, steps=2, objective={"scale": "batch_std"}
     ),
+    "shared groups, clip-cov": Case(
+        objective={
+            "beta": 0.0,
+            "surrogate": "clip_cov",
+            "covariance_fraction": 0.1,
+            "clip_cov_low": 0.05,
+            "baseline": "length_weighted",
+        },
+        ranks_per_group=2,
+        updates=2,
+        accumulate=2,
+    ),
     "shared groups, kl in the reward": Case(
         objective={"beta": 0.5, "kl_in": "reward"}, ranks_per_group=2, steps=2, accumulate=2
     ),
