@@ -65,6 +65,7 @@ from grpo_lightning.rollout.groups import (
     kl_to_reference,
     mask_truncated,
     per_completion,
+    trained_lengths,
     vision_of,
     without_truncated,
 )
@@ -99,6 +100,7 @@ from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, find_
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
+from grpo_lightning.training.token_selection import select_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -289,15 +291,19 @@ class GRPOLightningModule(L.LightningModule):
 
     def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Compute the advantages [N, G]. Scales over the rollout, such as `batch_std`, use the rewards of all ranks."""
-        everyone = ranks.gather_objects(rollout.rewards)
-        advantages = self.objective.compute_advantages(torch.cat(everyone)).split([len(part) for part in everyone])
-        return replace(rollout, advantages=advantages[ranks.rank()])
+        assert rollout.rewards is not None
+        lengths = trained_lengths(rollout.groups).view_as(rollout.rewards)
+        everyone = ranks.gather_objects((rollout.rewards, lengths))
+        advantages = self.objective.compute_advantages(*(torch.cat(parts) for parts in zip(*everyone, strict=True)))
+        return replace(rollout, advantages=advantages.split([len(part) for part, _ in everyone])[ranks.rank()])
 
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
-        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0.
-        skips = not self.objective.trains_on_zero_advantages and not self.objective.needs_reference
+        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. Tokens are selected
+        # among those of all completions.
+        objective = self.objective
+        skips = not (objective.trains_on_zero_advantages or objective.needs_reference or objective.selection)
         micro_batches, counts = self.actor.micro_batches(
             rollout.groups, rollout.advantages, self.cycle_shape, skip_zero_advantages=skips
         )
@@ -388,12 +394,20 @@ class GRPOLightningModule(L.LightningModule):
 
     def train_on(self, turn: Turn) -> Tensor:
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
-        self.notify("on_phase", "update")
         self.policy.train()
+        if turn.opens_update and self.objective.selection is not None:
+            self.select_tokens(turn)
+        self.notify("on_phase", "update")
         loss = self.update(turn)
         if turn.closes_update:
             self.log_dict(self.metrics.pop(), batch_size=1)
         return loss
+
+    def select_tokens(self, turn: Turn) -> None:
+        """Select tokens of the update that begins (`Objective.selection`), in one more pass over its micro-batches."""
+        step = run_seed(self.seed), self.run.rollout_index, turn.number
+        with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
+            select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
@@ -459,7 +473,8 @@ class GRPOLightningModule(L.LightningModule):
     def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
-        `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs" or "update" starts.
+        `on_phase(trainer, name)`: the phase "rollout", "reward", "old_logprobs", "ref_logprobs", "token_selection" or
+        "update" starts.
         `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
         `on_decode(trainer, done, total)`: `done` of at most `total` tokens per completion have been sampled.
         """
@@ -566,6 +581,9 @@ class GRPOLightningModule(L.LightningModule):
             updates_per_rollout=self.updates_per_rollout,
             ranks_per_group=self.ranks_per_group,
         )
+        checks.check_pass_k(self.objective.pass_k, self.num_generations)
+        num_updates = self.updates_per_rollout * self.num_iterations
+        checks.check_kl_cov(self.objective.surrogate, self.old_logprobs, num_updates)
         checks.check_choices(self.old_logprobs, self.overlong_filter, self.objective.rollout_correction)
         checks.check_sampling(self.sampling)
         checks.check_sync_reference(self.sync_reference, beta=self.objective.beta, has_lora=has_lora)

@@ -9,13 +9,22 @@
 | GSPO        | sequence | clip 3e-4 / 4e-4    | sequence  | group_std           | 0    |
 | CISPO       | token    | cispo, cap 1 + high | token     | group_std           | 0    |
 | SAPO        | token    | sapo                | sequence  | group_std           | 0    |
+| GMPO        | token    | gmpo, 0.4 nats      | sequence  | group_std           | 0    |
+| VESPO       | token    | vespo               | token     | group_std           | 0    |
+| DPPO        | token    | dppo_tv, 0.2        | token     | group_std           | 0    |
 | RLOO        | token    | clip                | constant  | none                | 0    |
+| OPO         | token    | clip                | constant  | none                | 0    |
+| GPG         | token    | reinforce           | token     | nonzero_fraction    | 0    |
+| pass@k      | token    | clip                | token     | group_std           | 0    |
 | REINFORCE++ | token    | clip                | token     | batch_advantage_std | 1e-3 |
+| Clip-Cov    | token    | clip_cov            | token     | group_std           | 0    |
+| KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
 In the column surrogate, low and high (or low / high) stand for `epsilon` and `epsilon_high`, and the cap is the largest
-ratio. RLOO also sets `baseline: leave_one_out`, and REINFORCE++ `kl: k2`. Each row except the default is a YAML file in
-`recipes/objectives/`. That folder also has GDPO, which normalizes each reward separately.
+ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k `pass_at_k`. REINFORCE++
+also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That folder also has GDPO,
+which normalizes each reward separately, and high_entropy, DAPO's loss on the tokens of highest entropy.
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -35,6 +44,8 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    dppo_surrogate,
+    gmpo_surrogate,
     group_relative_advantages,
     importance_ratio,
     is_clipped_high,
@@ -42,10 +53,14 @@ from grpo_lightning.functional import (
     is_k3_clamped,
     is_ratio_clamped,
     keeps_sequence,
+    kl_cov_surrogate,
     kl_divergence,
+    leaves_trust_region,
     normalized_sum,
+    reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
+    vespo_surrogate,
 )
 
 log = logging.getLogger(__name__)
@@ -91,6 +106,9 @@ class ObjectiveTerms(NamedTuple):
     kl_clamped: Tensor | None = None
     """[B, T] bool, True where k3 was above 10 nats; None for the other estimators, and without a reference."""
 
+    selected: Tensor | None = None
+    """[B, T] bool, True at selected tokens; None if the objective does not select any."""
+
 
 @dataclass
 class Objective:
@@ -106,19 +124,52 @@ class Objective:
     """`token` is one importance ratio per token. `sequence` is one per completion (GSPO). `sequence_token` has the
     value of `sequence`, but the gradient of each token's own log-prob (GSPO-token)."""
 
-    surrogate: Literal["clip", "cispo", "sapo"] = "clip"
+    surrogate: Literal[
+        "clip", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "clip_cov", "kl_cov"
+    ] = "clip"
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
-    times the advantage (SAPO)."""
+    times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
+    advantage (GMPO). `vespo` is minus a soft function of the product of the completion's ratios, times advantage times
+    log-prob (VESPO). `dppo_tv` and `dppo_kl` are minus the detached ratio times advantage times log-prob within a trust
+    region of probabilities, by total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG).
+    `clip_cov` removes, and `kl_cov` penalizes, tokens that lower the entropy (`covariance_fraction`)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped from below at 1 - epsilon; CISPO has no lower bound."""
+    """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon), CISPO's only with `cispo_lower_bound`;
+    DPPO's maximum divergence of tokens that become less likely."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped from above at 1 + epsilon_high; null uses epsilon."""
+    """The ratio is clipped from above at 1 + epsilon_high, GMPO's at exp(epsilon_high); DPPO's maximum divergence of
+    tokens that become more likely; null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
+
+    cispo_lower_bound: bool = False
+    """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
+
+    dppo_max_ratio: float = 20.0
+    """Maximum ratio by which DPPO weights a token."""
+
+    # Which tokens
+
+    top_entropy_fraction: float = 1.0
+    """Fraction of the tokens of an optimizer step whose policy loss is trained: those of highest entropy
+    (arXiv:2506.01939). Below 1 it costs one more forward pass. KL and entropy bonus are not restricted."""
+
+    covariance_fraction: float = 2e-4
+    """Fraction of the tokens of an optimizer step, by covariance of log-prob and advantage: Clip-Cov removes as many
+    from the policy loss, at random among those between its limits; KL-Cov penalizes moving the highest."""
+
+    clip_cov_low: float = 1.0
+    """Lower limit of Clip-Cov's covariance, exclusive."""
+
+    clip_cov_high: float = 5.0
+    """Upper limit of Clip-Cov's covariance, exclusive."""
+
+    kl_cov_coefficient: float = 1.0
+    """Weight of KL-Cov's penalty, the absolute log-ratio."""
 
     # From tokens to the loss
 
@@ -128,18 +179,26 @@ class Objective:
 
     # From rewards to advantages
 
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Subtracted from the reward: the mean reward of the group, or of the other completions in the group."""
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
+    """Subtracted from the reward: the mean reward of the group, of the other completions in the group, or of the group
+    with completions weighted by their lengths (OPO). `pass_at_k` instead computes how much the completion adds to the
+    best of k - 1 others."""
+
+    pass_k: int | None = None
+    """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize within the group; or normalize each reward within the group, then sum
     (GDPO, with `scale: batch_std`)."""
 
-    scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"] = "group_std"
+    scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
+        "group_std"
+    )
     """Divisor of reward minus baseline. `group_std` and `batch_std` divide by the std of the rewards in the group or in
     the rollout. `batch_advantage_std` divides by the std of reward minus baseline in the rollout
     (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` divides by the group's mean
-    reward (MaxRL), and raises an error for negative rewards. `none` does not divide."""
+    reward (MaxRL), and raises an error for negative rewards. `nonzero_fraction` divides by the fraction of groups in
+    the rollout that are not zero-variance (GPG). `none` does not divide."""
 
     # KL to the reference, and entropy
 
@@ -170,12 +229,37 @@ class Objective:
     sapo_temperature_negative: float = 1.05
     """Temperature of SAPO's gate where the advantage is not positive."""
 
+    # VESPO
+
+    vespo_k: float = 2.0
+    """Exponent (k) of VESPO's weight where the advantage is not negative; larger fades out completions that became
+    unlikely sooner."""
+
+    vespo_lambda: float = 3.0
+    """Decay (lambda) of VESPO's weight there; larger fades out completions that became likely sooner."""
+
+    vespo_k_negative: float = 3.0
+    """Exponent of VESPO's weight where the advantage is negative."""
+
+    vespo_lambda_negative: float = 2.0
+    """Decay of VESPO's weight where the advantage is negative."""
+
     # Off-policy corrections
 
-    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    rollout_correction: Literal[
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_truncate",
+        "geometric_mask",
+    ] = "none"
     """Off-policy correction: multiply the surrogate by a weight, the ratio of the policy's probability to the engine's,
-    per token or per completion (`sequence`). `truncate` clips weights to the range from `rollout_correction_low` to
-    `rollout_correction_high`. `mask` masks the tokens or completions whose weights are outside of this range."""
+    per token or per completion: the product (`sequence`) or the geometric mean (`geometric`) of its tokens' weights.
+    `truncate` clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the
+    tokens or completions whose weights are outside of this range. The range of `geometric` is narrow, such as 0.99 to
+    1.01. VESPO multiplies the token weights into the ratio of the completion instead."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -209,7 +293,12 @@ class Objective:
     @property
     def trains_on_zero_advantages(self) -> bool:
         """False if completions of advantage 0 have no gradient and can be skipped in forward and backward passes."""
-        return self.has_kl_loss or self.trains_entropy
+        return self.has_kl_loss or self.trains_entropy or self.surrogate == "kl_cov"
+
+    @property
+    def selection(self) -> Literal["high_entropy", "high_covariance", "random_covariance"] | None:
+        """How the tokens of an optimizer step are selected before it; None if they are not."""
+        return "high_entropy" if self.top_entropy_fraction < 1 else SURROGATES[self.surrogate].selection
 
     @property
     def trains_entropy(self) -> bool:
@@ -232,9 +321,11 @@ class Objective:
         summed = normalized_sum(torch.stack(list(by_reward.values())), torch.tensor(weights))
         return summed.masked_fill(total.isnan(), torch.nan)
 
-    def compute_advantages(self, rewards: Tensor) -> Tensor:
-        """Compute advantages [N, G] from rewards [N, G]."""
-        return group_relative_advantages(rewards, baseline=self.baseline, scale=self.scale)
+    def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Compute advantages [N, G] from rewards [N, G] and, for `length_weighted`, trained tokens [N, G]."""
+        return group_relative_advantages(
+            rewards, baseline=self.baseline, scale=self.scale, lengths=lengths, k=self.pass_k
+        )
 
     def __call__(
         self,
@@ -260,13 +351,20 @@ class Objective:
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
+        if self.selection is not None and batch.selected is None:
+            raise ValueError(
+                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
+                "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
+            )
         mask = batch.completion_mask
-        advantages = batch.advantages[:, None]
-        ratio = importance_ratio(logprobs, batch.old_logprobs, mask, level=self.ratio)
-        loss = self._surrogate(ratio, advantages, logprobs)
-        rollout_weight, is_corrected = self._correction(logprobs, batch) or (None, None)
-        if rollout_weight is not None:
-            loss = torch.where(mask, loss, 0.0) * rollout_weight
+        tokens = self._tokens(logprobs, batch)
+        ratio = tokens.ratio
+        loss = SURROGATES[self.surrogate].loss(self, tokens)
+        if self.selection == "high_entropy":
+            loss = torch.where(tokens.selected, loss, 0.0)
+        correction = self._correction(logprobs, batch)
+        if correction is not None:
+            loss = torch.where(mask, loss, 0.0) * correction.factor
         kl, kl_clamped = torch.zeros_like(logprobs), None
         if batch.ref_logprobs is not None:
             kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
@@ -275,7 +373,7 @@ class Objective:
                 kl = ratio * kl
             if self.has_kl_loss:
                 loss = loss + self.beta * kl
-        clipped_low, clipped_high = self._clipped(ratio.detach(), advantages, mask)
+        clipped_low, clipped_high = self._clipped(tokens)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -294,60 +392,244 @@ class Objective:
             clipped_low=clipped_low,
             clipped_high=clipped_high,
             ratio=ratio.detach().expand_as(mask) * mask,
-            rollout_weight=rollout_weight,
-            is_corrected=is_corrected,
+            rollout_weight=correction and correction.weight,
+            is_corrected=correction and correction.is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
             kl_clamped=kl_clamped,
+            selected=None if batch.selected is None else batch.selected & mask,
         )
 
-    def _surrogate(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-        """Policy loss per token, before the KL: [B, T] or [B, 1]."""
-        if self.surrogate == "cispo":
-            return cispo_surrogate(ratio, advantages, logprobs, epsilon_high=self.high)
-        if self.surrogate == "sapo":
-            return sapo_surrogate(
-                ratio,
-                advantages,
-                temperature_positive=self.sapo_temperature,
-                temperature_negative=self.sapo_temperature_negative,
-            )
-        return clipped_surrogate(
-            ratio, advantages, epsilon=self.epsilon, epsilon_high=self.epsilon_high, dual_clip=self.dual_clip
-        )
+    def clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Find trained tokens clipped from below and from above: two [B, T] bool. Args: logprobs: [B, T] nats."""
+        return self._clipped(self._tokens(logprobs.detach(), batch))
 
-    def _clipped(self, ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the trained tokens whose ratio is clipped from below, and from above: two [B, T] bool."""
-        if self.surrogate == "sapo":
-            return torch.zeros_like(mask), torch.zeros_like(mask)
-        # CISPO caps the ratio for either sign of the advantage, and has no lower bound.
-        sign = torch.ones_like(advantages) if self.surrogate == "cispo" else advantages
-        low = is_clipped_low(ratio, sign, epsilon=self.epsilon).expand_as(mask) & mask
-        return low, is_clipped_high(ratio, sign, epsilon_high=self.high).expand_as(mask) & mask
+    def _clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        low, high = SURROGATES[self.surrogate].clipped(self, tokens)
+        return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 
-    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """Off-policy weight of each token [B, T], and whether it was out of range [B, T]; None if not configured."""
-        mask, corrections = batch.completion_mask, []
-        if self.rollout_correction != "none":
-            assert batch.old_logprobs is not None
-            level: Any
-            outside: Any
-            level, outside = self.rollout_correction.split("_")
-            low, high = self.rollout_correction_low, self.rollout_correction_high
-            weights = functools.partial(
-                rollout_weights, batch.old_logprobs, batch.rollout_logprobs, mask, level=level, outside=outside
-            )
-            weight = weights(low=low, high=high)
-            corrections.append((weight, weight != weights(low=0.0, high=math.inf)))
+    def _tokens(self, logprobs: Tensor, batch: MicroBatch) -> Tokens:
+        """What the surrogate is computed from; without old log-probs the policy has not moved yet."""
+        mask = batch.completion_mask
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        selected = mask if batch.selected is None else batch.selected
+        ratio = importance_ratio(logprobs, old, mask, level=self.ratio)
+        weights = self._rollout_weights(old, batch)
+        return Tokens(logprobs, old, mask, batch.advantages[:, None], ratio, selected, weights)
+
+    def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
+        """Off-policy weights [B, T] or [B, 1], within their range or not; None without a `rollout_correction`."""
+        if self.rollout_correction == "none":
+            return None
+        level: Any
+        outside: Any
+        level, outside = self.rollout_correction.split("_")
+        low, high = (self.rollout_correction_low, self.rollout_correction_high) if bounded else (0.0, math.inf)
+        choices = {"level": level, "outside": outside, "low": low, "high": high}
+        return rollout_weights(old_logprobs, batch.rollout_logprobs, batch.completion_mask, **choices)
+
+    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> Correction | None:
+        """Off-policy correction of the policy loss; None if not configured."""
+        assert batch.old_logprobs is not None
+        mask = batch.completion_mask
+        kept = torch.ones_like(mask)
         if (threshold := self.off_policy_threshold) is not None:
             advantages = batch.advantages[:, None]
-            is_kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
-            corrections.append((is_kept.float(), ~is_kept))
-        if not corrections:
-            return None
-        weight, is_corrected = torch.ones_like(logprobs).detach(), torch.zeros_like(mask)
-        for each, is_outside in corrections:
-            weight, is_corrected = weight * each, is_corrected | is_outside
-        return weight * mask, is_corrected & mask
+            kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
+            kept = kept.expand_as(mask)
+        weight, unbounded = (self._rollout_weights(batch.old_logprobs, batch, bounded=b) for b in (True, False))
+        if weight is None or unbounded is None:
+            factor = (kept & mask).to(logprobs.dtype)
+            return None if threshold is None else Correction(factor, factor, ~kept & mask)
+        is_folded = SURROGATES[self.surrogate].folds_rollout_weights
+        factor = kept & mask if is_folded else weight * (kept & mask)
+        return Correction(factor, weight * (kept & mask), ((weight != unbounded) | ~kept) & mask)
+
+
+class Correction(NamedTuple):
+    """Off-policy correction of a micro-batch."""
+
+    factor: Tensor
+    """[B, T] multiplies the policy loss; 0 where a token or completion is dropped."""
+
+    weight: Tensor
+    """[B, T] the same with all weights, for the logs."""
+
+    is_corrected: Tensor
+    """[B, T] bool, True where the weight was out of range, or the completion was dropped as off-policy."""
+
+
+class Tokens(NamedTuple):
+    """What a surrogate is computed from."""
+
+    logprobs: Tensor
+    """[B, T] nats, of the current policy, with gradients."""
+
+    old_logprobs: Tensor
+    """[B, T] nats."""
+
+    mask: Tensor
+    """[B, T] bool, True where a token is trained on."""
+
+    advantages: Tensor
+    """[B, 1]."""
+
+    ratio: Tensor
+    """[B, T], or [B, 1] for sequences, with gradients."""
+
+    selected: Tensor
+    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step."""
+
+    rollout_weights: Tensor | None
+    """[B, T] or [B, 1] off-policy weights; None without a correction."""
+
+
+class Surrogate(NamedTuple):
+    """One choice of `Objective.surrogate`."""
+
+    loss: Callable[[Objective, Tokens], Tensor]
+    """Returns the policy loss of each token, before the KL: [B, T], or [B, 1] if it is the same for all tokens."""
+
+    clipped: Callable[[Objective, Tokens], tuple[Tensor, Tensor]]
+    """Returns which tokens are clipped from below and from above: two bool tensors [B, T] or [B, 1]."""
+
+    settings: frozenset[str]
+    """Those settings of the surrogates that it uses; the others must keep their defaults."""
+
+    selection: Literal["high_covariance", "random_covariance"] | None = None
+    """How it selects tokens of the optimizer step."""
+
+    folds_rollout_weights: bool = False
+    """True if the loss already contains the off-policy weights, which must be those of tokens."""
+
+
+def _clip(objective: Objective, tokens: Tokens) -> Tensor:
+    return clipped_surrogate(
+        tokens.ratio,
+        tokens.advantages,
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+        dual_clip=objective.dual_clip,
+    )
+
+
+def _clip_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    ratio = tokens.ratio.detach()
+    low = is_clipped_low(ratio, tokens.advantages, epsilon=objective.epsilon)
+    return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=objective.high)
+
+
+def _cispo(objective: Objective, tokens: Tokens) -> Tensor:
+    low = objective.epsilon if objective.cispo_lower_bound else None
+    return cispo_surrogate(tokens.ratio, tokens.advantages, tokens.logprobs, epsilon_high=objective.high, epsilon=low)
+
+
+def _cispo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The weight is capped whatever the sign of the advantage."""
+    ratio = tokens.ratio.detach()
+    low = (ratio < 1 - objective.epsilon) & objective.cispo_lower_bound
+    return low, ratio > 1 + objective.high
+
+
+def _sapo(objective: Objective, tokens: Tokens) -> Tensor:
+    positive, negative = objective.sapo_temperature, objective.sapo_temperature_negative
+    return sapo_surrogate(tokens.ratio, tokens.advantages, temperature_positive=positive, temperature_negative=negative)
+
+
+def _gmpo(objective: Objective, tokens: Tokens) -> Tensor:
+    limits = {"epsilon": objective.epsilon, "epsilon_high": objective.high}
+    return gmpo_surrogate(tokens.logprobs, tokens.old_logprobs, tokens.mask, tokens.advantages, **limits)
+
+
+def _gmpo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The limits are in nats."""
+    ratio = tokens.ratio.detach()
+    low = is_clipped_low(ratio, tokens.advantages, epsilon=1 - math.exp(-objective.epsilon))
+    return low, is_clipped_high(ratio, tokens.advantages, epsilon_high=math.exp(objective.high) - 1)
+
+
+def _reinforce(_: Objective, tokens: Tokens) -> Tensor:
+    return reinforce_surrogate(tokens.advantages, tokens.logprobs)
+
+
+def _vespo(objective: Objective, tokens: Tokens) -> Tensor:
+    return vespo_surrogate(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.mask,
+        tokens.advantages,
+        rollout_weights=tokens.rollout_weights,
+        positive=(objective.vespo_k, objective.vespo_lambda),
+        negative=(objective.vespo_k_negative, objective.vespo_lambda_negative),
+    )
+
+
+def _dppo(objective: Objective, tokens: Tokens) -> Tensor:
+    low, high = _dppo_clipped(objective, tokens)
+    return dppo_surrogate(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.mask,
+        tokens.advantages,
+        low | high,
+        max_ratio=objective.dppo_max_ratio,
+    )
+
+
+def _dppo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    return leaves_trust_region(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.advantages,
+        divergence="tv" if objective.surrogate == "dppo_tv" else "kl",
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+    )
+
+
+def _clip_cov(objective: Objective, tokens: Tokens) -> Tensor:
+    return torch.where(tokens.selected, 0.0, _clip(objective, tokens))
+
+
+def _kl_cov(objective: Objective, tokens: Tokens) -> Tensor:
+    return kl_cov_surrogate(
+        tokens.logprobs,
+        tokens.old_logprobs,
+        tokens.mask,
+        tokens.advantages,
+        tokens.selected,
+        coefficient=objective.kl_cov_coefficient,
+    )
+
+
+def _never_clipped(_: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(tokens.mask), torch.zeros_like(tokens.mask)
+
+
+SURROGATES = {
+    "clip": Surrogate(_clip, _clip_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "dual_clip"})),
+    "cispo": Surrogate(_cispo, _cispo_clipped, frozenset({"ratio", "epsilon", "epsilon_high", "cispo_lower_bound"})),
+    "sapo": Surrogate(_sapo, _never_clipped, frozenset({"ratio", "sapo_temperature", "sapo_temperature_negative"})),
+    "gmpo": Surrogate(_gmpo, _gmpo_clipped, frozenset({"epsilon", "epsilon_high"})),
+    "vespo": Surrogate(
+        _vespo,
+        _never_clipped,
+        frozenset({"vespo_k", "vespo_lambda", "vespo_k_negative", "vespo_lambda_negative"}),
+        folds_rollout_weights=True,
+    ),
+    "dppo_tv": Surrogate(_dppo, _dppo_clipped, frozenset({"epsilon", "epsilon_high", "dppo_max_ratio"})),
+    "dppo_kl": Surrogate(_dppo, _dppo_clipped, frozenset({"epsilon", "epsilon_high", "dppo_max_ratio"})),
+    "reinforce": Surrogate(_reinforce, _never_clipped, frozenset()),
+    "clip_cov": Surrogate(
+        _clip_cov,
+        _clip_clipped,
+        frozenset({"epsilon", "epsilon_high", "covariance_fraction", "clip_cov_low", "clip_cov_high"}),
+        "random_covariance",
+    ),
+    "kl_cov": Surrogate(
+        _kl_cov, _never_clipped, frozenset({"covariance_fraction", "kl_cov_coefficient"}), "high_covariance"
+    ),
+}
+"""Loss, clipped tokens and settings of every surrogate, by name."""
 
 
 def check_objective(objective: Objective) -> None:
@@ -359,6 +641,7 @@ def check_objective(objective: Objective) -> None:
     _check_ranges(objective)
     _check_unused(objective)
     _check_scale(objective)
+    _check_correction(objective)
 
 
 def _check_ranges(objective: Objective) -> None:
@@ -373,6 +656,20 @@ def _check_ranges(objective: Objective) -> None:
             objective.dual_clip is None or objective.dual_clip > 1 + high,
             f"above 1 + epsilon_high = {1 + high:g} (or null)",
         ),
+        ("pass_k", objective.pass_k is None or objective.pass_k >= 2, "at least 2 (or null)"),
+        ("top_entropy_fraction", 0 < objective.top_entropy_fraction <= 1, "above 0 and at most 1"),
+        ("covariance_fraction", 0 < objective.covariance_fraction <= 1, "above 0 and at most 1"),
+        (
+            "clip_cov_low",
+            objective.clip_cov_low < objective.clip_cov_high,
+            f"below clip_cov_high ({objective.clip_cov_high})",
+        ),
+        ("dppo_max_ratio", objective.dppo_max_ratio > 1, "above 1"),
+        ("vespo_k", objective.vespo_k >= 0, "at least 0"),
+        ("vespo_k_negative", objective.vespo_k_negative >= 0, "at least 0"),
+        ("vespo_lambda", objective.vespo_lambda > 0, "above 0"),
+        ("vespo_lambda_negative", objective.vespo_lambda_negative > 0, "above 0"),
+        ("kl_cov_coefficient", objective.kl_cov_coefficient >= 0, "at least 0"),
         ("sapo_temperature", objective.sapo_temperature > 0, "above 0"),
         ("sapo_temperature_negative", objective.sapo_temperature_negative > 0, "above 0"),
         (
@@ -386,18 +683,23 @@ def _check_ranges(objective: Objective) -> None:
 
 def _check_unused(objective: Objective) -> None:
     """Refuse settings without an effect. Raises: ValueError if one is set; the message gives the reason."""
-    if objective.surrogate != "clip" and objective.dual_clip is not None:
-        raise ValueError(
-            f"objective.dual_clip has no effect on the {objective.surrogate} surrogate, which is bounded: remove it."
-        )
-    is_sapo, is_corrected = objective.surrogate == "sapo", objective.rollout_correction != "none"
+    own = SURROGATES[objective.surrogate].settings
+    others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
+    has_low = not is_capped or objective.cispo_lower_bound
+    is_corrected = objective.rollout_correction != "none"
     uses = [
-        (not is_sapo, "the sapo surrogate does not clip", ["epsilon", "epsilon_high"]),
-        (not is_capped, "the cispo surrogate has a single bound, epsilon_high", ["epsilon"]),
-        (is_sapo, "the surrogate is not sapo", ["sapo_temperature", "sapo_temperature_negative"]),
+        (False, f"the {objective.surrogate} surrogate does not use it", others),
+        (
+            SURROGATES[objective.surrogate].selection is None,
+            f"the {objective.surrogate} surrogate selects tokens itself",
+            ["top_entropy_fraction"],
+        ),
+        (objective.surrogate != "gmpo", "GMPO has one loss per completion", ["top_entropy_fraction"]),
+        (has_low, "the cispo surrogate has a lower bound only with cispo_lower_bound", ["epsilon"]),
         (objective.beta > 0, "beta is 0, which disables the KL", ["kl_in", "kl"]),
         (objective.has_kl_loss, "beta is 0, or kl_in is reward: the loss has no KL", ["importance_corrected_kl"]),
+        (objective.baseline == "pass_at_k", "the baseline is not pass_at_k", ["pass_k"]),
         (is_corrected, "rollout_correction is none", ["rollout_correction_low", "rollout_correction_high"]),
     ]
     unused = {name: why for is_used, why, names in uses if not is_used for name in names}
@@ -408,7 +710,12 @@ def _check_unused(objective: Objective) -> None:
 
 
 def _check_scale(objective: Objective) -> None:
-    """Refuse `scale: group_mean` if another setting can make the mean reward negative. Raises: ValueError."""
+    """Refuse a scale that is not defined for the baseline or the rewards. Raises: ValueError."""
+    if objective.scale == "batch_advantage_std" and objective.baseline in ("length_weighted", "pass_at_k"):
+        raise ValueError(
+            "objective.scale 'batch_advantage_std' is a std around 0, which the advantages of objective.baseline "
+            f"{objective.baseline!r} are not centred on: change one of the two."
+        )
     if objective.scale != "group_mean":
         return
     others = {"kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"}
@@ -420,11 +727,29 @@ def _check_scale(objective: Objective) -> None:
             )
 
 
+def _check_correction(objective: Objective) -> None:
+    """Refuse weights of completions where those of tokens are needed. Raises: ValueError naming both settings."""
+    allowed = ("none", "token_truncate", "token_mask")
+    if SURROGATES[objective.surrogate].folds_rollout_weights and objective.rollout_correction not in allowed:
+        raise ValueError(
+            f"objective.rollout_correction must be one of {', '.join(allowed)} with objective.surrogate "
+            f"{objective.surrogate!r}, which multiplies the weights of the tokens itself; got "
+            f"{objective.rollout_correction!r}."
+        )
+
+
 def warn_of_length_weights(objective: Objective) -> None:
-    """Warn if a sequence-level ratio is combined with token aggregation, which is rarely intended."""
-    if objective.ratio != "token" and objective.aggregate == "token":
+    """Warn if a loss per completion is combined with token aggregation, which is rarely intended."""
+    if objective.aggregate != "token":
+        return
+    if objective.ratio != "token":
         log.warning(
             "objective.ratio %r with objective.aggregate 'token' (the default) weights each completion by its length. "
             "Set objective.aggregate to 'sequence' for GSPO, or to 'constant' for LUSPO.",
             objective.ratio,
+        )
+    if objective.surrogate == "gmpo":
+        log.warning(
+            "objective.surrogate 'gmpo' with objective.aggregate 'token' (the default) weights each completion by its "
+            "length. Set objective.aggregate to 'sequence'."
         )

@@ -120,7 +120,7 @@ def test_methods_named_exist():
 
 def test_metrics_named_are_logged():
     """Those of a run with a reference and validation; an example's own and `time/...` are no metrics of ours."""
-    objective = Objective(rollout_correction="token_truncate")
+    objective = Objective(rollout_correction="token_truncate", top_entropy_fraction=0.5)
     module = make_module(objective=objective, num_iterations=2, dynamic_sampling=DynamicSampling())
     trainer = make_trainer(max_epochs=1)
     trainer.fit(module, make_source(module), PromptSource(PROMPTS[:2], 2))

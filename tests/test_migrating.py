@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+import functools
 import inspect
 import math
 from collections import defaultdict
@@ -29,7 +31,9 @@ from grpo_lightning.data.entry import DatasetEntry
 from grpo_lightning.functional import group_relative_advantages, normalized_sum
 from grpo_lightning.objective import Objective, StepCounts
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.scorer import TokenScores
 from grpo_lightning.rollout.sampler import TokenSampler
+from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import CASES
 from tests.doc_keys import SETTINGS, class_named
 from tests.pages import TableRow, read, tables
@@ -413,6 +417,13 @@ def loss_of_trl(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], flags: Map
         _entropy_bonus_enabled=config.entropy_coef != 0,
         _metrics={"train": defaultdict(list)},
         get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
+        get_high_entropy_mask=functools.partial(
+            trl.GRPOTrainer.get_high_entropy_mask,
+            SimpleNamespace(
+                accelerator=SimpleNamespace(gather=lambda x: x, pad_across_processes=lambda x, dim, pad_index: x)
+            ),
+        ),
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
     )
     names = "beta loss_type importance_sampling_level off_policy_mask_threshold top_entropy_quantile entropy_coef"
@@ -439,7 +450,12 @@ def our_loss(batch: tuple[torch.Tensor, MicroBatch, torch.Tensor], settings: Map
     logprobs, micro_batch, entropies = batch
     mask = micro_batch.completion_mask
     counts = StepCounts(int(mask.sum()), int(mask.any(dim=1).sum()))
-    return Objective(**settings)(logprobs, micro_batch, counts, LONGEST, entropy=entropies).loss
+    objective = Objective(**settings)
+    if objective.selection is not None:  # the micro-batch is the whole step, as a quantile of TRL's assumes
+        scores = TokenScores(logprobs, entropies)
+        actor: Any = SimpleNamespace(phase=lambda _: contextlib.nullcontext(), token_logprobs=lambda _: scores)
+        select_tokens(actor, objective, [micro_batch], seed=0)
+    return objective(logprobs, micro_batch, counts, LONGEST, entropy=entropies).loss
 
 
 # TRL's flags on top of its defaults, our settings on top of ours, and the factor between the two losses.
@@ -461,6 +477,24 @@ EQUIVALENT = {
         },
         1,
     ),
+    "vespo": ({"loss_type": "vespo"}, {"surrogate": "vespo"}, 1),
+    "vespo_k_pos": (
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.0,
+            "vespo_lambda_pos": 1.5,
+            "vespo_k_neg": 2.0,
+            "vespo_lambda_neg": 1.0,
+        },
+        {
+            "surrogate": "vespo",
+            "vespo_k": 1.0,
+            "vespo_lambda": 1.5,
+            "vespo_k_negative": 2.0,
+            "vespo_lambda_negative": 1.0,
+        },
+        1,
+    ),
     "importance_sampling_level": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         {"ratio": "sequence", "aggregate": "sequence"},
@@ -471,6 +505,7 @@ EQUIVALENT = {
     "delta": ({"delta": 1.3}, {"dual_clip": 1.3}, 1),
     "beta": ({"beta": 0.1, "use_bias_correction_kl": False}, {"beta": 0.1}, 1),
     "use_bias_correction_kl": ({"beta": 0.1}, {"beta": 0.1, "importance_corrected_kl": True}, 1),
+    "top_entropy_quantile": ({"top_entropy_quantile": 0.4}, {"top_entropy_fraction": 0.4}, 1),
     "entropy_coef": ({"entropy_coef": 0.1}, {"entropy_coefficient": 0.1}, 1),
     "off_policy_mask_threshold": ({"off_policy_mask_threshold": 0.1}, {"off_policy_threshold": 0.1}, 1),
 }
@@ -521,17 +556,19 @@ def test_masked_completions_count_in_the_divisor_of_trls_grpo_alone(batch):
         assert_close(ours, loss_of_trl(masked, {"loss_type": loss_type}) * factor, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("outside", ["truncate", "mask"])
 def test_the_rollout_correction_is_a_product_over_a_sequence(batch, level, outside):
-    """TRL's modes; ms-swift's sequence modes take the mean of the log-ratios instead of the sum."""
+    """TRL's modes; ms-swift's sequence modes take the mean of the log-ratios instead of the sum: geometric here."""
     _, micro_batch, _ = batch
     mask = micro_batch.completion_mask
     log_ratio = (micro_batch.old_logprobs - micro_batch.rollout_logprobs).masked_fill(~mask, 0.0)
     weights = [[math.exp(d) for d in row] for row in log_ratio.tolist()]
     if level == "sequence":
         weights = [[math.prod(row)] * len(row) for row in weights]
-    low, high = 0.5, 1.5  # vllm_importance_sampling_clip_min and _max
+    elif level == "geometric":
+        weights = [[math.prod(row) ** (1 / n)] * len(row) for row, n in zip(weights, LENGTHS, strict=True)]
+    low, high = (0.6, 1.5) if level == "geometric" else (0.5, 1.5)  # vllm_importance_sampling_clip_min and _max
     if outside == "truncate":
         cut = [[min(max(w, low), high) for w in row] for row in weights]
     else:

@@ -16,6 +16,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
+from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Cosine, Linear
 from tests.module_runs import (
     SMALL,
@@ -117,6 +118,22 @@ def test_a_killed_run_resumes_exactly(unbroken, tmp_path, micro_step, hook):
     assert are_equal(weights_of(resumed), want_weights)
     for name in ("policy/loss", "policy/kl", "policy/grad_norm"):
         assert history.steps[-1][name] == want_steps[-1][name]
+
+
+def test_selected_tokens_of_a_resumed_run(tmp_path):
+    """Random ones, with the dropout of an adapter: killed inside a cycle, between two updates."""
+
+    def clip_cov():
+        settings = {"covariance_fraction": 0.2, "clip_cov_low": 0.01}
+        loader = PolicyLoader(
+            model=tiny_model("qwen2", **SMALL), tokenizer=tiny_tokenizer(), lora={"rank": 4, "dropout": 0.3}
+        )
+        return two_updates(policy=loader, objective=Objective(beta=0.0, surrogate="clip_cov", **settings))
+
+    want = weights_of(train(tmp_path / "unbroken", module=clip_cov(), max_epochs=1))
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(5, "on_after_backward"), module=clip_cov(), max_epochs=1)
+    assert are_equal(weights_of(train(tmp_path, module=clip_cov(), resume=True, max_epochs=1)), want)
 
 
 @pytest.mark.parametrize("micro_steps", [(5, 12, 22), (EPOCH + 1, EPOCH + 6)], ids=["", "after an epoch's end"])

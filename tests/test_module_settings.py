@@ -37,6 +37,14 @@ def matches_answer(completions, answer):
     ("settings", "message"),
     [
         ({"num_generations": 1}, "model.num_generations must be at least 2, got 1: a single completion has no group"),
+        (
+            {"objective": {"surrogate": "kl_cov"}},
+            "surrogate 'kl_cov' penalizes the distance .* set model.updates_per_rollout or .*num_iterations above 1",
+        ),
+        (
+            {"objective": {"baseline": "pass_at_k", "pass_k": 9}, "num_generations": 8},
+            r"model.objective.pass_k must be at most model.num_generations \(8\), got 9: lower it, or sample more",
+        ),
         ({"num_iterations": 0}, "model.num_iterations must be at least 1, got 0"),
         ({"updates_per_rollout": 0}, "model.updates_per_rollout must be at least 1, got 0"),
         ({"sampling": SamplingParams(temperature=0)}, r"model.sampling.temperature is 0 \(greedy\).* Set it above 0"),

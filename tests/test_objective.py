@@ -1,9 +1,12 @@
 """An objective is one choice per column, put together right."""
 
+import contextlib
 import dataclasses
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,15 +19,25 @@ from grpo_lightning.functional import (
     aggregate,
     cispo_surrogate,
     clipped_surrogate,
+    dppo_surrogate,
+    gmpo_surrogate,
     group_relative_advantages,
+    high_covariance_tokens,
+    high_entropy_tokens,
     importance_ratio,
     keeps_sequence,
+    kl_cov_surrogate,
     kl_divergence,
+    leaves_trust_region,
     normalized_sum,
+    reinforce_surrogate,
     rollout_weights,
     sapo_surrogate,
+    vespo_surrogate,
 )
 from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.training.token_selection import select_tokens
 
 COUNTS = StepCounts(num_tokens=23, num_sequences=7)
 LONGEST = 9
@@ -49,18 +62,43 @@ def make_batch(with_reference=True):
         rollout_logprobs=old + torch.tensor([1.0, 0.2, 0.0, -0.9, -0.1] * 4).view(4, 5),
         old_logprobs=old,
         ref_logprobs=old - torch.rand(4, 5, generator=generator) if with_reference else None,
+        numbers=[0, 1, 0, 1],
     )
     return (old + moved).requires_grad_(), batch
 
 
+def with_selection(objective, logprobs, batch):
+    """Set what the objective selects, of this micro-batch as the whole step."""
+    if objective.selection is not None:
+        scores = TokenScores(logprobs.detach(), logprobs.detach() ** 2)
+        actor = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
+        select_tokens(actor, objective, [batch], seed=0)
+
+
 def loss_and_gradient(objective):
     logprobs, batch = make_batch(objective.needs_reference)
+    with_selection(objective, logprobs, batch)
     loss = objective(logprobs, batch, COUNTS, LONGEST, entropy=logprobs**2).loss
     loss.backward()
     return loss.item(), logprobs.grad
 
 
-def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, is_sapo=False, by="token", beta=0.0, dual_clip=None):
+def composed(
+    *,
+    level="token",
+    low=0.2,
+    high=0.2,
+    is_cispo=False,
+    is_sapo=False,
+    is_gmpo=False,
+    is_reinforce=False,
+    by="token",
+    beta=0.0,
+    dual_clip=None,
+    keep=None,
+    penalize=None,
+    surrogate=None,
+):
     """Loss and gradient of the pieces, put together here."""
     logprobs, batch = make_batch()
     mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
@@ -69,12 +107,38 @@ def composed(*, level="token", low=0.2, high=0.2, is_cispo=False, is_sapo=False,
         tokens = cispo_surrogate(ratio, advantages, logprobs, epsilon_high=high)
     elif is_sapo:
         tokens = sapo_surrogate(ratio, advantages)
+    elif is_reinforce:
+        tokens = reinforce_surrogate(advantages, logprobs)
+    elif surrogate is not None:
+        tokens = surrogate(logprobs, batch.old_logprobs, mask, advantages)
+    elif penalize is not None:
+        spread = batch.advantages[:, None].expand_as(logprobs)
+        selected = torch.zeros_like(mask)
+        selected[mask] = penalize(logprobs.detach()[mask], spread[mask])
+        tokens = kl_cov_surrogate(logprobs, batch.old_logprobs, mask, advantages, selected)
+    elif is_gmpo:
+        tokens = gmpo_surrogate(logprobs, batch.old_logprobs, mask, advantages, epsilon=low, epsilon_high=high)
     else:
         tokens = clipped_surrogate(ratio, advantages, epsilon=low, epsilon_high=high, dual_clip=dual_clip)
+    if keep is not None:
+        kept = torch.zeros_like(mask)
+        kept[mask] = keep((logprobs.detach() ** 2)[mask], None)
+        assert kept.any()
+        tokens = tokens * kept
     tokens = tokens + beta * kl_divergence(logprobs, batch.ref_logprobs, mask, estimator="k3")
     loss = aggregate(tokens, mask, by=by, num_tokens=23, num_sequences=7, max_completion_length=9)
     loss.backward()
     return loss.item(), logprobs.grad
+
+
+def within_trust_region(divergence, max_ratio=20.0, **limits):
+    """DPPO's loss."""
+
+    def loss(logprobs, old_logprobs, mask, advantages):
+        low, high = leaves_trust_region(logprobs, old_logprobs, advantages, divergence=divergence, **limits)
+        return dppo_surrogate(logprobs, old_logprobs, mask, advantages, low | high, max_ratio=max_ratio)
+
+    return loss
 
 
 ROWS = {
@@ -89,7 +153,32 @@ ROWS = {
     "cispo": ({"surrogate": "cispo", "epsilon_high": 4.0, "beta": 0.0}, {"is_cispo": True, "high": 4.0}),
     "dual clip": ({"dual_clip": 3.0, "beta": 0.0}, {"dual_clip": 3.0}),
     "sapo": ({"surrogate": "sapo", "aggregate": "sequence", "beta": 0.0}, {"is_sapo": True, "by": "sequence"}),
+    "gmpo": (
+        {"surrogate": "gmpo", "epsilon": 0.4, "aggregate": "sequence", "beta": 0.0},
+        {"is_gmpo": True, "low": 0.4, "high": 0.4, "by": "sequence"},
+    ),
     "rloo": ({"aggregate": "constant", "scale": "none", "baseline": "leave_one_out", "beta": 0.0}, {"by": "constant"}),
+    "opo": (
+        {"aggregate": "constant", "scale": "none", "baseline": "length_weighted", "beta": 0.0},
+        {"by": "constant"},
+    ),
+    "gpg": ({"surrogate": "reinforce", "scale": "nonzero_fraction", "beta": 0.0}, {"is_reinforce": True}),
+    "pass_at_k": ({"baseline": "pass_at_k", "beta": 0.0}, {}),
+    "high_entropy": (
+        {"epsilon_high": 0.28, "top_entropy_fraction": 0.2, "beta": 0.0},
+        {"high": 0.28, "keep": lambda entropy, _: high_entropy_tokens(entropy, 0.2)},
+    ),
+    "vespo": ({"surrogate": "vespo", "beta": 0.0}, {"surrogate": vespo_surrogate}),
+    "dppo": ({"surrogate": "dppo_tv", "beta": 0.0}, {"surrogate": within_trust_region("tv", epsilon=0.2)}),
+    "dppo by kl": (
+        {"surrogate": "dppo_kl", "epsilon": 0.05, "epsilon_high": 0.1, "dppo_max_ratio": 1.5, "beta": 0.0},
+        {"surrogate": within_trust_region("kl", max_ratio=1.5, epsilon=0.05, epsilon_high=0.1)},
+    ),
+    "clip_cov": ({"surrogate": "clip_cov", "covariance_fraction": 2e-4, "beta": 0.0}, {}),
+    "kl_cov": (
+        {"surrogate": "kl_cov", "covariance_fraction": 2e-3, "beta": 0.0},
+        {"penalize": lambda logprobs, advantages: high_covariance_tokens(logprobs, advantages, 2e-3)},
+    ),
     "maxrl": ({"aggregate": "constant", "scale": "group_mean", "beta": 0.0}, {"by": "constant"}),
     "gspo token": (
         {"ratio": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregate": "sequence", "beta": 0.0},
@@ -108,7 +197,7 @@ def test_a_row_is_its_pieces(row):
     torch.testing.assert_close(gradient, want_gradient)
 
 
-@pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "maxrl"])
+@pytest.mark.parametrize("row", sorted({path.stem for path in FRAGMENTS.glob("*.yaml")} & set(ROWS)))
 def test_the_fragments_are_the_rows(row):
     fragment = yaml.safe_load((FRAGMENTS / f"{row}.yaml").read_text())["model"]["objective"]
     assert Objective(**fragment) == Objective(**ROWS[row][0])
@@ -127,10 +216,12 @@ def test_the_table_in_the_docstring_is_true():
     lines = [line for line in objective_file.__doc__.splitlines() if line.startswith("| ")][1:]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == [
-        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "RLOO", "REINFORCE++", "MaxRL")
+        *("GRPO", "default", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "GMPO", "VESPO", "DPPO", "RLOO"),
+        *("OPO", "GPG", "pass@k", "REINFORCE++", "Clip-Cov", "KL-Cov", "MaxRL"),
     ]
     for name, ratio, surrogate, by, scale, beta in table:
-        path = FRAGMENTS / f"{name.lower().replace('. ', '_').replace('++', '_plus_plus')}.yaml"
+        stem = name.lower().replace(". ", "_").replace("++", "_plus_plus").replace("@", "_at_").replace("-", "_")
+        path = FRAGMENTS / f"{stem}.yaml"
         settings = {} if name == "default" else yaml.safe_load(path.read_text())["model"]["objective"]
         objective = Objective(**settings)
         assert (objective.ratio, objective.aggregate, objective.scale) == (ratio, by, scale), name
@@ -142,6 +233,7 @@ BASE = Objective(beta=0.1)
 CHANGES = [
     {"ratio": "sequence"},
     {"surrogate": "cispo"},
+    {"surrogate": "cispo", "cispo_lower_bound": True},
     {"epsilon": 0.3},
     {"epsilon_high": 0.3},
     {"dual_clip": 3.0},
@@ -155,6 +247,22 @@ CHANGES = [
     {"importance_corrected_kl": True},
     {"ratio": "sequence_token"},
     {"surrogate": "sapo"},
+    {"surrogate": "reinforce"},
+    {"surrogate": "vespo"},
+    {"surrogate": "vespo", "vespo_k": 3.0},
+    {"surrogate": "vespo", "vespo_lambda": 2.0},
+    {"surrogate": "vespo", "vespo_k_negative": 1.0},
+    {"surrogate": "vespo", "vespo_lambda_negative": 0.2},
+    {"surrogate": "dppo_tv"},
+    {"surrogate": "dppo_kl", "epsilon": 0.05},
+    {"surrogate": "dppo_tv", "dppo_max_ratio": 1.1},
+    {"top_entropy_fraction": 0.5},
+    {"surrogate": "clip_cov", "clip_cov_low": 0.0},
+    {"surrogate": "clip_cov", "clip_cov_low": 0.0, "clip_cov_high": 0.5, "covariance_fraction": 1.0},
+    {"surrogate": "kl_cov"},
+    {"surrogate": "kl_cov", "kl_cov_coefficient": 2.0},
+    {"surrogate": "gmpo"},
+    {"surrogate": "gmpo", "epsilon": 0.4},
     {"surrogate": "sapo", "sapo_temperature": 2.0},
     {"surrogate": "sapo", "sapo_temperature_negative": 2.0},
     {"rollout_correction": "token_truncate"},
@@ -162,6 +270,8 @@ CHANGES = [
     {"rollout_correction": "token_mask", "rollout_correction_low": 0.9},
     {"rollout_correction": "sequence_truncate"},
     {"rollout_correction": "sequence_mask"},
+    {"rollout_correction": "geometric_truncate", "rollout_correction_high": 1.1},
+    {"rollout_correction": "geometric_mask", "rollout_correction_high": 1.1},
     {"off_policy_threshold": -1.0},
     {"entropy_coefficient": 0.1},
 ]
@@ -182,19 +292,38 @@ def test_a_kl_in_the_reward_is_not_in_the_loss():
     assert not Objective(beta=0.1, kl_in="reward").trains_on_zero_advantages
 
 
+def test_every_surrogate_is_in_the_table():
+    assert set(objective_file.SURROGATES) == set(get_args(get_type_hints(Objective)["surrogate"]))
+    settings = {field.name for field in dataclasses.fields(Objective)}
+    assert all(surrogate.settings <= settings for surrogate in objective_file.SURROGATES.values())
+
+
 def test_every_option_is_in_the_tests():
-    tested = {name for change in CHANGES for name in change} | {"baseline", "scale", "multi_objective_aggregation"}
+    tested = {name for change in CHANGES for name in change} | {
+        "baseline",
+        "pass_k",
+        "scale",
+        "multi_objective_aggregation",
+    }
     assert tested == {field.name for field in dataclasses.fields(Objective)}
 
 
 REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
 
 
-@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted", "pass_at_k"])
+@pytest.mark.parametrize(
+    "scale", ["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"]
+)
 def test_compare_is_the_advantage(baseline, scale):
-    got = Objective(baseline=baseline, scale=scale).compute_advantages(REWARDS)
-    torch.testing.assert_close(got, group_relative_advantages(REWARDS, baseline=baseline, scale=scale))
+    if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
+        with pytest.raises(ValueError, match=f"scale 'batch_advantage_std' .* objective.baseline '{baseline}' are not"):
+            Objective(baseline=baseline, scale=scale)
+        return
+    lengths, k = torch.tensor([[1, 5, 2], [3, 1, 1]]), 2 if baseline == "pass_at_k" else None
+    got = Objective(baseline=baseline, scale=scale, pass_k=k).compute_advantages(REWARDS, lengths)
+    choices = {"baseline": baseline, "scale": scale, "lengths": lengths, "k": k}
+    torch.testing.assert_close(got, group_relative_advantages(REWARDS, **choices))
     if (baseline, scale) != ("group_mean", "group_std"):
         assert (got - Objective().compute_advantages(REWARDS)).abs().max() > 1e-3
 
@@ -218,6 +347,7 @@ def test_one_token_that_has_moved_far_leaves_loss_and_gradient_finite(row, far):
     moved = logprobs.detach().clone()
     moved[0, 0] = -100.0 + far
     moved.requires_grad_()
+    with_selection(objective, moved, batch)
     terms = objective(moved, batch, COUNTS, LONGEST)
     terms.loss.backward()
     assert terms.loss.isfinite()
@@ -282,10 +412,25 @@ def test_without_a_reference_there_is_no_kl():
 
 def test_zero_advantages_may_be_left_out_only_without_kl():
     """What `trains_on_zero_advantages` promises, checked on the gradient."""
-    for settings in ({}, {"beta": 0.1}, {"surrogate": "cispo"}, {"surrogate": "sapo"}, {"entropy_coefficient": 0.1}):
+    for settings in (
+        {},
+        {"beta": 0.1},
+        {"surrogate": "cispo"},
+        {"surrogate": "sapo"},
+        {"surrogate": "gmpo"},
+        {"surrogate": "reinforce"},
+        {"surrogate": "vespo"},
+        {"surrogate": "dppo_tv"},
+        {"surrogate": "dppo_kl"},
+        {"surrogate": "kl_cov"},
+        {"surrogate": "clip_cov"},
+        {"top_entropy_fraction": 0.5},
+        {"entropy_coefficient": 0.1},
+    ):
         objective = Objective(**{"beta": 0.0} | settings)
         logprobs, batch = make_batch(objective.needs_reference)
         batch.advantages = torch.zeros(4)
+        with_selection(objective, logprobs, batch)
         objective(logprobs, batch, COUNTS, LONGEST, entropy=logprobs**2).loss.backward()
         assert bool(logprobs.grad.any()) == objective.trains_on_zero_advantages
 
@@ -319,11 +464,17 @@ def test_unknown_old_logprobs_are_an_error():
         ({"beta": -1.0}, r"objective\.beta must be .*got -1\.0"),
         ({"dual_clip": 1.2}, r"objective\.dual_clip must be above 1 \+ epsilon_high = 1\.2 \(or null\), got 1\.2"),
         ({"dual_clip": 1.25, "epsilon_high": 0.28}, r"= 1\.28 \(or null\), got 1\.25"),
-        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip has no effect on the cispo"),
-        ({"dual_clip": 3.0, "surrogate": "sapo"}, "dual_clip has no effect on the sapo"),
-        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, but the sapo surrogate does not clip"),
+        (
+            {"dual_clip": 3.0, "surrogate": "cispo"},
+            r"objective\.dual_clip is 3\.0, but the cispo surrogate does not use it: remove",
+        ),
+        (
+            {"dual_clip": 3.0, "surrogate": "sapo"},
+            r"objective\.dual_clip is 3\.0, but the sapo surrogate does not use it",
+        ),
+        ({"epsilon": 0.1, "surrogate": "sapo"}, r"objective\.epsilon is 0\.1, but the sapo surrogate does not use it"),
         ({"epsilon_high": 0.3, "surrogate": "sapo"}, r"objective\.epsilon_high is 0\.3, but the sapo surrogate"),
-        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, but the surrogate is not sapo"),
+        ({"sapo_temperature": 2.0}, r"objective\.sapo_temperature is 2\.0, but the clip surrogate does not use it"),
         ({"sapo_temperature": 0.0, "surrogate": "sapo"}, r"sapo_temperature must be above 0, got 0\.0"),
         ({"importance_corrected_kl": True, "beta": 0.0}, "importance_corrected_kl is True, but beta is 0"),
         ({"importance_corrected_kl": True, "kl_in": "reward"}, "or kl_in is reward: the loss has no KL"),
@@ -336,8 +487,46 @@ def test_unknown_old_logprobs_are_an_error():
         ({"kl": "k2", "beta": 0.0}, "kl is 'k2', but beta is 0"),
         (
             {"epsilon": 0.1, "epsilon_high": 4.0, "surrogate": "cispo"},
-            r"objective\.epsilon is 0\.1, but the cispo surrogate has a single bound, epsilon_high",
+            r"objective\.epsilon is 0\.1, but the cispo surrogate has a lower bound only with",
         ),
+        ({"ratio": "sequence", "surrogate": "gmpo"}, "ratio is 'sequence', but the gmpo surrogate does not use it"),
+        ({"dual_clip": 3.0, "surrogate": "gmpo"}, "dual_clip is 3.0, but the gmpo surrogate does not use it"),
+        ({"covariance_fraction": 0.1}, "covariance_fraction is 0.1, but the clip surrogate does not use it"),
+        (
+            {"surrogate": "clip_cov", "kl_cov_coefficient": 2.0},
+            "kl_cov_coefficient is 2.0, but the clip_cov surrogate does not use it",
+        ),
+        (
+            {"surrogate": "kl_cov", "top_entropy_fraction": 0.2},
+            "top_entropy_fraction is 0.2, but the kl_cov surrogate selects tokens itself",
+        ),
+        (
+            {"surrogate": "gmpo", "top_entropy_fraction": 0.2},
+            "top_entropy_fraction is 0.2, but GMPO has one loss per completion",
+        ),
+        ({"top_entropy_fraction": 0.0}, r"top_entropy_fraction must be above 0 and at most 1, got 0\.0"),
+        (
+            {"surrogate": "kl_cov", "covariance_fraction": 0.0},
+            r"covariance_fraction must be above 0 and at most 1, got 0\.0",
+        ),
+        ({"surrogate": "kl_cov", "kl_cov_coefficient": -1.0}, r"kl_cov_coefficient must be at least 0, got -1\.0"),
+        (
+            {"surrogate": "clip_cov", "clip_cov_low": 5.0},
+            r"clip_cov_low must be below clip_cov_high \(5\.0\), got 5\.0",
+        ),
+        ({"vespo_k": 4.0}, "vespo_k is 4.0, but the clip surrogate does not use it"),
+        ({"surrogate": "vespo", "epsilon": 0.1}, "epsilon is 0.1, but the vespo surrogate does not use it"),
+        ({"surrogate": "vespo", "vespo_lambda": 0.0}, r"vespo_lambda must be above 0, got 0\.0"),
+        ({"surrogate": "vespo", "ratio": "sequence"}, "ratio is 'sequence', but the vespo surrogate does not use it"),
+        (
+            {"surrogate": "vespo", "rollout_correction": "sequence_mask"},
+            "must be one of none, token_truncate, token_mask with objective.surrogate 'vespo', .*got 'sequence_mask'",
+        ),
+        ({"surrogate": "dppo_tv", "dppo_max_ratio": 1.0}, r"dppo_max_ratio must be above 1, got 1\.0"),
+        ({"pass_k": 4}, "pass_k is 4, but the baseline is not pass_at_k"),
+        ({"pass_k": 1, "baseline": "pass_at_k"}, r"pass_k must be at least 2 \(or null\), got 1"),
+        ({"epsilon": 0.1, "surrogate": "reinforce"}, "epsilon is 0.1, but the reinforce surrogate does not use it"),
+        ({"cispo_lower_bound": True}, "cispo_lower_bound is True, but the clip surrogate does not use it"),
         ({"rollout_correction_high": 3.0}, r"rollout_correction_high is 3\.0, but rollout_correction is none"),
         (
             {"rollout_correction": "token_mask", "rollout_correction_low": 2.0},
@@ -386,6 +575,85 @@ def test_cispo_reports_a_token_as_clipped_when_its_ratio_is_capped_whatever_the_
     terms = Objective(surrogate="cispo", epsilon_high=4.0, beta=0)(logprobs, batch, StepCounts(4, 2), 2)
     assert terms.clipped_high.tolist() == [[True, False], [True, False]]
     assert not terms.clipped_low.any()
+    bounded = Objective(surrogate="cispo", epsilon_high=4.0, epsilon=0.5, cispo_lower_bound=True, beta=0)
+    terms = bounded(logprobs, batch, StepCounts(4, 2), 2)
+    assert terms.clipped_high.tolist() == [[True, False], [True, False]]
+    assert terms.clipped_low.tolist() == [[False, True], [False, True]]
+
+
+def test_gmpo_reports_tokens_as_clipped_by_their_log_ratio():
+    logprobs, batch = make_batch()
+    terms = Objective(surrogate="gmpo", epsilon=0.25, epsilon_high=0.4)(logprobs, batch, COUNTS, LONGEST)
+    # Row 0, advantage 1: 0.5 nats up is clipped, 0.23 is not; row 1, advantage -1.5: 0.3 nats down is clipped.
+    assert terms.clipped_high.nonzero().tolist() == [[0, 0], [2, 0]]
+    assert terms.clipped_low.nonzero().tolist() == [[1, 2]]
+    terms = Objective(surrogate="gmpo", epsilon=0.35, epsilon_high=0.6)(logprobs, batch, COUNTS, LONGEST)
+    assert not (terms.clipped_low | terms.clipped_high).any()
+
+
+def test_token_weights_are_part_of_vespos_ratio():
+    """And not a factor of its loss; the logs get them all the same, and off-policy completions are dropped."""
+    logprobs, batch = make_batch()
+    mask, advantages = batch.completion_mask, batch.advantages.view(-1, 1)
+    objective = Objective(beta=0.0, surrogate="vespo", rollout_correction="token_mask", off_policy_threshold=-0.5)
+    terms = objective(logprobs, batch, COUNTS, LONGEST)
+    weights = rollout_weights(batch.old_logprobs, batch.rollout_logprobs, mask, level="token", outside="mask")
+    tokens = vespo_surrogate(logprobs, batch.old_logprobs, mask, advantages, rollout_weights=weights)
+    kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=-0.5)
+    assert kept.tolist() == [[True], [False], [True], [False]]  # the last has no tokens
+    want = aggregate(tokens * kept, mask, by="token", num_tokens=23, num_sequences=7, max_completion_length=9)
+    assert terms.loss.item() == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(terms.rollout_weight, weights * kept * mask)
+
+
+def test_dppo_reports_tokens_outside_of_the_trust_region():
+    logprobs, batch = make_batch()
+    terms = Objective(surrogate="dppo_tv", epsilon=0.01)(logprobs, batch, COUNTS, LONGEST)
+    p, q = logprobs.detach().exp(), batch.old_logprobs.exp()
+    gain = batch.advantages[:, None]
+    assert torch.equal(terms.clipped_high, (p - q > 0.01) & (gain > 0) & batch.completion_mask)
+    assert torch.equal(terms.clipped_low, (q - p > 0.01) & (gain < 0) & batch.completion_mask)
+    assert terms.clipped_high.any()
+    assert terms.clipped_low.any()
+
+
+def test_unselected_tokens_are_an_error():
+    logprobs, batch = make_batch()
+    for settings, name in (({"top_entropy_fraction": 0.5}, "high_entropy"), ({"surrogate": "kl_cov"}, "high_cov")):
+        with pytest.raises(ValueError, match=rf"has no selected tokens, which the objective needs \({name}"):
+            Objective(**settings)(logprobs, batch, COUNTS, LONGEST)
+
+
+def test_tokens_of_low_entropy_have_their_kl_and_nothing_else():
+    objective = Objective(beta=0.1, top_entropy_fraction=0.3)
+    _, gradient = loss_and_gradient(objective)
+    logprobs, batch = make_batch()
+    with_selection(objective, logprobs, batch)
+    terms = objective(logprobs, batch, COUNTS, LONGEST)
+    assert torch.equal(terms.selected, batch.selected)
+    assert 0 < batch.selected.sum() < batch.completion_mask.sum()
+    _, whole = loss_and_gradient(Objective(beta=0.1))
+    logprobs, batch = make_batch()
+    kl = kl_divergence(logprobs, batch.ref_logprobs, batch.completion_mask).sum() * 0.1 / 23
+    (alone,) = torch.autograd.grad(kl, logprobs)
+    torch.testing.assert_close(gradient, torch.where(terms.selected, whole, alone))
+
+
+def test_all_tokens_of_top_entropy_are_all():
+    want, got = (loss_and_gradient(Objective(top_entropy_fraction=f)) for f in (1.0, 1 - 1e-9))
+    assert torch.equal(want[1], got[1])
+
+
+def test_clip_cov_leaves_tokens_out():
+    logprobs, batch = make_batch()
+    batch.selected = batch.completion_mask & (torch.arange(5) == 0)
+    plain = Objective(beta=0.0)(logprobs, batch, COUNTS, LONGEST)
+    (whole,) = torch.autograd.grad(plain.loss, logprobs)
+    terms = Objective(beta=0.0, surrogate="clip_cov")(logprobs, batch, COUNTS, LONGEST)
+    (found,) = torch.autograd.grad(terms.loss, logprobs)
+    torch.testing.assert_close(found, torch.where(batch.selected, 0.0, whole))
+    assert whole[batch.selected].any()
+    assert torch.equal(terms.clipped_high, plain.clipped_high)
 
 
 def test_corrections_multiply_the_surrogate_and_not_the_kl():

@@ -264,7 +264,8 @@ def test_objective_composes_with_the_quickstart(fragment, tiny, tmp_path):
 
 def test_every_paper_of_the_objective_table_has_a_fragment():
     assert [path.stem for path in OBJECTIVES] == [
-        *("cispo", "dapo", "dr_grpo", "gdpo", "grpo", "gspo", "maxrl", "reinforce_plus_plus", "rloo", "sapo")
+        *("cispo", "clip_cov", "dapo", "dppo", "dr_grpo", "gdpo", "gmpo", "gpg", "grpo", "gspo", "high_entropy"),
+        *("kl_cov", "maxrl", "opo", "pass_at_k", "reinforce_plus_plus", "rloo", "sapo", "vespo"),
     ]
 
 

@@ -58,6 +58,25 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def gather_rows(rows: Tensor) -> list[Tensor]:
+    """Gather a tensor from every rank, ordered by rank. Its first dimension may differ between ranks.
+
+    Args:
+        rows: [M, ...] on any device.
+
+    Returns:
+        The tensors of all ranks, on the device of `rows`.
+    """
+    if world_size() == 1:
+        return [rows]
+    sizes = gather_objects(len(rows))
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:]).to("cuda" if _is_cuda_only() else rows.device)
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [part[:size].to(rows.device) for part, size in zip(parts, sizes, strict=True)]
+
+
 def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
     """Interleave the per-rank items of `gather_objects` into the order of the data.
 
@@ -71,11 +90,15 @@ def _reduced(values: Tensor, operation: Any) -> Tensor:
     """All-reduce on a device that the process group supports; the result is on the device of `values`."""
     if world_size() == 1:
         return values
-    is_cuda_only = str(dist.get_backend()) == "nccl"
     # A copy, because all_reduce works in place.
-    copy = values.detach().clone().to("cuda" if is_cuda_only else values.device)
+    copy = values.detach().clone().to("cuda" if _is_cuda_only() else values.device)
     dist.all_reduce(copy, operation)
     return copy.to(values.device)
+
+
+def _is_cuda_only() -> bool:
+    """True if the process group has no collectives for CPU tensors."""
+    return str(dist.get_backend()) == "nccl"
 
 
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:

@@ -166,6 +166,10 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     """[B, T] float32, reference; None when beta is 0."""
 
+    selected: Tensor | None = None
+    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step; None if it selects none,
+    or has not selected them yet."""
+
     num_chunks: int | None = None
     """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
     ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""

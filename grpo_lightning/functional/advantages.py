@@ -6,26 +6,34 @@ a weighted sum or by `normalized_sum`.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Scale = Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"]
+Scale = Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"]
 
 
 def group_relative_advantages(
     rewards: Tensor,
     *,
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean",
+    baseline: Baseline = "group_mean",
     scale: Scale = "group_std",
     eps: float = 1e-4,
+    lengths: Tensor | None = None,
+    k: int | None = None,
 ) -> Tensor:
     """Compute advantages: each completion's reward relative to its group.
 
-        scale "group_std", "batch_std", "batch_advantage_std":  A[n, g] = (r[n, g] - baseline[n, g]) / (std + eps)
-        scale "group_mean":                                     A[n, g] = (r[n, g] - baseline[n, g]) / mean[n]
-        scale "none":                                           A[n, g] =  r[n, g] - baseline[n, g]
+        scale "group_std", "batch_std", "batch_advantage_std":  A[n, g] = gain[n, g] / (std + eps)
+        scale "group_mean":                                     A[n, g] = gain[n, g] / mean[n]
+        scale "nonzero_fraction":                               A[n, g] = gain[n, g] / fraction
+        scale "none":                                           A[n, g] = gain[n, g]
+
+        gain[n, g] = r[n, g] - baseline[n, g]
+        gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)    for "pass_at_k"
 
     A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
     is 0. The advantages of zero-variance groups, and of groups with fewer than two scorable rewards, are set to exactly
@@ -36,59 +44,118 @@ def group_relative_advantages(
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
         baseline: "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2). "leave_one_out" is RLOO (arXiv:2402.14740), the
             mean of the other scorable rewards of the group: with K scorable rewards, the difference from this baseline
-            is K / (K - 1) times the difference from the group's mean.
+            is K / (K - 1) times the difference from the group's mean. "length_weighted" is OPO (arXiv:2505.23585), the
+            mean reward of the group with completions weighted by their lengths: it minimizes the variance of the
+            gradient if the squared norm of a completion's gradient grows with its length. "pass_at_k" trains the best
+            of k (arXiv:2503.19595): a completion's advantage is how much it adds to the best of k - 1 others. With
+            k = G, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`). For
+            any k, the mean over the group of k A times the gradient of the log-prob is an unbiased estimate of the
+            gradient of the expected maximum of k rewards.
         scale: "group_std" is GRPO. "batch_std" divides by the std of all scorable rewards in `rewards`: pass the
             rewards of all ranks, otherwise each rank divides by the std of its own rewards. "batch_advantage_std"
             divides by the std of all differences from the baseline (REINFORCE++-baseline, arXiv:2501.03262). Every std
             is unbiased (K - 1 in the denominator). "none" is Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL
             (arXiv:2602.02710): with rewards of 1 and 0, the gradient is that of the log success probability, so that
-            rarely solved prompts weigh more.
+            rarely solved prompts weigh more. "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups that
+            are not zero-variance: a mean over all groups becomes a mean over those that have a gradient. Pass the
+            rewards of all ranks.
         eps: Added to the std, in units of reward.
+        lengths: [N, G] trained tokens of each completion, for "length_weighted". Completions without any count
+            equally if the whole group has none.
+        k: For "pass_at_k", from 2 to G; None is G. Groups with fewer than k scorable rewards get 0.
 
     Returns:
-        [N, G] float32, or float64 if the rewards are float64. Every row sums to 0.
+        [N, G] float32, or float64 if the rewards are float64. Rows of "group_mean" and "leave_one_out" sum to 0, and so
+        do rows of "length_weighted" if each advantage is multiplied by its length. No advantage of "pass_at_k" is
+        negative.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, or if a reward is
-            below 0 and the scale is "group_mean".
+        ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, if a reward is below
+            0 and the scale is "group_mean", if the lengths are missing or k is out of range, or if the scale is
+            "batch_advantage_std" and the rows of the baseline do not sum to 0.
     """
     _check_shape(rewards)
+    if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
+        raise ValueError(
+            f"scale 'batch_advantage_std' is a std around 0, which advantages of baseline {baseline!r} are not centred "
+            "on. Use another scale."
+        )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    gains = _gains(rewards, baseline, lengths, k)
+    scaled = gains / _divisor(rewards, gains, scale, eps)
+    return torch.where(rewards.isnan() | zero_variance_groups(rewards).unsqueeze(1), 0.0, scaled)
+
+
+def _gains(rewards: Tensor, baseline: Baseline, lengths: Tensor | None, k: int | None) -> Tensor:
+    """Reward minus baseline, or the marginal gain: [N, G], any value where the reward is nan."""
+    is_scorable = ~rewards.isnan()
+    deviation = rewards - rewards.nanmean(dim=1, keepdim=True)  # [N, G]
+    if baseline == "group_mean":
+        return deviation
+    if baseline == "leave_one_out":
+        num_scorable = is_scorable.sum(dim=1, keepdim=True)  # [N, 1]
+        return deviation * num_scorable / (num_scorable - 1).clamp(min=1)
+    if baseline == "length_weighted":
+        if lengths is None or lengths.shape != rewards.shape:
+            got = "none" if lengths is None else f"the shape {list(lengths.shape)}"
+            raise ValueError(
+                f"baseline 'length_weighted' needs lengths {list(rewards.shape)}, the trained tokens of each "
+                f"completion; got {got}."
+            )
+        weights = lengths * is_scorable
+        weights = torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, is_scorable)
+        return deviation - (weights * deviation).nansum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
+    if baseline == "pass_at_k":
+        return _marginal_gains(rewards, k)
+    raise ValueError(f"baseline must be one of {', '.join(get_args(Baseline))}, got {baseline!r}.")
+
+
+def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor:
+    """What the gains are divided by: a scalar, or [N, 1]. May be 0 or nan where every advantage is 0."""
     is_scorable = ~rewards.isnan()
     num_scorable = is_scorable.sum(dim=1, keepdim=True)  # [N, 1]
-    deviation = rewards - rewards.nanmean(dim=1, keepdim=True)  # [N, G]
-
-    if baseline == "leave_one_out":
-        numerator = deviation * num_scorable / (num_scorable - 1).clamp(min=1)
-    elif baseline == "group_mean":
-        numerator = deviation
-    else:
-        raise ValueError(f"baseline must be 'group_mean' or 'leave_one_out', got {baseline!r}.")
-
     if scale == "group_std":
-        std = (deviation.square().nansum(dim=1, keepdim=True) / (num_scorable - 1).clamp(min=1)).sqrt()  # [N, 1]
-        scaled = numerator / (std + eps)
-    elif scale == "batch_std":
+        deviation = rewards - rewards.nanmean(dim=1, keepdim=True)
+        return (deviation.square().nansum(dim=1, keepdim=True) / (num_scorable - 1).clamp(min=1)).sqrt() + eps
+    if scale == "batch_std":
         spread = rewards - rewards.nanmean()
-        std = (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
-        scaled = numerator / (std + eps)
-    elif scale == "batch_advantage_std":
-        # The differences of every group have mean 0, so no mean is subtracted from them.
-        std = (numerator.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt()
-        scaled = numerator / (std + eps)
-    elif scale == "group_mean":
+        return (spread.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt() + eps
+    if scale == "batch_advantage_std":
+        # The gains of every group have mean 0, so no mean is subtracted from them.
+        return (gains.square().nansum() / (num_scorable.sum() - 1).clamp(min=1)).sqrt() + eps
+    if scale == "group_mean":
         if (rewards < 0).any():
             raise ValueError(
                 f"scale 'group_mean' divides by the mean reward, a success rate: rewards must be at least 0, got "
                 f"{rewards[rewards < 0].min():g}. Use another scale, or rewards from 0 to 1."
             )
-        scaled = numerator / rewards.nanmean(dim=1, keepdim=True)  # the mean is 0 only if all rewards are 0
-    elif scale == "none":
-        scaled = numerator
-    else:
-        raise ValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}.")
+        return rewards.nanmean(dim=1, keepdim=True)  # the mean is 0 only if all rewards are 0
+    if scale == "nonzero_fraction":
+        return (~zero_variance_groups(rewards)).to(rewards.dtype).mean()
+    if scale == "none":
+        return rewards.new_ones(())
+    raise ValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}.")
 
-    return torch.where(is_scorable & ~zero_variance_groups(rewards).unsqueeze(1), scaled, 0.0)
+
+def _marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
+    """Mean over all subsets of k - 1 other scorable rewards of max(r - their maximum, 0): [N, G], any value for nan.
+
+    In ascending order the j-th of n - 1 others is the maximum of C(j - 1, k - 2) of the C(n - 1, k - 1) subsets.
+    """
+    k = rewards.size(1) if k is None else k
+    if not 2 <= k <= rewards.size(1):
+        raise ValueError(
+            f"k of baseline 'pass_at_k' must be from 2 to num_generations = {rewards.size(1)}, got {k}. For k = 1, the "
+            "mean reward, use another baseline."
+        )
+    ascending, order = rewards.sort(dim=1)  # nan comes last
+    chances = {  # by number of scorable rewards, j counted from 0; Python's binomials are exact
+        n: [math.comb(j, k - 2) / math.comb(n - 1, k - 1) if n >= k else 0.0 for j in range(rewards.size(1))]
+        for n in range(rewards.size(1) + 1)
+    }
+    weights = rewards.new_tensor([chances[n] for n in (~rewards.isnan()).sum(dim=1).tolist()])
+    lead = (ascending.unsqueeze(2) - ascending.unsqueeze(1)).clamp(min=0).nan_to_num(0.0)  # [N, G, G] over each other
+    return torch.zeros_like(rewards).scatter(1, order, (lead * weights.unsqueeze(1)).sum(dim=2))
 
 
 def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> Tensor:

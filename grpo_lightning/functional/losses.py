@@ -7,6 +7,7 @@ gradient does not depend on how a step is split into micro-batches and ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -110,7 +111,7 @@ def clipped_surrogate(
         ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the trust region; or if
             `ratio` or `advantages` does not have two dimensions.
     """
-    _check_columns(ratio, advantages)
+    _check_columns(ratio=ratio, advantages=advantages)
     highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
     if dual_clip is not None and dual_clip <= highest:
         raise ValueError(
@@ -123,12 +124,14 @@ def clipped_surrogate(
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
+def cispo_surrogate(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float, epsilon: float | None = None
+) -> Tensor:
     """CISPO: weight each token's log-probability by its capped ratio, so that every token keeps a gradient.
 
-        loss = -stop_gradient( min(r, 1 + epsilon_high) ) A logprob
+        loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO (MiniMax-M1, arXiv:2506.13585) without the lower bound, which its authors do not use either. The cap is
+    CISPO (MiniMax-M1, arXiv:2506.13585). Its authors do not use the lower bound, nor does TRL; verl does. The cap is
     1 + `epsilon_high`. Some other implementations cap at their `epsilon_high` itself: for the same cap, subtract 1 from
     their value.
 
@@ -137,6 +140,7 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
         advantages: [B, 1], or [B, T].
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
         epsilon_high: How far above 1 the ratio may rise before it is capped.
+        epsilon: How far below 1 the ratio may fall before it is capped; None means no lower bound.
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
@@ -144,8 +148,31 @@ def cispo_surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsi
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
-    _check_columns(ratio, advantages)
-    return -ratio.clamp(max=1 + epsilon_high).detach() * advantages * logprobs
+    _check_columns(ratio=ratio, advantages=advantages)
+    weight = ratio.clamp(min=None if epsilon is None else 1 - epsilon, max=1 + epsilon_high)
+    return -weight.detach() * advantages * logprobs
+
+
+def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """REINFORCE: the policy gradient itself, without ratio or clip.
+
+        loss = -A logprob
+
+    Williams 1992; the loss of GPG (arXiv:2504.02546). It is the gradient of every other surrogate as long as the
+    policy has not moved since it sampled: train on each rollout once.
+
+    Args:
+        advantages: [B, 1], or [B, T].
+        logprobs: [B, T] nats, of the current policy.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `advantages` or `logprobs` does not have two dimensions.
+    """
+    _check_columns(advantages=advantages, logprobs=logprobs)
+    return -advantages * logprobs
 
 
 def sapo_surrogate(
@@ -170,14 +197,219 @@ def sapo_surrogate(
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
-    _check_columns(ratio, advantages)
+    _check_columns(ratio=ratio, advantages=advantages)
     tau = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
-def _check_columns(ratio: Tensor, advantages: Tensor) -> None:
-    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming the shape."""
-    for name, tensor in (("ratio", ratio), ("advantages", advantages)):
+def gmpo_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.4,
+    epsilon_high: float | None = None,
+) -> Tensor:
+    """GMPO: the geometric mean of the clipped token ratios, which a single extreme ratio cannot dominate.
+
+        d = logprobs - old_logprobs
+        c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
+        loss = -exp( mean over trained t of c ) A
+
+    GMPO (geometric-mean policy optimization, arXiv:2507.20673). The clip range is in nats:
+    the ratio of a token stays in exp(-epsilon) to exp(epsilon_high). Far outside of it on the side without a clip, the
+    mean is bounded as every log-ratio (`bounded_exp`).
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
+        advantages: [B, 1].
+        epsilon: How far the log-ratio of a token may fall, in nats.
+        epsilon_high: How far it may rise, in nats; None uses `epsilon`.
+
+    Returns:
+        [B, 1] the loss of each completion, to be minimised: average it over completions.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token")
+    high = epsilon if epsilon_high is None else epsilon_high
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-epsilon))
+    return -bounded_exp(masked_mean(clipped, mask, dim=1).unsqueeze(1)) * advantages
+
+
+def kl_cov_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    selected: Tensor,
+    *,
+    coefficient: float = 1.0,
+) -> Tensor:
+    """KL-Cov: no clip, and a penalty for moving the few tokens that lower the entropy most.
+
+        loss = -r A + coefficient |logprobs - old_logprobs| where selected
+
+    KL-Cov (arXiv:2505.22617), with the absolute log-ratio as the KL, as in its authors' code and in verl.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
+        advantages: [B, 1].
+        selected: [B, T] bool, from `high_covariance_tokens` over the whole optimizer step.
+        coefficient: Of the penalty.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token")
+    return -bounded_exp(log_ratio) * advantages + coefficient * torch.where(selected, log_ratio.abs(), 0.0)
+
+
+def dppo_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    outside: Tensor,
+    *,
+    max_ratio: float = 20.0,
+) -> Tensor:
+    """DPPO: a trust region of probabilities instead of ratios; tokens outside have no gradient.
+
+        loss = -stop_gradient( min(r, max_ratio) ) A logprob   where inside, else 0
+
+    A ratio of 5 from 0.001 to 0.005 changes the policy less than one of 1.2 from 0.5 to 0.6, which a clip of ratios
+    does not see. DPPO (divergence proximal policy optimization, arXiv:2602.04879, eq. 11; the loss of verl). Its old
+    policy is the one that sampled: take the engine's log-probs.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
+        advantages: [B, 1].
+        outside: [B, T] bool, from `leaves_trust_region`.
+        max_ratio: Maximum weight of a token's gradient, far above 1: truncation is a bias.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    ratio = importance_ratio(logprobs, old_logprobs, mask).detach().clamp(max=max_ratio)
+    return torch.where(outside, 0.0, -ratio * advantages * logprobs)
+
+
+def leaves_trust_region(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Literal["tv", "kl"],
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find tokens that have moved too far in the direction of their advantage (DPPO, arXiv:2602.04879, eq. 12-14).
+
+        p = exp(logprobs), q = exp(old_logprobs)
+        tv:  D = |p - q|
+        kl:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+        low:  A <= 0, p < q and D > epsilon;   high:  A > 0, p > q and D > epsilon_high
+
+    The divergences are those of two outcomes, this token or any other: a lower bound of the divergence over the
+    vocabulary. 1e-8 is added to 1 - p and to 1 - q, as in verl.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy.
+        old_logprobs: [B, T] nats, of the policy that sampled the tokens.
+        advantages: [B, 1].
+        divergence: Total variation, or the KL of the old policy to the current one.
+        epsilon: Maximum divergence of tokens that have become less likely: a probability ("tv") or nats ("kl").
+        epsilon_high: Maximum of those that have become more likely; None uses `epsilon`.
+
+    Returns:
+        Tokens that have moved down too far, and those that have moved up too far: two [B, T] bool, of any value at
+        padding.
+
+    Raises:
+        ValueError: If the divergence is neither.
+    """
+    new, old = logprobs.detach(), old_logprobs.detach()
+    p, q = new.exp().clamp(max=1), old.exp().clamp(max=1)
+    if divergence == "tv":
+        distance = (p - q).abs()
+    elif divergence == "kl":
+        distance = q * (old - new) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+    else:
+        raise ValueError(f"divergence must be 'tv' or 'kl', got {divergence!r}.")
+    high = epsilon if epsilon_high is None else epsilon_high
+    low_moved, high_moved = (advantages <= 0) & (p < q), (advantages > 0) & (p > q)
+    return low_moved & (distance > epsilon), high_moved & (distance > high)
+
+
+def vespo_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    rollout_weights: Tensor | None = None,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> Tensor:
+    """VESPO: weight each token's log-probability by a soft function of its completion's ratio, instead of a clip.
+
+        w = product over trained t of r[b, t] (times rollout_weights[b, t])
+        phi = exp(lambda) w^k exp(-lambda w),   k and lambda by the sign of A
+        loss = -stop_gradient(phi) A logprob
+
+    phi is 1 at w = 1, has its maximum at w = k / lambda and vanishes at 0 and for large w. VESPO (variational
+    sequence-level soft policy optimization, arXiv:2602.10693); bounds as in TRL: log-ratios and
+    log w at most 20 nats, log w and the logs of `rollout_weights` at least log 1e-8, lambda at least 1e-4.
+
+    Args:
+        logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
+        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
+        advantages: [B, 1].
+        rollout_weights: [B, T] off-policy weights of the tokens, from the function of that name.
+        positive: k and lambda where A >= 0: a larger k fades low w out sooner, a larger lambda high w.
+        negative: k and lambda elsewhere.
+
+    Returns:
+        [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
+
+    Raises:
+        ValueError: If `logprobs` or `advantages` does not have two dimensions.
+    """
+    _check_columns(logprobs=logprobs, advantages=advantages)
+    lowest = math.log(1e-8)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, "token").detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if rollout_weights is not None:
+        log_weights = rollout_weights.detach().log().clamp(lowest, MAX_LOG_RATIO)
+        log_ratio = log_ratio + torch.where(mask, log_weights, 0.0)
+    log_w = log_ratio.sum(dim=1, keepdim=True).clamp(lowest, MAX_LOG_RATIO)
+    k, decay = (torch.where(advantages >= 0, *values) for values in zip(positive, negative, strict=True))
+    decay = decay.clamp(min=1e-4)
+    phi = (decay + k * log_w - decay * log_w.exp()).exp()
+    return -phi * advantages * logprobs
+
+
+def _check_columns(**tensors: Tensor) -> None:
+    """Refuse [B] tensors, which broadcast along T where B equals T. Raises: ValueError naming tensor and shape."""
+    for name, tensor in tensors.items():
         if tensor.dim() != 2:
             raise ValueError(
                 f"{name} must have the shape [B, T] or [B, 1], got {list(tensor.shape)}: with one value per "
@@ -233,7 +465,7 @@ def rollout_weights(
     rollout_logprobs: Tensor,
     mask: Tensor,
     *,
-    level: Literal["token", "sequence"],
+    level: Literal["token", "sequence", "geometric"],
     outside: Literal["truncate", "mask"],
     low: float = 0.0,
     high: float = 2.0,
@@ -243,25 +475,30 @@ def rollout_weights(
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
         sequence:  w[b]    = exp( sum over trained t of d[b, t] )
+        geometric: w[b]    = exp( mean over trained t of d[b, t] )
         truncate:  min(max(w, low), high)
         mask:      w where low <= w <= high, else 0
 
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). "mask" per token is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is
-    a product over its tokens, so that the weights of long completions leave any fixed range. Exponents are clipped to
-    [-20, 20] (`bounded_exp`).
+    a product over its tokens, so that the weights of long completions leave any fixed range. Their geometric mean does
+    not depend on the length, but it is not a ratio of probabilities of completions: it is used to mask completions that
+    the policy would not have sampled, with a narrow range such as 0.99 to 1.01 (verl's `seq_mean_k1` keeps the same
+    completions with weight 1, ms-swift's sequence modes use this weight). Exponents are clipped to [-20, 20]
+    (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, of the policy at the start of the cycle.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: "token" computes one weight per token, "sequence" one per completion.
+        level: "token" computes one weight per token, "sequence" and "geometric" one per completion: the product or the
+            geometric mean of its tokens' weights.
         outside: "truncate" clips the weights to [low, high]; "mask" sets weights outside of [low, high] to 0.
         low: Minimum weight.
         high: Maximum weight.
 
     Returns:
-        [B, T] for tokens, [B, 1] for sequences; detached. Exactly 1 where both distributions agree and 1 is in range.
+        [B, T] for tokens, otherwise [B, 1]; detached. Exactly 1 where both distributions agree and 1 is in range.
 
     Raises:
         ValueError: If `level` or `outside` has another value.
@@ -269,8 +506,10 @@ def rollout_weights(
     difference = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
     if level == "sequence":
         difference = difference.sum(dim=1, keepdim=True)
+    elif level == "geometric":
+        difference = masked_mean(difference, mask, dim=1).unsqueeze(1)
     elif level != "token":
-        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}.")
+        raise ValueError(f"level must be 'token', 'sequence' or 'geometric', got {level!r}.")
     weights = bounded_exp(difference)
     if outside == "truncate":
         return weights.clamp(low, high)

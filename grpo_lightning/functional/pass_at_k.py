@@ -62,4 +62,5 @@ def interval(values: Tensor, confidence: float = 0.95, draws: int = 1) -> tuple[
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     centre, half = mean + z**2 / (2 * n), z * math.sqrt(one_attempt / n + z**2 / (4 * n**2))
     low, high = (centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)
-    return (0.0 if mean == 0 else low), (1.0 if mean == 1 else high)  # rounding would leave 1e-17
+    # Rounding would leave 1e-17 at the ends, or go beyond them.
+    return (0.0 if mean == 0 else max(low, 0.0)), (1.0 if mean == 1 else min(high, 1.0))

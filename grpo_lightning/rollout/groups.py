@@ -140,6 +140,15 @@ def without_truncated(rewards: Tensor, groups: Sequence[Group], overlong_filter:
     return rewards.masked_fill(torch.tensor(truncated, dtype=torch.bool).view_as(rewards), torch.nan)
 
 
+def trained_lengths(groups: Sequence[Group]) -> Tensor:
+    """Count the trained tokens of each completion: [N, G]."""
+    return torch.tensor([[_trained_length(c) for c in group.completions] for group in groups], dtype=torch.long)
+
+
+def _trained_length(completion: Completion) -> int:
+    return len(completion.token_ids) if completion.mask is None else sum(completion.mask)
+
+
 @dataclass
 class Rollout:
     """This rank's part of a rollout. Each step of the module fills in the next field."""

@@ -118,6 +118,25 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
         )
 
 
+def check_pass_k(pass_k: int | None, num_generations: int) -> None:
+    """Check that a group holds k completions. Raises: ValueError naming both settings."""
+    if pass_k is not None and pass_k > num_generations:
+        raise ValueError(
+            f"model.objective.pass_k must be at most model.num_generations ({num_generations}), got {pass_k}: lower "
+            "it, or sample more completions per prompt."
+        )
+
+
+def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
+    """Check that KL-Cov's penalty has a gradient. Raises: ValueError if no update of a rollout follows another."""
+    if surrogate == "kl_cov" and old_logprobs == "recompute" and num_updates == 1:
+        raise ValueError(
+            "model.objective.surrogate 'kl_cov' penalizes the distance from the policy at the start of the cycle, "
+            "which is 0 in the only update of a rollout: set model.updates_per_rollout or model.num_iterations above "
+            "1, got 1 for both."
+        )
+
+
 def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: str) -> None:
     """Check three settings. Raises: ValueError if a value is unknown, or if `rollout_correction` has no effect."""
     for name, value, kind in (

@@ -240,6 +240,8 @@ def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -
     if batch.old_logprobs is not None and batch.old_logprobs is not batch.rollout_logprobs:
         engine = kl_divergence(batch.rollout_logprobs, batch.old_logprobs, batch.completion_mask)
         of_loss["rollout_kl"] = engine.detach()
+    if terms.selected is not None:
+        of_all["selected"] = terms.selected
     trained = batch.completion_mask
     in_loss = trained & (batch.advantages != 0)[:, None]
     for per_token, mask in ((of_all, trained), (of_loss, in_loss)):

@@ -63,6 +63,15 @@ class Turn:
     closes_update: bool
     """True for the last micro-batch before the optimizer steps."""
 
+    opens_update: bool
+    """True for the first micro-batch of the update."""
+
+    number: int
+    """Index of the update in its cycle."""
+
+    update: list[MicroBatch]
+    """All micro-batches of the update, this one among them."""
+
 
 @dataclass(frozen=True)
 class CycleShape:
@@ -174,12 +183,16 @@ class Cycle:
 
     def next(self) -> Turn:
         """Advance to the next micro-step."""
-        index = self.position % len(self.micro_batches)
+        index, number = self.position % len(self.micro_batches), self.position // self.accumulate
+        first = index - index % self.accumulate
         self.position += 1
         return Turn(
             batch=self.micro_batches[index],
             counts=self.counts[index // self.accumulate],
             closes_update=self.position % self.accumulate == 0,
+            opens_update=index == first,
+            number=number,
+            update=self.micro_batches[first : first + self.accumulate],
         )
 
     def to(self, device: torch.device | str) -> Cycle:

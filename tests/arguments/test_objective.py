@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.objective import Objective, StepCounts
+from grpo_lightning.policy.scorer import TokenScores
+from grpo_lightning.training.token_selection import select_tokens
 from tests.arguments.registry import case
 
 NOW = torch.log(torch.tensor([[0.9, 0.2, 0.5], [0.6, 0.3, 0.1]]))
@@ -34,8 +38,13 @@ def loss(objective: Objective, advantages: tuple[float, float] = (1.0, -1.0), dr
         rollout_logprobs=drawn,
         old_logprobs=OLD,
         ref_logprobs=OLD if objective.needs_reference else None,
+        numbers=[0, 1],
     )
     entropy = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])
+    if objective.selection is not None:
+        scores = TokenScores(NOW, entropy)
+        actor: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), token_logprobs=lambda batch: scores)
+        select_tokens(actor, objective, [batch], seed=0)
     return objective(NOW, batch, StepCounts(5, 2), max_completion_length=10, entropy=entropy).loss.item()
 
 
@@ -56,6 +65,20 @@ def test_surrogate():
     first, second = NOW.tolist()
     by_hand = -(1.2 * first[0] + 0.5 * first[1] + first[2]) + 1.2 * second[0] + second[1]
     assert loss(Objective(beta=0.0, surrogate="cispo")) == pytest.approx(by_hand / 5)
+    plain = -sum(first) + sum(second[:2])
+    assert loss(Objective(beta=0.0, surrogate="reinforce")) == pytest.approx(plain / 5)
+    # 3 is clipped to exp(0.2) where the advantage is positive, 1/2 is not
+    gmpo = -((math.exp(0.2) * 0.5) ** (1 / 3)) * 3 + 3**0.5 * 2
+    assert loss(Objective(beta=0.0, surrogate="gmpo")) == pytest.approx(gmpo / 5)
+
+
+@case(Objective, "cispo_lower_bound")
+def test_cispo_lower_bound():
+    first, second = NOW.tolist()
+    values = [loss(Objective(beta=0.0, surrogate="cispo", epsilon=0.25, cispo_lower_bound=b)) for b in (False, True)]
+    for value, lowest in zip(values, (0.5, 0.75), strict=True):
+        by_hand = -(1.25 * first[0] + lowest * first[1] + first[2]) + 1.25 * second[0] + second[1]
+        assert value == pytest.approx(by_hand / 5)
 
 
 @case(Objective, "epsilon")
@@ -95,6 +118,26 @@ def test_baseline():
     torch.testing.assert_close(others[0], torch.tensor([0 - 3.0, 1 - 2.5, 5 - 0.5]))
 
 
+@case(Objective, "baseline")
+def test_baselines_by_length_and_by_subsets():
+    lengths = torch.tensor([[1, 1, 2], [3, 1, 4]])
+    weighted, means = (
+        Objective(scale="none", baseline=b).compute_advantages(REWARDS, lengths)
+        for b in ("length_weighted", "group_mean")
+    )
+    torch.testing.assert_close(weighted[0], torch.tensor([0.0, 1.0, 5.0]) - (0 + 1 + 2 * 5) / 4)
+    torch.testing.assert_close(means[0], torch.tensor([-2.0, -1.0, 3.0]))
+
+
+@case(Objective, "pass_k")
+def test_pass_k():
+    pairs, everyone = (
+        Objective(scale="none", baseline="pass_at_k", pass_k=k).compute_advantages(REWARDS) for k in (2, None)
+    )
+    torch.testing.assert_close(pairs[0], torch.tensor([0.0, (1 - 0) / 2, ((5 - 0) + (5 - 1)) / 2]))
+    torch.testing.assert_close(everyone[0], torch.tensor([0.0, 0.0, 5.0 - 1.0]))
+
+
 @case(Objective, "scale")
 def test_scale():
     centred = REWARDS - REWARDS.mean(1, keepdim=True)
@@ -108,6 +151,9 @@ def test_scale():
     torch.testing.assert_close(Objective(scale="none").compute_advantages(REWARDS), centred)
     by_mean = Objective(scale="group_mean").compute_advantages(REWARDS)
     torch.testing.assert_close(by_mean, centred / REWARDS.mean(1, keepdim=True))
+    with_equal = torch.cat([REWARDS, torch.ones(1, 3)])
+    found = Objective(scale="nonzero_fraction").compute_advantages(with_equal)
+    torch.testing.assert_close(found[:2], centred * 3 / 2)
 
 
 @case(Objective, "beta")
@@ -140,6 +186,35 @@ def test_sapo():
     assert loss(sapo()) == pytest.approx(by_hand(1.0, 1.05))
     assert loss(sapo(sapo_temperature=2.0)) == pytest.approx(by_hand(2.0, 1.05))
     assert loss(sapo(sapo_temperature_negative=2.0)) == pytest.approx(by_hand(1.0, 2.0))
+
+
+@case(Objective, "vespo_k", "vespo_lambda", "vespo_k_negative", "vespo_lambda_negative")
+def test_vespo():
+    first, second = NOW.tolist()
+
+    def by_hand(k: float = 2.0, decay: float = 3.0, k_negative: float = 3.0, decay_negative: float = 2.0) -> float:
+        # the products of the ratios are 1.5 and 3
+        up = math.exp(decay) * 1.5**k * math.exp(-decay * 1.5)
+        down = math.exp(decay_negative) * 3**k_negative * math.exp(-decay_negative * 3)
+        return (-up * sum(first) + down * sum(second[:2])) / 5
+
+    vespo = functools.partial(Objective, beta=0.0, surrogate="vespo")
+    assert loss(vespo()) == pytest.approx(by_hand(), rel=1e-5)
+    assert loss(vespo(vespo_k=1.0)) == pytest.approx(by_hand(k=1.0), rel=1e-5)
+    assert loss(vespo(vespo_lambda=1.0)) == pytest.approx(by_hand(decay=1.0), rel=1e-5)
+    assert loss(vespo(vespo_k_negative=1.0)) == pytest.approx(by_hand(k_negative=1.0), rel=1e-5)
+    assert loss(vespo(vespo_lambda_negative=1.0)) == pytest.approx(by_hand(decay_negative=1.0), rel=1e-5)
+
+
+@case(Objective, "dppo_max_ratio", "epsilon")
+def test_dppo():
+    # 0.3 to 0.9, 0.4 to 0.2, 0.5; and with a negative advantage 0.2 to 0.6, 0.3
+    first, second = NOW.tolist()
+    dppo = functools.partial(Objective, beta=0.0, surrogate="dppo_tv")
+    inside = -(0.5 * first[1] + first[2]) + 3 * second[0] + second[1]
+    assert loss(dppo()) == pytest.approx(inside / 5)
+    assert loss(dppo(epsilon=0.7)) == pytest.approx((inside - 3 * first[0]) / 5)
+    assert loss(dppo(dppo_max_ratio=2.0)) == pytest.approx((inside - second[0]) / 5)
 
 
 @case(Objective, "kl_in")
@@ -176,10 +251,45 @@ def test_rollout_correction():
     assert corrected(rollout_correction="token_mask") == pytest.approx(by_hand([0, 1, 1.25], [1, 0.5]))
     assert corrected(rollout_correction="sequence_truncate") == pytest.approx(by_hand([2, 2, 2], [0.5, 0.5]))
     assert corrected(rollout_correction="sequence_mask") == pytest.approx(by_hand([0, 0, 0], [0.5, 0.5]))
+    mean = 3.75 ** (1 / 3), 0.5**0.5  # 1.55 and 0.71
+    assert corrected(rollout_correction="geometric_truncate") == pytest.approx(by_hand([mean[0]] * 3, [mean[1]] * 2))
+    narrow = corrected(rollout_correction="geometric_mask", rollout_correction_high=1.5)
+    assert narrow == pytest.approx(by_hand([0, 0, 0], [mean[1]] * 2))
     higher = corrected(rollout_correction="sequence_mask", rollout_correction_high=4.0)
     assert higher == pytest.approx(by_hand([3.75] * 3, [0.5, 0.5]))
     lower = corrected(rollout_correction="token_truncate", rollout_correction_low=0.75)
     assert lower == pytest.approx(by_hand([2, 1, 1.25], [1, 0.75]))
+
+
+@case(Objective, "top_entropy_fraction")
+def test_top_entropy_fraction():
+    # 1, 2, 3 and 4, 5 nats; the losses are -1.2, -0.5, -1 and 3, 1
+    for fraction, kept in ((1.0, -2.7 + 4), (0.5, -1.0 + 4), (0.2, 1.0)):
+        assert loss(Objective(beta=0.0, top_entropy_fraction=fraction)) == pytest.approx(kept / 5)
+
+
+@case(Objective, "clip_cov_low", "clip_cov_high", "covariance_fraction")
+def test_clip_cov():
+    # The losses are -1.2 (clipped), -0.5, -1 and 3, 1; mean advantage 0.2, mean log-prob -0.907: covariances 0.64,
+    # -0.56, 0.17, -0.48, 0.36.
+    clip_cov = functools.partial(Objective, beta=0.0, surrogate="clip_cov")
+    wide = functools.partial(clip_cov, clip_cov_low=0.0)
+    assert loss(clip_cov()) == pytest.approx(1.3 / 5), "none is above 1"
+    assert loss(wide(covariance_fraction=1.0)) == pytest.approx((1.3 + 1 - 1) / 5), "the third and the last"
+    assert loss(wide(covariance_fraction=1.0, clip_cov_high=0.3)) == pytest.approx((1.3 + 1) / 5)
+    assert loss(clip_cov(covariance_fraction=1.0, clip_cov_low=0.3)) == pytest.approx((1.3 - 1) / 5)
+    assert loss(wide()) == pytest.approx((1.3 + 1) / 5) or loss(wide()) == pytest.approx((1.3 - 1) / 5), "one of them"
+
+
+@case(Objective, "kl_cov_coefficient", "covariance_fraction")
+def test_kl_cov():
+    # Without a clip: -3, -0.5, -1 and 3, 1. The first has the highest covariance, then the last (0.64 and 0.36).
+    kl_cov = functools.partial(Objective, beta=0.0, surrogate="kl_cov")
+    plain = (-3 - 0.5 - 1 + 3 + 1) / 5
+    assert loss(kl_cov()) == pytest.approx(plain + math.log(3) / 5)
+    assert loss(kl_cov(kl_cov_coefficient=2.0)) == pytest.approx(plain + 2 * math.log(3) / 5)
+    every = math.log(3) + math.log(2) + 0 + math.log(3) + 0
+    assert loss(kl_cov(covariance_fraction=1.0)) == pytest.approx(plain + every / 5)
 
 
 @case(Objective, "entropy_coefficient")

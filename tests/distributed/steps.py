@@ -113,6 +113,18 @@ CASES: dict[str, Case] = {
         accumulate=2,
     ),
     "cispo, entropy": Case(objective={"beta": 0.0, "surrogate": "cispo", "entropy_coefficient": 0.1}, accumulate=2),
+    "high entropy": Case(objective={"beta": 0.0, "top_entropy_fraction": 0.3}, accumulate=2, updates=2),
+    "clip-cov": Case(
+        objective={"beta": 0.0, "surrogate": "clip_cov", "covariance_fraction": 0.1, "clip_cov_low": 0.05},
+        accumulate=2,
+        updates=2,
+    ),
+    "kl-cov": Case(
+        objective={"beta": 0.0, "surrogate": "kl_cov", "covariance_fraction": 0.2, "kl_cov_coefficient": 9.0},
+        accumulate=2,
+        updates=2,
+    ),
+    "length-weighted": Case(objective={"beta": 0.0, "baseline": "length_weighted", "scale": "nonzero_fraction"}),
     "accumulate 2": Case(objective={"beta": 0.0}, accumulate=2),
     "accumulate 4, kl": Case(objective={"beta": 0.04}, accumulate=4),
     "clipped": Case(objective={"beta": 0.0}, clip=0.01, accumulate=2),
@@ -151,6 +163,18 @@ CASES: dict[str, Case] = {
     "shared groups, kl": Case(objective={"beta": 0.04}, ranks_per_group=2, steps=2, accumulate=2),
     "a shared group, two updates": Case(
         prompts=["lonely"], batch=1, ranks_per_group=2, updates=2, steps=2, objective={"scale": "batch_std"}
+    ),
+    "shared groups, clip-cov": Case(
+        objective={
+            "beta": 0.0,
+            "surrogate": "clip_cov",
+            "covariance_fraction": 0.1,
+            "clip_cov_low": 0.05,
+            "baseline": "length_weighted",
+        },
+        ranks_per_group=2,
+        updates=2,
+        accumulate=2,
     ),
     "shared groups, kl in the reward": Case(
         objective={"beta": 0.5, "kl_in": "reward"}, ranks_per_group=2, steps=2, accumulate=2

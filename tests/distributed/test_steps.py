@@ -12,7 +12,17 @@ from tests.marks import only, selected
 
 STRATEGIES = only(["ddp", "zero3"], [name for name in steps.STRATEGIES if name != "one"])
 CASES = only(
-    ["plain", "accumulate 4, kl", "clipped", "two updates", "a rank without prompts", "chunks", "lora", "reward model"],
+    [
+        "plain",
+        "accumulate 4, kl",
+        "clipped",
+        "two updates",
+        "a rank without prompts",
+        "chunks",
+        "lora",
+        "reward model",
+        "clip-cov",
+    ],
     steps.CASES,
 )
 TOLERANCE = 1e-6

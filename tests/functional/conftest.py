@@ -20,7 +20,8 @@ def broken() -> Callable[..., Callable[..., Any]]:
 
     def break_source(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
         source = inspect.getsource(sys.modules[function.__module__])
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {function.__module__}, not once"
+        if source.count(old) != 1:  # no AssertionError, which the tests expect of the broken function
+            raise LookupError(f"{old!r} occurs {source.count(old)} times in {function.__module__}, not once")
         module = ModuleType(function.__module__)
         exec(compile(source.replace(old, new), function.__module__, "exec"), vars(module))
         result: Callable[..., Any] = getattr(module, function.__name__)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -16,7 +17,7 @@ from grpo_lightning.functional import group_relative_advantages, normalized_sum,
 quick = settings(deadline=None, max_examples=25, derandomize=True, database=None)
 NAN = float("nan")
 BASELINES = ["group_mean", "leave_one_out"]
-SCALES = ["group_std", "batch_std", "batch_advantage_std", "group_mean", "none"]
+SCALES = ["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"]
 choices = pytest.mark.parametrize(("baseline", "scale"), [(b, s) for b in BASELINES for s in SCALES])
 
 
@@ -64,6 +65,14 @@ def check_advantages(group_relative_advantages: Any) -> None:
     # Over the means, 2 and 5.
     mean = group_relative_advantages(rewards, scale="group_mean")
     assert_close(mean, torch.tensor([[-1.0, 0.0, 1.0], [-0.2, 0.0, 0.2]]))
+    # Weighted by the lengths 1 2 5, group 1 has the baseline (0 + 4 + 20) / 8 = 3; by 3 and 1, group 2 (12 + 6) / 4.
+    lengths = torch.tensor([[1, 2, 5], [3, 9, 1]])
+    weighted = group_relative_advantages(rewards, baseline="length_weighted", scale="none", lengths=lengths)
+    assert_close(weighted, torch.tensor([[-3.0, -1.0, 1.0], [-0.5, 0.0, 1.5]]))
+    # A third group of equal rewards: two of three have a gradient.
+    three = torch.cat([rewards, torch.ones(1, 3)])
+    fraction = group_relative_advantages(three, scale="nonzero_fraction")
+    assert_close(fraction, 1.5 * torch.tensor([[-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]))
 
 
 def check_equal_groups(zero_variance_groups: Any) -> None:
@@ -103,10 +112,13 @@ def test_a_wrong_shape_is_explained(function: Any, shape: tuple[int, ...]) -> No
 
 
 def test_unknown_choices_are_named() -> None:
-    with pytest.raises(ValueError, match="baseline must be 'group_mean' or 'leave_one_out', got 'mean'"):
+    with pytest.raises(
+        ValueError,
+        match="baseline must be one of group_mean, leave_one_out, length_weighted, pass_at_k, got 'mean'",
+    ):
         group_relative_advantages(torch.zeros(1, 2), baseline="mean")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="scale must be one of group_std, batch_std, batch_advantage_std, group_mean, none, got 'std'"
+        ValueError, match=r"scale must be one of group_std, .*, group_mean, nonzero_fraction, none, got 'std'"
     ):
         group_relative_advantages(torch.zeros(1, 2), scale="std")  # type: ignore[arg-type]
 
@@ -161,6 +173,9 @@ def loop_advantages(rewards: list[list[float]], baseline: str, scale: str, eps: 
                 "batch_std": lambda: statistics.stdev(everything) + eps,
                 "batch_advantage_std": lambda: statistics.stdev(gains) + eps,
                 "group_mean": lambda known=known: statistics.fmean(known),
+                "nonzero_fraction": lambda: statistics.fmean(
+                    len(set(g) - {r for r in g if r != r}) > 1 for g in rewards
+                ),
                 "none": lambda: 1.0,
             }[scale]
             row.append(gain / divisor())
@@ -237,7 +252,8 @@ def test_shift_and_positive_scale(baseline: Any, scale: Any, rewards: Tensor, sh
         shifted = group_relative_advantages(rewards + shift, **options)
         assert_close(shifted, expected, rtol=1e-9, atol=1e-9)
     scaled = group_relative_advantages(rewards * factor, **options)
-    assert_close(scaled, expected * factor if scale == "none" else expected, rtol=1e-9, atol=1e-9)
+    has_unit = scale in ("none", "nonzero_fraction")
+    assert_close(scaled, expected * factor if has_unit else expected, rtol=1e-9, atol=1e-9)
 
 
 @quick
@@ -281,7 +297,7 @@ def test_inputs_are_not_modified(rewards: Tensor) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("rewards - rewards.nanmean(dim=1", "-rewards + rewards.nanmean(dim=1", id="sign flipped"),
+        pytest.param("return deviation\n", "return -deviation\n", id="sign flipped"),
         pytest.param(
             "nansum(dim=1, keepdim=True) / (num_scorable - 1)",
             "nansum(dim=1, keepdim=True) / num_scorable",
@@ -292,17 +308,20 @@ def test_inputs_are_not_modified(rewards: Tensor) -> None:
             "spread.square().nansum() / num_scorable.sum()",
             id="population std of the batch",
         ),
+        pytest.param("return rewards.nanmean(dim=1, keepdim=True)", "return rewards.nanmean()", id="mean of all"),
         pytest.param(
-            "numerator / rewards.nanmean(dim=1, keepdim=True)", "numerator / rewards.nanmean()", id="mean of all"
+            "gains.square().nansum()", "(gains - gains[:, :1]).square().nansum()", id="std around another value"
         ),
-        pytest.param("numerator.square().nansum()", "deviation.square().nansum()", id="std of other advantages"),
+        pytest.param("gains.square().nansum()", "(rewards - rewards.nanmean()).square().nansum()", id="std of rewards"),
+        pytest.param("spread = rewards - rewards.nanmean()", "spread = gains", id="std around the group means"),
+        pytest.param("deviation * num_scorable / (num_scorable - 1).clamp(min=1)", "deviation", id="baseline ignored"),
+        pytest.param("rewards.isnan() | zero", "zero", id="not scorable spreads nan"),
+        pytest.param("(weights * deviation).nansum", "deviation.nansum", id="lengths ignored"),
+        pytest.param("lengths * is_scorable", "lengths", id="length of what is not scorable"),
+        pytest.param("(~zero_variance_groups(rewards))", "zero_variance_groups(rewards)", id="fraction of the others"),
         pytest.param(
-            "numerator.square().nansum()", "(rewards - rewards.nanmean()).square().nansum()", id="std of rewards"
+            "is_scorable.sum(dim=1, keepdim=True)  # [N, 1]\n    if", "0 * gains[:, :1] + 3\n    if", id="nan counted"
         ),
-        pytest.param("spread = rewards - rewards.nanmean()", "spread = deviation", id="std around the group means"),
-        pytest.param("* num_scorable / (num_scorable - 1).clamp(min=1)\n    elif", "\n    elif", id="baseline ignored"),
-        pytest.param("is_scorable & ~equal", "~equal", id="not scorable spreads nan"),
-        pytest.param("num_scorable = is_scorable.sum", "num_scorable = torch.ones_like(rewards).sum", id="nan counted"),
     ],
 )
 def test_broken_advantages_are_caught(broken: Any, old: str, new: str) -> None:
@@ -370,3 +389,158 @@ def test_units_of_a_reward_do_not_matter(rewards: Tensor, factor: float, shift: 
 @given(reward_groups())
 def test_one_reward_is_its_advantage(rewards: Tensor) -> None:
     assert_close(normalized_sum(rewards[None], torch.ones(1)), group_relative_advantages(rewards))
+
+
+# --- OPO
+
+
+def opo_of_verl(scores: list[float], lengths: list[int]) -> list[float]:
+    """Of one group, as `compute_opo_outcome_advantage` defines it: less the mean over tokens."""
+    tokens = [score for score, length in zip(scores, lengths, strict=True) for _ in range(length)]
+    return [score - sum(tokens) / len(tokens) for score in scores]
+
+
+@quick
+@given(rewards=reward_groups(min_scorable=1.0), data=st.data())
+def test_opo_is_verls(rewards: Tensor, data: st.DataObject) -> None:
+    rewards = rewards.nan_to_num(0.5)
+    seed = data.draw(st.integers(0, 10**6))
+    lengths = torch.randint(1, 9, rewards.shape, generator=torch.Generator().manual_seed(seed))
+    found = group_relative_advantages(rewards, baseline="length_weighted", scale="none", lengths=lengths)
+    expected = [opo_of_verl(*group) for group in zip(rewards.tolist(), lengths.tolist(), strict=True)]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    assert_close((lengths * found).sum(1), torch.zeros(len(found), dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@quick
+@given(rewards=reward_groups(), length=st.integers(0, 5))
+def test_equal_lengths_weigh_alike(rewards: Tensor, length: int) -> None:
+    """Also 0: nothing of the group is trained on."""
+    lengths = torch.full(rewards.shape, length)
+    found = group_relative_advantages(rewards, baseline="length_weighted", lengths=lengths)
+    assert_close(found, group_relative_advantages(rewards))
+
+
+def test_lengths_are_asked_for() -> None:
+    rewards = torch.tensor([[0.0, 1.0]])
+    with pytest.raises(ValueError, match=r"baseline 'length_weighted' needs lengths \[1, 2\].*got none"):
+        group_relative_advantages(rewards, baseline="length_weighted")
+    with pytest.raises(ValueError, match=r"needs lengths \[1, 2\].*got the shape \[2\]"):
+        group_relative_advantages(rewards, baseline="length_weighted", lengths=torch.ones(2))
+
+
+# --- pass@k
+
+
+def pass_at_k_loop(group: list[float], k: int) -> list[float]:
+    """By all subsets of k: how much a completion adds to the best of the others."""
+    known = [i for i, reward in enumerate(group) if not math.isnan(reward)]
+    result = [0.0] * len(group)
+    for i in known if len(known) >= k else []:
+        others = itertools.combinations([j for j in known if j != i], k - 1)
+        result[i] = statistics.fmean(
+            max(group[i], best) - best for best in (max(group[j] for j in subset) for subset in others)
+        )
+    return result
+
+
+@quick
+@given(rewards=reward_groups(), k=st.integers(2, 6))
+def test_pass_at_k_is_a_mean_over_all_subsets(rewards: Tensor, k: int) -> None:
+    k = min(k, rewards.size(1))
+    found = group_relative_advantages(rewards, baseline="pass_at_k", scale="none", k=k)
+    expected = [pass_at_k_loop(group, k) for group in rewards.tolist()]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    assert (found >= 0).all()
+
+
+def check_pass_at_k(group_relative_advantages: Any) -> None:
+    rewards = torch.tensor([[1.0, 4.0, 2.0]])
+    # All three: the best is 4, the second 2. Pairs: 2 beats 1 in one of its two; 4 beats 1 and 2, by 3 and 2.
+    for k, by_hand in ((None, [0.0, 2.0, 0.0]), (3, [0.0, 2.0, 0.0]), (2, [0.0, 2.5, 0.5])):
+        found = group_relative_advantages(rewards, baseline="pass_at_k", scale="none", k=k)
+        assert_close(found, torch.tensor([by_hand]))
+    # Fewer than k are scorable: no estimate. Two ties at the top: neither adds anything.
+    rewards = torch.tensor([[1.0, NAN, 0.0], [3.0, 3.0, 1.0]])
+    found = group_relative_advantages(rewards, baseline="pass_at_k", scale="none", k=3)
+    assert found.tolist() == [[0.0, 0.0, 0.0]] * 2
+    found = group_relative_advantages(rewards, baseline="pass_at_k", scale="none", k=2)
+    assert_close(found, torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
+
+
+def test_pass_at_k_by_hand() -> None:
+    check_pass_at_k(group_relative_advantages)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("math.comb(j, k - 2)", "math.comb(j, k - 1)", id="another subset size"),
+        pytest.param("math.comb(n - 1, k - 1)", "math.comb(n, k)", id="all subsets"),
+        pytest.param("if n >= k else", "if n >= 2 else", id="fewer than k"),
+        pytest.param("k = rewards.size(1) if k is None else k", "k = 2", id="k ignored"),
+    ],
+)
+def test_a_broken_pass_at_k_is_caught(broken: Any, old: str, new: str) -> None:
+    with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
+        check_pass_at_k(broken(group_relative_advantages, old, new))
+
+
+@quick
+@given(rewards=reward_groups(min_scorable=1.0))
+def test_of_all_completions_only_the_best_gains_and_by_its_lead(rewards: Tensor) -> None:
+    """`grpo_passk` of verl: the best reward less the second best, over the group's std where it is normalized."""
+    rewards = rewards.nan_to_num(0.5)
+    best, second = rewards.topk(2, dim=1).values.unbind(1)
+    expected = torch.zeros_like(rewards)
+    expected[torch.arange(len(rewards)), rewards.argmax(1)] = best - second
+    assert_close(group_relative_advantages(rewards, baseline="pass_at_k", scale="none"), expected)
+    normalized = expected / (rewards.std(1, keepdim=True) + 1e-4)
+    assert_close(group_relative_advantages(rewards, baseline="pass_at_k"), normalized)
+
+
+def test_pass_at_k_is_the_gradient_of_the_best_of_k() -> None:
+    """Exact: all outcomes of four samples of a softmax over three answers, pairs of them, weighed by their chance."""
+    values, k, size = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64), 2, 4
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    pairs = itertools.product(range(3), repeat=k)
+    best = sum(logprobs[list(pair)].sum().exp() * values[list(pair)].max() for pair in pairs)
+    (expected,) = torch.autograd.grad(best, logits, retain_graph=True)
+    estimate = torch.zeros(3, dtype=torch.float64)
+    for outcome in itertools.product(range(3), repeat=size):
+        chosen = logprobs[list(outcome)]
+        advantages = group_relative_advantages(values[list(outcome)][None], baseline="pass_at_k", scale="none", k=k)[0]
+        (gradient,) = torch.autograd.grad((advantages * chosen).mean(), logits, retain_graph=True)
+        estimate += chosen.sum().exp().detach() * gradient
+    assert_close(k * estimate, expected)
+
+
+@pytest.mark.parametrize("k", [1, 0, 4])
+def test_a_k_that_no_subset_has_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=rf"k of baseline 'pass_at_k' must be from 2 to num_generations = 3, got {k}"):
+        group_relative_advantages(torch.zeros(1, 3), baseline="pass_at_k", k=k)
+
+
+@pytest.mark.parametrize("baseline", ["length_weighted", "pass_at_k"])
+def test_a_std_around_zero_needs_advantages_that_sum_to_zero(baseline: Any) -> None:
+    with pytest.raises(ValueError, match=f"scale 'batch_advantage_std' .* baseline '{baseline}'"):
+        group_relative_advantages(
+            torch.zeros(1, 3), baseline=baseline, scale="batch_advantage_std", lengths=torch.ones(1, 3)
+        )
+
+
+# --- GPG
+
+
+@quick
+@given(rewards=reward_groups(min_scorable=1.0), idle=st.integers(1, 3))
+def test_gpg_is_as_if_groups_without_a_gradient_were_never_drawn(rewards: Tensor, idle: int) -> None:
+    """alpha = B / (B - M) of the paper turns a mean over B groups into one over those with a gradient."""
+    rewards = rewards.nan_to_num(0.5)
+    more = torch.cat([rewards, torch.ones(idle, rewards.size(1), dtype=rewards.dtype)])
+    few, many = (group_relative_advantages(values, scale="nonzero_fraction") for values in (rewards, more))
+    assert_close(many[: len(few)] / len(more), few / len(rewards))
+    num_varied = (~zero_variance_groups(more)).sum()
+    alpha = len(more) / num_varied.clamp(min=1)
+    assert_close(many, alpha * group_relative_advantages(more, scale="none"))

@@ -122,6 +122,9 @@ def check_cispo_surrogate(cispo_surrogate: Any) -> None:
     assert_close(loss, torch.tensor([[0.2, 4.8, 9.0]]))
     assert_close(logprobs.grad, torch.tensor([[-0.2, -2.4, -3.0]]))
     assert ratio.grad is None
+    # With the lower bound 1 - 0.3 the first ratio weighs 0.7.
+    bounded = cispo_surrogate(ratio, torch.tensor([[2.0]]), logprobs, epsilon_high=0.5, epsilon=0.3)
+    assert_close(bounded, torch.tensor([[1.4, 4.8, 9.0]]))
 
 
 def check_clipped(is_clipped_low: Any, is_clipped_high: Any) -> None:
@@ -383,9 +386,10 @@ def test_a_broken_surrogate_is_caught(broken: Any, old: str, new: str) -> None:
     ("old", "new"),
     [
         pytest.param("max=1 + epsilon_high)", "max=epsilon_high)", id="cap not counted from 1"),
-        pytest.param("1 + epsilon_high).detach()", "1 + epsilon_high)", id="weight not detached"),
-        pytest.param("return -ratio", "return ratio", id="sign flipped"),
-        pytest.param("* advantages * logprobs", "* advantages", id="log-prob dropped"),
+        pytest.param("None if epsilon is None else 1 - epsilon", "None", id="lower bound ignored"),
+        pytest.param("-weight.detach()", "-weight", id="weight not detached"),
+        pytest.param("return -weight", "return weight", id="sign flipped"),
+        pytest.param("-weight.detach() * advantages * logprobs", "-weight.detach() * advantages", id="no log-prob"),
     ],
 )
 def test_a_broken_cispo_is_caught(broken: Any, old: str, new: str) -> None:

@@ -12,10 +12,12 @@ from torch.testing import assert_close
 from grpo_lightning.functional import keeps_sequence, rollout_weights
 
 quick = settings(deadline=None, max_examples=50, derandomize=True, database=None)
-every_level = pytest.mark.parametrize("level", ["token", "sequence"])
+LEVELS = ["token", "sequence", "geometric"]
+every_level = pytest.mark.parametrize("level", LEVELS)
 every_outside = pytest.mark.parametrize("outside", ["truncate", "mask"])
 
-# Twice, eight times and half as likely; the last token is padding. The products are 16 and 1/2.
+# Twice, eight times and half as likely; the last token is padding. The products are 16 and 1/2, the geometric means 4
+# (of two tokens) and 0.7937 (of three).
 OLD = torch.tensor([[0.2, 0.8, 0.25], [0.1, 0.2, 0.2]]).log()
 ROLLOUT = torch.tensor([[0.1, 0.1, 0.5], [0.2, 0.2, 0.2]]).log()
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -33,6 +35,9 @@ def check_rollout_weights(rollout_weights: Any) -> None:
     assert weights("sequence", "truncate", high=10) == [[10], [0.5]]
     assert weights("sequence", "mask", high=10) == [[0], [0.5]]
     assert weights("sequence", "mask", high=20) == [[16], [0.5]]
+    assert weights("geometric", "truncate", high=3) == [[3], [0.7937]]
+    assert weights("geometric", "mask", high=3) == [[0], [0.7937]]
+    assert weights("geometric", "mask", low=0.8, high=5) == [[4], [0]]
     assert weights("token", "truncate") == [[2, 2, 1], [0.5, 1, 1]], "the default: at most 2"
 
 
@@ -77,7 +82,7 @@ def test_padding_and_agreement(seed: int, padding: float) -> None:
     mask = torch.rand(3, 4, generator=generator) < 0.6
     old = -3 * torch.rand(3, 4, generator=generator)
     rollout = old + 2 * torch.randn(3, 4, generator=generator)
-    for level in ("token", "sequence"):
+    for level in LEVELS:
         for outside in ("truncate", "mask"):
             chosen: Any = {"level": level, "outside": outside, "low": 0.5, "high": 2.0}
             found = rollout_weights(old, rollout, mask, **chosen)
@@ -90,15 +95,45 @@ def test_padding_and_agreement(seed: int, padding: float) -> None:
 @every_outside
 def test_sequences_of_one_token_are_tokens(outside: Any) -> None:
     one = torch.tensor([[True], [True]])
-    token, sequence = (
+    token, sequence, geometric = (
         rollout_weights(OLD[:, :1], ROLLOUT[:, :1], one, level=level, outside=outside)  # type: ignore[arg-type]
-        for level in ("token", "sequence")
+        for level in LEVELS
     )
     assert torch.equal(token, sequence)
+    assert torch.equal(token, geometric)
+
+
+@quick
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_the_geometric_mean_does_not_depend_on_the_length(seed: int, times: int) -> None:
+    """A completion repeated keeps its weight; the product is raised to a power."""
+    generator = torch.Generator().manual_seed(seed)
+    old, rollout = torch.randn(2, 3, 4, generator=generator)
+    limits: dict[str, Any] = {"outside": "truncate", "low": 0.0, "high": math.inf}
+    for level, power in (("geometric", 1), ("sequence", times)):
+        once, repeated = (
+            rollout_weights(o, r, torch.ones_like(o).bool(), level=level, **limits)  # type: ignore[arg-type]
+            for o, r in ((old, rollout), (old.repeat(1, times), rollout.repeat(1, times)))
+        )
+        assert_close(repeated.log(), (once.log() * power).clamp(-20, 20), rtol=1e-4, atol=1e-4)
+
+
+def test_the_geometric_mask_keeps_what_verl_keeps() -> None:
+    """`seq_mean_k1` with the threshold "low_high": the mean of log(engine / policy) lies in log low to log high."""
+    generator = torch.Generator().manual_seed(0)
+    old, rollout = torch.randn(2, 50, 6, generator=generator) / 20
+    mask = torch.rand(50, 6, generator=generator) < 0.8
+    low, high = 0.98, 1.02
+    mean = ((rollout - old) * mask).sum(1) / mask.sum(1).clamp(min=1)
+    kept = (mean >= math.log(low)) & (mean <= math.log(high))
+    found = rollout_weights(old, rollout, mask, level="geometric", outside="mask", low=1 / high, high=1 / low)
+    assert (found[:, 0] > 0).tolist() == kept.tolist()
+    assert 5 < kept.sum() < 45
+    assert ((found == 0) | (found - 1).abs().lt(0.021)).all(), "verl's weight is 1 there"
 
 
 def test_unknown_choices_are_named() -> None:
-    with pytest.raises(ValueError, match="level must be 'token' or 'sequence', got 'word'"):
+    with pytest.raises(ValueError, match="level must be 'token', 'sequence' or 'geometric', got 'word'"):
         rollout_weights(OLD, ROLLOUT, MASK, level="word", outside="mask")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="outside must be 'truncate' or 'mask', got 'drop'"):
         rollout_weights(OLD, ROLLOUT, MASK, level="token", outside="drop")  # type: ignore[arg-type]

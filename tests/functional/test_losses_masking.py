@@ -189,7 +189,11 @@ def test_a_broken_masked_mean_is_caught(broken: Any, old: str, new: str) -> None
         pytest.param("torch.where(mask, values, 0.0)", "values * mask", id="masked nan survives"),
         pytest.param("kept.sum() / _at_least_one(num_tokens)", "kept.sum() / mask.numel()", id="padding counted"),
         pytest.param("dim=1).sum() / _at_least_one(num_sequences)", "dim=1).mean()", id="empty row counted"),
-        pytest.param(" * max_completion_length)", " * mask.size(1))", id="divided by the batch's length"),
+        pytest.param(
+            "(_at_least_one(num_sequences) * max_completion_length)",
+            "(num_sequences * mask.size(1))",
+            id="divided by the batch's length",
+        ),
     ],
 )
 def test_a_broken_aggregate_is_caught(broken: Any, old: str, new: str) -> None:

@@ -28,9 +28,8 @@ def trained(overlong_filter: Any, completions: Any = COMPLETIONS, beta: float = 
     module = make_module(
         rewards=[num_vowels],
         engine=ScriptedEngine(completions),
-        objective=Objective(beta=beta),
         overlong_filter=overlong_filter,
-        **options,
+        **{"objective": Objective(beta=beta), **options},
     )
     fit(module, ["one", "a longer one"], batch_size=2, shuffle=False, max_steps=1)
     return module
@@ -96,3 +95,13 @@ def test_a_filter_changes_what_is_learned():
 def test_an_unknown_filter_is_named():
     with pytest.raises(ValueError, match=r"model\.overlong_filter must be one of none, loss, group, got 'drop'"):
         make_module(overlong_filter="drop")
+
+
+@pytest.mark.parametrize(("overlong_filter", "lengths"), [("none", [3, 4, 2, 4]), ("loss", [3, 0, 2, 4])])
+def test_the_length_weighted_baseline_counts_trained_tokens(overlong_filter, lengths):
+    """The second completion is cut: masked, it has no gradient whose variance the baseline could lower."""
+    objective = Objective(beta=0.0, baseline="length_weighted", scale="none")
+    module = trained(overlong_filter, objective=objective)
+    rewards = [2.0, 1.0, 0.0, 1.0]
+    baseline = sum(length * reward for length, reward in zip(lengths, rewards, strict=True)) / sum(lengths)
+    assert module.rollout.advantages[0].tolist() == pytest.approx([reward - baseline for reward in rewards])

@@ -394,6 +394,10 @@ OBJECTIVES = {
     "constant": Objective(aggregate="constant"),
     "gspo": Objective(aggregate="sequence", ratio="sequence", beta=0.0),
     "cispo": Objective(surrogate="cispo", beta=0.0),
+    "gmpo": Objective(aggregate="sequence", surrogate="gmpo", beta=0.0),
+    "reinforce": Objective(surrogate="reinforce", beta=0.0),
+    "vespo": Objective(surrogate="vespo", beta=0.0),
+    "dppo": Objective(surrogate="dppo_kl", epsilon=0.02, beta=0.0),
 }
 
 
