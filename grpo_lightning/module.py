@@ -19,12 +19,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 
 from grpo_lightning.core import ranks
@@ -60,6 +61,7 @@ from grpo_lightning.rollout.groups import (
     OverlongFilter,
     Rollout,
     SharedGroups,
+    check_finite,
     kl_to_reference,
     mask_truncated,
     per_completion,
@@ -99,6 +101,9 @@ from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
 from grpo_lightning.training.token_selection import select_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +214,26 @@ class GRPOLightningModule(L.LightningModule):
         # Not strict: checkpoints do not contain frozen weights and the reference, which are loaded or built again.
         # `on_load_checkpoint` checks that all trained weights are there.
         self.strict_loading = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have each overridden step of the algorithm check the type of what it returns (`checks.STEPS`)."""
+        super().__init_subclass__(**kwargs)
+        for name in checks.STEPS.keys() & vars(cls).keys():
+            setattr(cls, name, checks.checked_step(name, vars(cls)[name]))
+
+    @_restricted_classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805 - a classmethod
+        """Load a module from a checkpoint, as Lightning does. Functions and models in memory have to be passed again.
+
+        Raises:
+            TypeError: If they are not passed; the message names them.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except TypeError as error:
+            if problem := checkpoints.missing_arguments(error):
+                raise TypeError(problem) from error
+            raise
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -347,14 +372,16 @@ class GRPOLightningModule(L.LightningModule):
         """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
 
         Raises:
-            ValueError: If `compute_advantages` did not return one advantage per completion.
+            ValueError: If `compute_advantages` did not return one finite advantage per completion, or `split_rollout`
+                returned the wrong number of micro-batches.
         """
-        per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
+        advantages = per_completion(rollout.advantages, rollout.groups, name="advantages", verb="compute_advantages")
+        check_finite(advantages, name="advantages", verb="compute_advantages")
         self.rollout = rollout
         self.run.rollout_index += 1
         self.notify("on_rollout", self, rollout)
         self.add_ref_logprobs(rollout)
-        self.run.cycle = self.split_rollout(self.shared_groups.spread(rollout))
+        self.run.cycle = self.cycle_shape.check_cycle(self.split_rollout(self.shared_groups.spread(rollout)))
         self.shared_groups.forget()
         micro_batches = self.run.cycle.micro_batches
         add_padding(self.metrics, micro_batches)

@@ -1,11 +1,20 @@
 """Which cases of a matrix run in `make test`; the others are marked slow and run in `make test-all`."""
 
+import ctypes
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 SLOW = pytest.mark.slow
+
+CREATE_RULESET = 444
+"""Number of the system call that reports the version of Landlock, on every architecture."""
+
+NEEDS_LANDLOCK = pytest.mark.skipif(
+    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < 1,
+    reason="this kernel has no Landlock, without which programs are not run",
+)
 
 
 def only(fast: Collection[str], cases: Iterable[Any]) -> list[Any]:

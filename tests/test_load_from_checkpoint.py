@@ -67,6 +67,20 @@ def test_only_the_rewards_are_given_anew(folder):
     assert (loaded.reward_set.names, loaded.reward_set.weights) == (["letters"], [2.0])
 
 
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_what_must_be_given_anew_is_named(folder, is_in_memory):
+    trained(**({} if is_in_memory else {"policy": "policy"}))
+    needed = r"policy=\.\.\., rewards=\[\.\.\.\]" if is_in_memory else r"rewards=\[\.\.\.\]"
+    with pytest.raises(TypeError, match=rf"^load_from_checkpoint: pass {needed} again\."):
+        load()
+
+
+def test_other_wrong_arguments_keep_their_error(folder):
+    module = trained(policy="policy")
+    with pytest.raises(TypeError, match="cannot be called on an instance"):
+        module.load_from_checkpoint("run.ckpt", rewards=[letters])
+
+
 def test_the_reference_is_the_model_the_run_began_with(folder):
     start = tiny_model("qwen2", **SMALL)
     trained(policy="policy", objective=Objective(beta=0.1))

@@ -133,7 +133,7 @@ def test_resuming_around_a_base_that_was_changed_since(folder, kind, factor, tmp
         return make_module(policy=policy, objective=Objective(beta=0.1))
 
     fit(module(1.0), max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
-    refused = pytest.raises(ValueError, match=r"policy is not the policy that the run .* began with.* load it again")
+    refused = pytest.raises(ValueError, match=r"is not the policy .* began with.* another model .* load it again")
     with contextlib.nullcontext() if factor == 1 else refused:
         fit(module(factor), max_steps=2, ckpt_path=str(tmp_path / "a.ckpt"))
 

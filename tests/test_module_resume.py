@@ -385,7 +385,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
         "has_moved": False,
         "moment": None,
         "world_size": 1,
-        "is_broken_off": False,
+        "is_interrupted": False,
     }
 
 
@@ -435,6 +435,16 @@ def test_a_checkpoint_of_another_policy_is_refused(killed_mid_cycle, layers, mes
         train(killed_mid_cycle, resume=True, module=other)
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 2}, {"max_epochs": 1}])
+def test_a_run_that_was_complete_says_so(tmp_path, caplog, limit):
+    said = r"The run was already complete at step \d+ .*: nothing was trained"
+    with caplog.at_level("INFO"):
+        train(tmp_path, max_epochs=1)
+        assert not re.search(said, caplog.text)
+        train(tmp_path, resume=True, **({"max_epochs": 9} | limit))
+        assert len(re.findall(said, caplog.text)) == 1
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_resuming_around_a_model_that_was_trained_since(tmp_path, beta):
     """As a notebook does: the model in memory is no longer the reference that the run began with."""
@@ -447,7 +457,7 @@ def test_resuming_around_a_model_that_was_trained_since(tmp_path, beta):
     if beta == 0:  # nothing but the weights counts
         train(tmp_path, module=module(model), **settings)
         return
-    with pytest.raises(ValueError, match=r"policy is not the policy that the run .* began with.* load it again"):
+    with pytest.raises(ValueError, match=r"is not the policy .* began with.* another model .* load it again"):
         train(tmp_path, module=module(model), **settings)
     train(tmp_path, module=module(tiny_model("qwen2", **SMALL)), **settings)
 

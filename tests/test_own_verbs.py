@@ -168,3 +168,125 @@ def test_a_verb_that_gives_the_wrong_shape_is_named(given):
     for kind, verb, name in ((Rewards, "score_rewards", "rewards"), (Advantages, "compute_advantages", "advantages")):
         with pytest.raises(ValueError, match=rf"`{verb}` must return the Rollout with `{name}` \[4, 4\].* got {got}"):
             fit(make_module(kind), max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "num_counts", "got"),
+    [
+        (3, 2, "3 micro-batches and counts of 2 updates"),
+        (8, 4, "8 micro-batches and counts of 4 updates"),
+        (0, 0, "0 micro-batches and counts of 0 updates"),
+    ],
+)
+def test_a_cycle_of_the_wrong_length_is_named(num_batches, num_counts, got):
+    class Split(GRPOLightningModule):
+        def split_rollout(self, rollout):
+            cycle = super().split_rollout(rollout)
+            batches, counts = cycle.micro_batches * 2, cycle.counts * 2
+            return Cycle(batches[:num_batches], counts[:num_counts], self.num_iterations)
+
+    expected = (
+        r"`split_rollout` must return a Cycle with 4 micro-batches \(accumulate_grad_batches 2 x updates_per_rollout "
+        r"2\) and the counts of 2 updates; got "
+    )
+    with pytest.raises(ValueError, match=f"{expected}{got}"):
+        fit(make_module(Split, updates_per_rollout=2), max_steps=2, accumulate_grad_batches=2)
+
+
+def test_a_rollout_without_completions_is_reported(caplog):
+    class Nothing(GRPOLightningModule):
+        def resample(self, rollout):
+            return rollout.select([])
+
+    history = History()
+    fit(make_module(Nothing), max_steps=1, callbacks=[history])
+    assert history.steps[0]["rollout/empty_updates"] == 1
+    (message,) = [record.getMessage() for record in caplog.records if "advantages" in record.getMessage()]
+    assert "the rollout has no completions. Check what `sample` and `resample` return" in message
+
+
+def test_advantages_as_a_list_are_named():
+    class Advantages(GRPOLightningModule):
+        def compute_advantages(self, rollout):
+            rollout.advantages = rollout.rewards.tolist()
+            return rollout
+
+    with pytest.raises(ValueError, match=r"`compute_advantages` must return .* got a list: use torch\.tensor"):
+        fit(make_module(Advantages), max_steps=1)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_advantages_must_be_finite(wrong):
+    class Advantages(OwnCompare):
+        def compute_advantages(self, rollout):
+            rollout = super().compute_advantages(rollout)
+            rollout.advantages[1, 2] = rollout.advantages[3, 0] = wrong
+            return rollout
+
+    module = make_module(Advantages)
+    with pytest.raises(ValueError, match=r"`compute_advantages` returned 2 of 16 `advantages` that are nan or inf"):
+        fit(module, max_steps=1)
+    assert are_equal(weights_of(module), weights_of(fit_nothing()))
+
+
+def fit_nothing():
+    """A module whose weights are loaded and not trained."""
+    module = make_module()
+    module.configure_model()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("verb", "expected"),
+    [
+        ("sample", r"the Rollout \(add `return rollout`\)"),
+        ("score_rewards", r"the Rollout \(add `return rollout`\)"),
+        ("resample", r"the Rollout \(add `return rollout`\)"),
+        ("compute_advantages", r"the Rollout \(add `return rollout`\)"),
+        ("split_rollout", "a Cycle "),
+        ("update", "the loss, a Tensor "),
+    ],
+)
+@pytest.mark.parametrize("wrong", [None, 3.5])
+def test_a_verb_that_returns_something_else_is_named(verb, expected, wrong):
+    def override(self, *args, **kwargs):
+        getattr(GRPOLightningModule, verb)(self, *args, **kwargs)
+        return wrong
+
+    kind = type("Own", (GRPOLightningModule,), {verb: override})
+    got = "None" if wrong is None else "a value of type float"
+    with pytest.raises(ValueError, match=rf"^`{verb}` returned {got}; it must return {expected}"):
+        fit(make_module(kind), max_steps=1)
+
+
+class BareAdvantages(GRPOLightningModule):
+    """Returns the groups and their advantages only."""
+
+    def compute_advantages(self, rollout):
+        return Rollout(rollout.groups, advantages=rollout.rewards - rollout.rewards.mean(dim=1, keepdim=True))
+
+
+class BareResample(GRPOLightningModule):
+    """Returns some groups and their rewards only."""
+
+    def resample(self, rollout):
+        return Rollout(rollout.groups[1:], rewards=rollout.rewards[1:])
+
+
+@pytest.mark.parametrize(("own", "num_groups"), [(BareAdvantages, 4), (BareResample, 3)])
+def test_what_a_step_leaves_out_is_filled_in(own, num_groups, tmp_path):
+    module = make_module(own)
+    fit(module, max_steps=1, callbacks=[CompletionLog(dirpath=str(tmp_path))], shuffle=False)
+    rewards = module.rollout.scores.total
+    assert rewards.shape == (num_groups, 4)
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == pytest.approx(rewards.flatten().tolist())
+
+
+def test_other_groups_without_rewards_are_named():
+    class Own(GRPOLightningModule):
+        def resample(self, rollout):
+            return Rollout(rollout.groups[1:])
+
+    with pytest.raises(ValueError, match="`resample` must return the Rollout with `rewards` of its groups; got none"):
+        fit(make_module(Own), max_steps=1)

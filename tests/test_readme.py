@@ -69,7 +69,7 @@ def folder(tmp_path, monkeypatch):
 def test_the_files_and_commands_are_found():
     assert list(files()) == ["rows.jsonl", "my_rewards.py", "my_run.yaml"]
     assert [command.split()[1] for command in commands()] == [
-        *("fit", "recipes", "plan", "fit"),
+        *("fit", "recipes", "recipes", "plan", "fit"),
         *("fit", "validate", "export"),
         *["fit"] * 4,
     ]
@@ -78,7 +78,7 @@ def test_the_files_and_commands_are_found():
 def test_the_commands_run_one_after_the_other(folder, capsys):
     for command in commands():
         _, verb, *arguments = shlex.split(command)
-        if "quickstart" in arguments or any("devices" in argument for argument in arguments):
+        if verb == "fit" and ("quickstart" in arguments or any("devices" in argument for argument in arguments)):
             parse(arguments)  # tests/test_recipes.py runs it; tests/distributed runs several processes
         elif verb in ("fit", "validate"):
             main([verb, *arguments, *SHORT, f"--trainer.max_steps={4 if 'auto' in arguments else 2}"])
@@ -88,6 +88,7 @@ def test_the_commands_run_one_after_the_other(folder, capsys):
     assert "completions per rollout" in said  # plan
     assert re.search(r"│ reward +│", said)  # validate
     assert Path("my-model/config.json").is_file()
+    assert Path("my_recipe.yaml").is_file()
     run = Path("runs/my_run/version_0")
     for name in ("metrics.csv", "completions.jsonl", "config.yaml", "checkpoints"):
         assert (run / name).exists(), name

@@ -100,6 +100,13 @@ OWN_ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "AI-MO/NuminaMath-TIR": lambda n: math_row(n, "problem", "solution", "messages"),
     "DigitalLearningGmbH/MATH-lighteval": lambda n: math_row(n, "problem", "level", "solution", "type"),
     "HuggingFaceH4/MATH-500": lambda n: math_row(n, "problem", "solution", "answer", "subject", "level", "unique_id"),
+    "open-r1/verifiable-coding-problems-python-10k": lambda n: {
+        "problem": f"{n}+1",
+        "verification_info": {
+            "language": "python",
+            "test_cases": [{"input": f"{n}\n", "output": f"{n + 1}\n", "type": "stdin_stdout"}],
+        },
+    },
     "openai/gsm8k": lambda n: {"question": f"{n}+1", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"},
     "trl-lib/ultrafeedback-prompt": lambda n: {"prompt": [{"content": f"{n}+1", "role": "user"}]},
     "runs/quickstart/task": lambda n: {"prompt": f"{n}+1", "answer": str(n + 1)},

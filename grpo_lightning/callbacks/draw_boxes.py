@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import logging
@@ -71,12 +72,18 @@ class Panel:
     answer: Answer
     earlier: Answer | None = None
 
+    @property
+    def prompt_hash(self) -> str:
+        """Hash of question, image and ground truth: panels of the same prompt have the same hash."""
+        text = f"{self.title}\n{self.size}\n{[float(number) for number in self.right]}\n"
+        return hashlib.sha256(text.encode() + self.png).hexdigest()
+
 
 class DrawBoxes(L.Callback):
     """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two boxes.
 
     The pictures are PNG files in the folder `boxes` of the run: `before.png` before training, `step-<N>.png` at every
-    validation of the run, and `after.png` after training. All later pictures of the same images also show the boxes
+    validation of the run, and `after.png` after training. All later pictures of the same prompts also show the boxes
     that were predicted before training. The commands `validate` and `test` write `validate.png` and `test.png`.
     Weights & Biases and TensorBoard get the same pictures as `val/boxes`.
 
@@ -111,20 +118,24 @@ class DrawBoxes(L.Callback):
         self.coordinates: GivenCoordinates = coordinates
         self.gold_coordinates: GoldCoordinates = gold_coordinates
         self.dirpath = dirpath
-        self.before: list[Answer] | None = None
+        self.before: dict[str, Answer] | None = None
+        """The answers before training, by `Panel.prompt_hash`."""
+
         self.chosen: list[Prompt] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw before training. A resumed run keeps the answers of its first start; a `fast_dev_run` draws nothing."""
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.before = [panel.answer for panel in self.draw(trainer, pl_module, "before")]
+            self.before = {panel.prompt_hash: panel.answer for panel in self.draw(trainer, pl_module, "before")}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw at every validation."""
         if trainer.sanity_checking or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         is_training = trainer.state.fn == TrainerFn.FITTING
+        if not is_training:
+            self.chosen = None
         self.draw(trainer, pl_module, f"step-{trainer.global_step}" if is_training else "validate")
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -148,9 +159,8 @@ class DrawBoxes(L.Callback):
         panels = in_order_of_prompts(gather_objects(list(self.panels(pl_module, self.chosen))))
         if not panels:
             return []
-        if name != "before" and self.before is not None and len(self.before) == len(panels):
-            both = zip(panels, self.before, strict=True)
-            panels = [dataclasses.replace(panel, earlier=earlier) for panel, earlier in both]
+        before = self.before or {}
+        panels = [dataclasses.replace(panel, earlier=before.get(panel.prompt_hash)) for panel in panels]
         if trainer.is_global_zero:
             mean = sum(panel.answer.overlap for panel in panels) / len(panels)
             kind = "greedy" if self.greedy else "sampled"
@@ -202,12 +212,13 @@ class DrawBoxes(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The answers before training."""
-        return {"before": None if self.before is None else [dataclasses.asdict(answer) for answer in self.before]}
+        before = self.before
+        return {"before": before and {key: dataclasses.asdict(answer) for key, answer in before.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the answers before training."""
         before = state_dict["before"]
-        self.before = None if before is None else [Answer(answer["box"], answer["overlap"]) for answer in before]
+        self.before = before and {key: Answer(answer["box"], answer["overlap"]) for key, answer in before.items()}
 
 
 def prompts_of(loader: Iterable[Any] | None) -> Iterator[Prompt]:

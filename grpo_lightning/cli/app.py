@@ -256,6 +256,8 @@ class GRPOCLI(LightningCLI):
         settings = self.config[self.config.subcommand]
         if problem := config_errors.unknown_name(settings.trainer):
             raise ConfigurationError(config.with_origin(problem, given))
+        if problem := config.unset_argument(settings):
+            raise ConfigurationError(config.with_origin(problem, given))
         settings.run_name = runs.run_name(settings.run_name, config.config_files(args))
         if self.config.subcommand == "fit" and all(
             settings.trainer.get(name) == unset for name, unset in LIMITS.items()

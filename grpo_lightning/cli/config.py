@@ -15,9 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from pydoc import locate
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from jsonargparse import Namespace
 
 from grpo_lightning import optimizers, schedules
 from grpo_lightning.cli import recipes
@@ -209,6 +211,41 @@ def holds(tree: Any, keys: Sequence[str]) -> bool:
         return False
     below = tree.get(keys[0], tree.get(f"{keys[0]}+"))
     return (below is not None and holds(below, keys[1:])) or holds(tree.get("init_args"), keys)
+
+
+def unset_argument(settings: Any, key: str = "") -> str | None:
+    """Error message for a required constructor argument without a type annotation and without a value; None if none is.
+
+    The parser refuses a missing argument that has an annotation, but passes None for a missing argument without one.
+
+    Args:
+        settings: Parsed settings: objects with `class_path` and `init_args`, lists, and plain values.
+        key: Dotted key of the settings.
+    """
+    if isinstance(settings, list):
+        found = (unset_argument(item, f"{key}[{i}]") for i, item in enumerate(settings))
+        return next(filter(None, found), None)
+    if not isinstance(settings, Namespace | Mapping):
+        return None
+    values = vars(settings) if isinstance(settings, Namespace) else settings
+    if isinstance(kind := locate(str(values.get("class_path"))), type):
+        for name, value in vars(values.get("init_args") or Namespace()).items():
+            if value is None and (owner := owner_of_untyped(kind, name)):
+                return (
+                    f"{key}: {values['class_path']} requires the argument {name!r}, which has no value. Set it: "
+                    f"init_args: {{{name}: ...}}. If null is meant, annotate the argument in "
+                    f"{owner.__name__}.__init__, for example `{name}: float | None`."
+                )
+    found = (unset_argument(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
+    return next(filter(None, found), None)
+
+
+def owner_of_untyped(kind: type, name: str) -> type | None:
+    """The class, `kind` or a base of it, whose constructor requires this argument without an annotation; else None."""
+    for own in kind.__mro__:
+        if "__init__" in vars(own) and (argument := inspect.signature(vars(own)["__init__"]).parameters.get(name)):
+            return own if argument.default is argument.empty and argument.annotation is argument.empty else None
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- short names

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import yaml
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -99,6 +100,10 @@ OTHER_VALUES = {
 """Values that other trainers use and the values that correspond to them in this package, by key."""
 
 
+UNKNOWN = r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)"
+"""Pattern of the parser's message about a key that is not an argument of an object's class."""
+
+
 class Problem(NamedTuple):
     """A problem extracted from the parser's message."""
 
@@ -125,7 +130,8 @@ def read_problem(message: str) -> Problem:
         indent = len(line) - len(line.lstrip())
         if line.strip() and indent <= depth:
             break
-        if match := re.search(r"class_path '([^']+)'", line):
+        is_found = any(re.search(UNKNOWN, earlier) for earlier in text)
+        if not is_found and (match := re.search(r"class_path '([^']+)'", line)):
             kind = match[1]
         if match := re.search(r'Parser key "([^"]+)":', line):
             names, text, depth = [*names, match[1]], [], indent
@@ -149,11 +155,12 @@ def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) ->
     if section := re.match(r'Parser key "([^"]+)": Unable to load config', message):
         found = [place for place in places(sources, [section[1]]) if not isinstance(place.value, Mapping)]
         place = [*found, Place("", section[1], None)][0]
-        return place.say(f"{place.key} takes settings (key: value) or a file of them, got {place.value!r}.")
+        return place.say(f"{place.key} takes settings (key: value) or a file of them, got {in_yaml(place.value)}.")
     problem = read_problem(message)
     own = keys.get(problem.names[0], Key(None, None, "")) if problem.names else None
     explained = own and (
-        unknown_below(problem, own, keys, sources)
+        beside_class_path(problem, sources)
+        or unknown_below(problem, own, keys, sources)
         or wrong_import(problem, own, sources)
         or wrong_value(problem, sources)
     )
@@ -206,6 +213,14 @@ def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}")
 
 
+def in_yaml(value: Any) -> str:
+    """Format a value as YAML on one line, with text in quotes."""
+    if isinstance(value, str):
+        return repr(value)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
 def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Iterable[Source]) -> str:
     """Error message for a key that the parser does not have."""
     place = next(places(sources, names), Place("", "", None))
@@ -217,19 +232,26 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
     return place.say(unknown_key(f"{prefix}{names[depth]}", siblings, keys))
 
 
+def beside_class_path(problem: Problem, sources: Iterable[Source]) -> str | None:
+    """Error message for a mapping with `class_path` and unknown keys next to it: `init_args` is missing."""
+    # The parser's message depends on the types of the key, so look at the settings instead.
+    for place in places(sources, problem.names[:1]):
+        for key, value in leaves(place.value, place.key):
+            others = [other for other in value if other not in CLASS_KEYS] if isinstance(value, Mapping) else []
+            if others and "class_path" in value:
+                kind = str(value["class_path"]).rpartition(".")[2]
+                text = unknown_key(f"{key}.{others[0]}", CLASS_KEYS)
+                return place.say(f"{text} Arguments of {kind} belong in init_args.")
+    return None
+
+
 def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: Sequence[Source]) -> str | None:
     """Error message for a key that is not an argument of an object's class."""
-    match = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --([^\s=]+)", problem.text)
+    match = re.search(UNKNOWN, problem.text)
     if match is None:
         return None
     name = (match[1] or match[2]).partition(".")[0]
     is_outer = len(problem.names) == 1
-    if name == "class_path":  # a mapping with class_path and unknown keys next to it
-        for place in places(sources, problem.names):
-            for key, value in leaves(place.value, place.key):
-                others = [other for other in value if other not in CLASS_KEYS] if isinstance(value, Mapping) else []
-                if others and "class_path" in value:
-                    return place.say(unknown_key(f"{key}.{others[0]}", CLASS_KEYS))
     if is_outer and problem.kind in str(own.hint) and settings_class(own.hint, own.default) is None:
         outer = problem.names[0]
         classes = [kind.__name__ for kind in named_classes(own.hint) if not kind.__subclasses__()]
@@ -246,11 +268,11 @@ def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: 
     found = list(places(sources, [*problem.names, name]))
     of_kind = [place for place in found if place.kind.rpartition(".")[2] in ("", kind)]
     place = next(iter(of_kind or found), Place("", ".".join([*problem.names, name]), None))
-    return place.say(unknown_key(place.key, allowed, keys))
+    return place.say(unknown_key(place.key, allowed, keys, kind))
 
 
-def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None = None) -> str:
-    """Error message for an unknown key, with suggestions and the allowed keys."""
+def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None = None, kind: str = "") -> str:
+    """Error message for an unknown key, with suggestions and the allowed keys: the arguments of `kind`, if given."""
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
     near = [f"{group}.{other}" if group else other for other in difflib.get_close_matches(name, allowed)]
@@ -263,14 +285,16 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
     near += [OTHER_NAMES[name]] if name in OTHER_NAMES and not near else []
     hint = f" Did you mean {' or '.join(near[:3])}?" if near else ""
     if not allowed:
-        return f"there is no key {key}. {group} takes one value.{hint}"
+        return f"there is no key {key}. {f'{kind} has no arguments' if kind else f'{group} takes one value'}.{hint}"
     choices = ", ".join(allowed[:MAX_LISTED]) + (", ..." if len(allowed) > MAX_LISTED else "")
     return f"there is no key {key}.{hint}\n{f'Keys of {group}' if group else 'Keys'}: {choices}."
 
 
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
     """Error message for an import path that cannot be imported, or an unknown class name."""
-    named = r"class_path '(.+?)'|path string: (.+)$" + (r"|Given value: (\w.*\..*)$" if named_classes(own.hint) else "")
+    named = r"class_path '(.+?)'|Got value: Namespace\(class_path='(.+?)'|path string: (.+)$"
+    if named_classes(own.hint) or "expects a function" in problem.text:
+        named += r"|Given value: (\w.*\..*)$"
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):
@@ -326,14 +350,24 @@ WORDS = {
 
 def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
     """Error message for a value of the wrong type."""
+    got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
+    if got is None:
+        return None
+    # If the value is inside a list, leave out what may be given in place of the list.
+    text = problem.text[: got.start()].rpartition("Does not validate")[2]
+    if got[0].startswith("Got"):
+        text = "\n".join(line for line in problem.text.splitlines() if f"Got value: {got[1]}" in line)
+    text = re.sub(r"\. Got value: .*", "", text)
+    # For text, the parser describes a choice of numbers as a whole number.
+    if numbers := re.search(r"Subtypes: \[(?!.*<class 'int'>).*?(typing\.Literal\[\d[\d, ]*\])", problem.text):
+        text = text.replace("Expected a <class 'int'>", f"Expected a {numbers[1]}")
     expected = dict.fromkeys(
         word
         for pattern, form in WORDS.items()
-        for match in re.finditer(pattern, problem.text)
+        for match in re.finditer(pattern, text)
         for word in [form.format(match[1].replace("'", "") if match.groups() else "")]
     )
-    got = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value: .*)?$", problem.text, re.MULTILINE)
-    if not expected or got is None:
+    if not expected:
         return None
     texts = [
         text for word in expected if word.startswith("one of ") for text in word.removeprefix("one of ").split(", ")
@@ -344,7 +378,7 @@ def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
                 other = OTHER_VALUES.get(key, {}).get(got[1])
                 near = [other] if other else difflib.get_close_matches(got[1], texts, n=1)
                 hint = f" Did you mean {near[0]}?" if near else ""
-                return place.say(f"{key} must be {' or '.join(expected)}, got {value!r}.{hint}")
+                return place.say(f"{key} must be {' or '.join(expected)}, got {in_yaml(value)}.{hint}")
     return None
 
 

@@ -21,11 +21,13 @@ def run(args: list[str]) -> None:
     print(f"Exported {written.num_weights:,} {what} ({dtype}) to {folder}:")
     for path in written.files:
         print(f"  {path.name}  {path.stat().st_size / 2**20:,.1f} MiB")
-    taken = f" and {written.num_from_policy:,} weights that were not trained" * bool(written.num_from_policy)
     sees_images = written.sees_images
     tokenizer, model = ("processor", "ImageTextToText") if sees_images else ("tokenizer", "CausalLM")
     limits = "; the image size limits of the processor are those of the run" if sees_images else ""
-    print(f"Config, {tokenizer}{taken} are those of {written.policy}{limits}.")
+    parts = ["the config", f"the {tokenizer}"]
+    if written.num_from_policy:
+        parts.append(f"{written.num_from_policy:,} weights that were not trained")
+    print(f"Copied from {written.policy}: {', '.join(parts[:-1])} and {parts[-1]}{limits}.")
     if written.quantization != "none":
         what = "the adapter goes with" if written.is_adapter else "the adapter is merged into"
         print(f"The run kept frozen weights in {written.quantization}; {what} the full-precision ones.")
@@ -53,6 +55,12 @@ def checkpoint_of(path: Path) -> Path:
     if not folders:
         return path
     newest, skipped = resume.newest(folders)
+    if newest is None and not skipped:
+        raise ConfigurationError(
+            f"{path} has no checkpoint. The recipe may turn checkpoints off (trainer.enable_checkpointing: false, as "
+            "the quickstarts do): train again with --trainer.enable_checkpointing=true. If the checkpoints are in "
+            "another folder, give a file."
+        )
     if newest is None:
         raise ConfigurationError(f"{path} has no complete checkpoint ({len(skipped)} incomplete). Give a file.")
     print(f"Checkpoint: {newest}")

@@ -33,7 +33,7 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     if why := why_incomplete(path):
         return why
     if to_train and path.is_dir() and was_interrupted(path):
-        return "it was saved inside an optimizer step, which an error broke off"
+        return "it was saved inside an optimizer step that an error interrupted"
     file = path if path.is_file() else path / "meta.pt"
     if not to_train or not file.is_file():
         return None
@@ -45,8 +45,8 @@ def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
         return f"it cannot be read ({str(error).strip().partition(chr(10))[0]})"
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__}, not a checkpoint"
-    if (content.get("grpo") or {}).get("is_broken_off"):
-        return "it was saved inside an optimizer step, which an error broke off"
+    if (content.get("grpo") or {}).get("is_interrupted"):
+        return "it was saved inside an optimizer step that an error interrupted"
     if why := RankFiles(path).why_missing(content.get("grpo")):
         return why
     # The shards of a sharded checkpoint contain the optimizer state; meta.pt then contains the schedulers.

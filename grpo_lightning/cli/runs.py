@@ -110,17 +110,27 @@ def keep_old_config(folder: Path, text: str) -> None:
 
 
 def remove_without_results(folder: Path) -> None:
-    """Remove the folder of a run if it holds only settings and empty logs.
-
-    The contents of TensorBoard files are not checked, because metrics.csv has the same metrics.
-    """
+    """Remove the folder of a run if it holds only settings and empty logs."""
 
     def is_empty(path: Path) -> bool:
-        is_log = path.name.startswith("events.out.tfevents.") or path.name in ("config.yaml", "hparams.yaml")
-        return is_log or (path.name == "metrics.csv" and path.stat().st_size == 0)
+        if path.name.startswith("events.out.tfevents."):
+            return not has_numbers(path)
+        return path.name in ("config.yaml", "hparams.yaml") or (path.name == "metrics.csv" and not path.stat().st_size)
 
     if all(is_empty(path) for path in folder.rglob("*") if not path.is_dir()):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_numbers(events: Path) -> bool:
+    """True if a TensorBoard file holds more than hyperparameters, or if it cannot be read without tensorboard."""
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+            LegacyEventFileLoader,
+        )
+    except ImportError:
+        return True
+    tags = [value.tag for event in LegacyEventFileLoader(str(events)).Load() for value in event.summary.value]
+    return any(tag != "hp_metric" and not tag.startswith("_hparams_/") for tag in tags)
 
 
 # --------------------------------------------------------------------------------------------------------- its loggers

@@ -59,11 +59,17 @@ def to_prompt(
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If the row has none of `PROMPT_COLUMNS`, if the prompt is invalid, or if the number of images does
-            not match the placeholders in the prompt.
+        ValueError: If the row has none of `PROMPT_COLUMNS`, all of them are null, the prompt is invalid, or the number
+            of images does not match the placeholders in the prompt.
     """
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
     if not found:
+        if empty := [repr(column) for column in PROMPT_COLUMNS if column in row]:
+            verb = "is" if len(empty) == 1 else "are"
+            raise ValueError(
+                f"{where}: the row has no prompt: {' and '.join(empty)} {verb} null. Give the row a prompt, or remove "
+                "the row."
+            )
         raise ValueError(
             f"{where}: the row has no prompt column; its columns are: {', '.join(map(str, row)) or 'none'}. "
             f"One of {', '.join(PROMPT_COLUMNS)} must be there: rename a column (columns: {{old: new}})."

@@ -370,6 +370,13 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
         ids = tokenizer(prompt.content)["input_ids"]
     else:
         if tokenizer.chat_template is None:
+            if isinstance(prompt.columns.get(prompt.prompt_column), str):  # text in the data
+                raise ValueError(
+                    f"{where or prompt.label}: the column {prompt.prompt_column!r} becomes the user message of a chat, "
+                    "but the tokenizer has no chat template. Set data.prompt_as to text to continue the column as "
+                    "plain text (in Python: PromptTemplate(prompt_as='text')), use an instruction-tuned model, or put "
+                    "a chat template into the tokenizer's folder."
+                )
             raise ValueError(
                 f"{where or prompt.label} is a list of messages, but the tokenizer has no chat template. Use "
                 "an instruction-tuned model, put a chat template into the tokenizer's folder, or set data.prompt_as to "

@@ -262,12 +262,12 @@ def choose_attention(
         return requested
     is_missing = importlib.util.find_spec("flash_attn") is None
     reason = None
-    if is_missing:
-        reason = "it needs flash-attn, which is not installed: pip install 'grpo-lightning[flash]'"
-    elif device_type != "cuda":
+    if device_type != "cuda":
         reason = f"it requires CUDA, and this run is on {device_type}"
     elif compute_dtype == "float32":
         reason = "it requires 16 bits, and this run computes in float32: set trainer.precision to bf16-mixed"
+    elif is_missing:
+        reason = "it needs flash-attn, which is not installed: pip install 'grpo-lightning[flash]'"
     elif (model_reason := no_flash_reason()) is not None:
         reason = f"it cannot run this model: {model_reason}"
     if reason is None:
@@ -276,7 +276,7 @@ def choose_attention(
     if requested == "auto":
         log.info("Attention: the model's default (sdpa for most models), not flash_attention_2: %s.", reason)
         return None
-    error = ModuleNotFoundError if is_missing else ValueError
+    error = ModuleNotFoundError if "not installed" in reason else ValueError
     raise error(f"policy.attention is 'flash_attention_2': {reason}. Or set policy.attention to 'auto'.")
 
 

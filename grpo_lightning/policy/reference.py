@@ -201,9 +201,10 @@ class RunReference:
         if any(self.fingerprint[dtype] != saved[dtype] for dtype in self.fingerprint.keys() & saved.keys()):
             raise ValueError(
                 "model.policy is not the policy that the run of this checkpoint began with, which is the reference of "
-                "its KL term: its weights have changed since, for example by training it or merging an adapter into it "
-                "in this process. Give the original policy (if it is a model in memory, load it again), or start a new "
-                "run from the checkpoint's weights."
+                "its KL term. Either it is another model (compare policy.name with the run's config.yaml), or its "
+                "weights have changed since, for example by training it or merging an adapter into it in this process. "
+                "Give the original policy (if it is a model in memory, load it again), or start a new run from the "
+                "checkpoint's weights."
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:

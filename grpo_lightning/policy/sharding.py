@@ -36,7 +36,7 @@ class Sharding:
         yield
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Context in which models that are not part of the policy (reward models) are created, and stay unsharded."""
         yield
 
@@ -185,7 +185,7 @@ class Partitioned(PartitionedGradients):
             partition_parameters.restore_init_context()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Keep DeepSpeed and transformers from partitioning models that are created or loaded."""
         with self.building(), unpartitioned():
             yield

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.rewards.by_method import MultipleChoice as MultipleChoice
     from grpo_lightning.rewards.by_method import TextSimilarity as TextSimilarity
     from grpo_lightning.rewards.by_method import YesNo as YesNo
+    from grpo_lightning.rewards.code_tests import CodeTests as CodeTests
     from grpo_lightning.rewards.countdown import Countdown as Countdown
     from grpo_lightning.rewards.length import Cosine as Cosine
     from grpo_lightning.rewards.length import Length as Length
@@ -50,6 +51,7 @@ _HOMES = {
         "base": "Reward RewardLike WeightedReward completion_text",
         "boxes.rewards": "BoxRepetition DetectionMAP FormatRec IoU OdLength WeightedSum",
         "by_method": "AllMatch AnyAnswer ByMethod Counting MultipleChoice TextSimilarity YesNo",
+        "code_tests": "CodeTests",
         "countdown": "Countdown",
         "length": "Cosine Length SoftOverlong",
         "llm_judge": "LLMJudge",

@@ -25,6 +25,7 @@ from grpo_lightning.rewards.by_method import (
     TextSimilarity,
     YesNo,
 )
+from grpo_lightning.rewards.code_tests import CodeTests
 from grpo_lightning.rewards.countdown import Countdown
 from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
 from grpo_lightning.rewards.llm_judge import LLMJudge
@@ -41,6 +42,7 @@ SHIPPED: dict[str, type] = {
     "any_answer": AnyAnswer,
     "box_repetition": BoxRepetition,
     "by_method": ByMethod,
+    "code_tests": CodeTests,
     "cosine": Cosine,
     "countdown": Countdown,
     "counting": Counting,

@@ -121,7 +121,7 @@ class RewardSet:
             num_local_ranks: Ranks on this machine.
         """
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
-        with (sharding or Sharding()).beside():
+        with (sharding or Sharding()).unsharded():
             for reward in self.rewards:
                 reward.connect(device)
 
@@ -232,7 +232,8 @@ def check_rows(prompts: Iterable[Prompt], rewards: Sequence[WeightedReward]) -> 
         # An explicit null is intended; a missing column may be a mistake.
         if others := have[source, name, column]:
             log.warning(
-                "%d of %d rows%s have no column %r: the reward %r gets None there, which most rewards do not score.",
+                "%d of %d rows%s have no column %r. In these rows, the reward %r gets None for this column, and "
+                "most rewards then give no value.",
                 count,
                 count + others,
                 f" of {source!r}" if source else "",

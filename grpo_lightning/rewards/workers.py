@@ -18,7 +18,7 @@ import concurrent.futures
 import contextlib
 import gc
 import itertools
-import logging.handlers
+import logging
 import math
 import multiprocessing
 import os
@@ -644,6 +644,38 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
         os._exit(status)  # skips the exit handlers that the supervisor has registered
 
 
+class FirstRecords(logging.Handler):
+    """Keeps the first `MOST_RECORDS` log records of a call, which the training process writes to the run's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.records: list[tuple[str, int, str]] = []
+        self.num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Format and keep a record, or count it as dropped."""
+        if len(self.records) == MOST_RECORDS:
+            self.num_dropped += 1
+            return
+        try:
+            message = record.getMessage()
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 (the message may not fit its arguments)
+            self.handleError(record)
+        else:
+            self.records.append((record.name, record.levelno, message))
+
+    def all_records(self) -> list[tuple[str, int, str]]:
+        """The kept records (logger, level, message), and a warning if records were dropped."""
+        if not self.num_dropped:
+            return self.records
+        dropped = (
+            f"{self.num_dropped:,} more log messages of this call were dropped; the limit is {MOST_RECORDS:,} per call."
+        )
+        return [*self.records, (log.name, logging.WARNING, dropped)]
+
+
 def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     """Run a call and return its answer.
 
@@ -662,12 +694,11 @@ def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
     called.add(number)
     before = _pickle_state(reward) if is_first else None
     _seed_random(seed)
-    records = logging.handlers.BufferingHandler(MOST_RECORDS)  # the training process writes them to the run's log
-    records.setLevel(logging.INFO)
-    logging.getLogger().addHandler(records)
+    recorder = FirstRecords()
+    logging.getLogger().addHandler(recorder)
     answer = call_reward(reward, arguments, BaseException)  # SystemExit is a failure like others
-    logging.getLogger().removeHandler(records)
-    answer.records = [(record.name, record.levelno, record.getMessage()) for record in records.buffer]
+    logging.getLogger().removeHandler(recorder)
+    answer.records = recorder.all_records()
     if isinstance(answer.cause, MemoryError):
         answer.problem += "; the limit is model.reward_workers.memory_gb"
     elif isinstance(answer.result, Awaitable):

@@ -183,14 +183,24 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
     """Check that the method `verb` returned values [N, G], and return the values. Raises: ValueError if not."""
     sizes = {len(group.completions) for group in groups}
-    shape = None if values is None else tuple(values.shape)
-    if values is None or values.ndim != 2 or len(values) != len(groups) or not sizes <= {values.shape[1]}:
-        size = sizes.pop() if len(sizes) == 1 else "G"
+    if isinstance(values, Tensor) and values.ndim == 2 and len(values) == len(groups) and sizes <= {values.shape[1]}:
+        return values
+    size = sizes.pop() if len(sizes) == 1 else "G"
+    got = "none" if values is None else f"a {type(values).__name__}: use torch.tensor(...)"
+    if isinstance(values, Tensor):
+        got = f"the shape {list(values.shape)}"
+    raise ValueError(
+        f"`{verb}` must return the Rollout with `{name}` [{len(groups)}, {size}], one number per completion; got {got}."
+    )
+
+
+def check_finite(values: Tensor, *, name: str, verb: str) -> None:
+    """Check that values [N, G] have no nan and no infinity. Raises: ValueError with their number and the method."""
+    if num_wrong := int((~values.isfinite()).sum()):
         raise ValueError(
-            f"`{verb}` must return the Rollout with `{name}` [{len(groups)}, {size}], one number per completion; got "
-            f"{'none' if shape is None else f'the shape {list(shape)}'}."
+            f"`{verb}` returned {num_wrong} of {values.numel()} `{name}` that are nan or infinite, which would make "
+            "the weights nan. The reward of a completion that is not scorable is nan: set its advantage to 0."
         )
-    return values
 
 
 class SharedGroups:

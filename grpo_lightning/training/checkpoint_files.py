@@ -39,7 +39,7 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         yield read_file(path)
         return
-    with scratch_beside(path) as scratch:
+    with scratch_folder(path) as scratch:
         joined = Path(scratch) / "checkpoint.ckpt"
         if (path / ".metadata").is_file():
             yield join_shards(path, joined)
@@ -52,7 +52,7 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
             )
 
 
-def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
+def scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
     """Create a temporary folder next to `path`, or in the system's temporary folder if that fails."""
     try:
         return tempfile.TemporaryDirectory(dir=path.parent, prefix="joined-")
@@ -141,19 +141,19 @@ folder, and this file is written when all of them have finished. A checkpoint th
 it is a zip archive, whose directory is written last."""
 
 
-def mark_complete(checkpoint: Path, *, beside: Sequence[Path] = (), is_interrupted: bool = False) -> None:
+def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_interrupted: bool = False) -> None:
     """Mark a sharded checkpoint as complete. One rank calls this after all ranks have saved.
 
     Args:
         checkpoint: Folder of the checkpoint.
-        beside: Files outside the folder that belong to the checkpoint.
+        other_files: Files outside the folder that belong to the checkpoint.
         is_interrupted: True if an exception ended the run inside an optimizer step: no run can resume from the
             checkpoint.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
-    sizes = {os.path.relpath(path, checkpoint.resolve()): path.stat().st_size for path in beside}
+    sizes = {os.path.relpath(path, checkpoint.resolve()): path.stat().st_size for path in other_files}
     sizes |= {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
-    text = json.dumps({"is_broken_off": is_interrupted, "bytes": sizes}, indent=1)
+    text = json.dumps({"is_interrupted": is_interrupted, "bytes": sizes}, indent=1)
     unfinished = checkpoint / f".{MARK}"
     unfinished.write_text(f"{text}\n", encoding="utf-8")
     unfinished.replace(checkpoint / MARK)
@@ -185,7 +185,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 def was_interrupted(checkpoint: Path) -> bool:
     """True if no run can resume from a complete folder, because an error ended its run inside an optimizer step."""
-    return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_broken_off"))
+    return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_interrupted"))
 
 
 REFERENCE = "reference"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +100,17 @@ class StepEnds(L.Callback):
         """Record that callbacks may have replaced the weights."""
         self.has_ended = True
 
+    def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Log that a resumed run had nothing left to train: Lightning then skips training and `on_train_end`."""
+        if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
+            log.info(
+                "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "
+                "trained. To continue, raise the limit.",
+                trainer.global_step,
+                trainer.max_steps,
+                trainer.max_epochs,
+            )
+
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
     """Warn if a checkpoint that can be resumed is saved after averaged weights have replaced the trained weights."""
@@ -141,7 +153,7 @@ def save_complete(
     if trainer.is_global_zero:
         if path.is_dir():
             is_interrupted = run.is_interrupted(trainer)
-            mark_complete(path, beside=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
+            mark_complete(path, other_files=RankFiles(path).of_moment(moment), is_interrupted=is_interrupted)
         RankFiles(path).tidy(moment)
 
 
@@ -181,6 +193,18 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
             plain[name] = dataclasses.asdict(value)
             plain[name].pop("metrics", None)  # objects, which have to be passed again like rewards
     return plain if loader.settings is None else plain | {"policy": loader.settings}
+
+
+def missing_arguments(error: TypeError) -> str | None:
+    """Error message if `error` says that `load_from_checkpoint` did not get policy or rewards; None if it does not."""
+    missing = re.search(r"__init__\(\) missing .*", str(error))
+    if missing is None or not (names := re.findall(r"'(policy|rewards)'", missing[0])):
+        return None
+    arguments = ", ".join("rewards=[...]" if name == "rewards" else f"{name}=..." for name in names)
+    return (
+        f"load_from_checkpoint: pass {arguments} again. A checkpoint contains no reward functions, and no policy that "
+        "was a model in memory."
+    )
 
 
 def check_keys(names: Collection[str], known: Collection[str], trained: Sequence[str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -16,8 +19,9 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype
+from grpo_lightning.rewards.scoring import Scores
 from grpo_lightning.rollout import dynamic_sampling
-from grpo_lightning.rollout.groups import OverlongFilter
+from grpo_lightning.rollout.groups import OverlongFilter, Rollout
 from grpo_lightning.training import data_checks
 from grpo_lightning.training.actor import Offloadable, OldLogprobs
 from grpo_lightning.training.lightning_internals import (
@@ -26,7 +30,7 @@ from grpo_lightning.training.lightning_internals import (
     make_loader,
     validation_seconds,
 )
-from grpo_lightning.training.micro_batches import CycleShape
+from grpo_lightning.training.micro_batches import Cycle, CycleShape
 from grpo_lightning.training.strategies import check_strategy, has_masters, sharding_of
 
 if TYPE_CHECKING:
@@ -38,6 +42,49 @@ if TYPE_CHECKING:
     from grpo_lightning.training.evaluation import Validation
 
 log = logging.getLogger(__name__)
+
+
+STEPS: dict[str, tuple[type, str]] = {
+    "sample": (Rollout, "the Rollout (add `return rollout`)"),
+    "score_rewards": (Rollout, "the Rollout (add `return rollout`)"),
+    "resample": (Rollout, "the Rollout (add `return rollout`)"),
+    "compute_advantages": (Rollout, "the Rollout (add `return rollout`)"),
+    "split_rollout": (Cycle, "a Cycle (add `return Cycle(...)`)"),
+    "update": (Tensor, "the loss, a Tensor (add `return loss`)"),
+}
+"""The module's steps of the algorithm: the type that each returns, and how an error describes what to return."""
+
+
+def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of `STEPS` that a subclass overrides; the wrapper raises ValueError for a wrong return type."""
+    kind, expected = STEPS[name]
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        returned = step(*args, **kwargs)
+        if not isinstance(returned, kind):
+            got = "None" if returned is None else f"a value of type {type(returned).__name__}"
+            raise ValueError(f"`{name}` returned {got}; it must return {expected}.")
+        if name in ("resample", "compute_advantages"):
+            (given,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Rollout))
+            return with_scores(cast(Rollout, returned), given)
+        return returned
+
+    return checked
+
+
+def with_scores(returned: Rollout, given: Rollout) -> Rollout:
+    """Fill in the rewards and scores that an overridden step left out, for logs and callbacks.
+
+    They are those of the rollout that the step got, if it returned the same groups. For other groups, the scores are
+    made from the returned rewards.
+    """
+    if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
+        rewards = given.rewards if returned.rewards is None else returned.rewards
+        return replace(returned, rewards=rewards, scores=returned.scores or given.scores)
+    if returned.rewards is None:
+        raise ValueError("`resample` must return the Rollout with `rewards` of its groups; got none.")
+    return replace(returned, scores=returned.scores or Scores.of_totals(returned.rewards))
 
 
 @contextlib.contextmanager

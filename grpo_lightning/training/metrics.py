@@ -265,6 +265,8 @@ def empty_reason(rollout: Rollout, overlong_filter: OverlongFilter, max_completi
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())
     total = torch.tensor([len(completions), num_masked, num_scorable])
     num_completions, num_masked, num_scorable = ranks.sum_over_ranks(total).tolist()
+    if not num_completions:
+        return "the rollout has no completions. Check what `sample` and `resample` return"
     if num_masked == num_completions:
         return (
             f"all were truncated at {max_completion_length} tokens, and overlong_filter {overlong_filter!r} masks "

@@ -93,17 +93,34 @@ class CycleShape:
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
         """Error message for a loader that yields every batch `given` times, not `num_micro_steps` times."""
+        times = "once" if given == 1 else f"{given} times"
         cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
         return (
             f"A rollout is trained for {self.num_micro_steps} micro-steps (accumulate_grad_batches "
             f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout} x num_iterations "
-            f"{self.num_iterations}), but the training loader yields every batch {given} time(s). "
+            f"{self.num_iterations}), but the training loader yields every batch {times}. "
             + (
                 f"Give the PromptSource {cycle}."
                 if is_from_source
                 else f"Wrap the data: grpo_lightning.PromptSource(data, batch_size=..., {cycle})."
             )
         )
+
+    def check_cycle(self, cycle: Cycle) -> Cycle:
+        """Check that `split_rollout` returned a cycle of the right length, and return the cycle.
+
+        Raises:
+            ValueError: If the number of micro-batches or of updates is wrong.
+        """
+        given, expected = len(cycle.micro_batches), self.accumulate_grad_batches * self.updates_per_rollout
+        if (given, len(cycle.counts)) != (expected, self.updates_per_rollout):
+            raise ValueError(
+                f"`split_rollout` must return a Cycle with {expected} micro-batches (accumulate_grad_batches "
+                f"{self.accumulate_grad_batches} x updates_per_rollout {self.updates_per_rollout}) and the counts of "
+                f"{self.updates_per_rollout} updates; got {given} micro-batches and counts of {len(cycle.counts)} "
+                "updates."
+            )
+        return cycle
 
     def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
         """Check that a micro-step can be trained.

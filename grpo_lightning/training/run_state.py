@@ -138,7 +138,7 @@ class RunState:
             "reference_fingerprint": {} if self.reference is None else self.reference.fingerprint,
             "moment": self.moment(end),
             "world_size": ranks.world_size(),
-            "is_broken_off": self.is_interrupted(trainer),
+            "is_interrupted": self.is_interrupted(trainer),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path, *, is_training: bool) -> None:
@@ -153,7 +153,7 @@ class RunState:
             ValueError: If the checkpoint was saved inside a cycle by a different number of ranks, or if this run's
                 reference differs from that of the checkpoint.
         """
-        self.was_interrupted_in_step = state.get("is_broken_off", False)
+        self.was_interrupted_in_step = state.get("is_interrupted", False)
         self.rollout_index = state["rollout_index"]
         self.cycle = None
         if not is_training:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from grpo_lightning.rewards import (
     AnyAnswer,
     BoxRepetition,
     ByMethod,
+    CodeTests,
     Cosine,
     Countdown,
     Counting,
@@ -38,7 +40,9 @@ from grpo_lightning.rewards import (
     YesNo,
 )
 from grpo_lightning.rewards.accuracy import UndecidedError
+from grpo_lightning.rewards.sandbox import client
 from tests.arguments.registry import case, case_of_each
+from tests.marks import NEEDS_LANDLOCK
 
 RIGHT = "<answer>4</answer>"
 
@@ -124,6 +128,76 @@ def test_countdown():
     assert rewards(numbers_column="have", target_column="want") == [1]
     assert rewards(numbers_column="have") == rewards(target_column="want") == [0]
     assert rewards(target_column="want", uses="some") == [1]
+
+
+@NEEDS_LANDLOCK
+@case(CodeTests, "tests_columns", "setup_column", "entry_point_column", "preamble")
+def test_code_rows():
+    check = "def check(candidate):\n    assert candidate(n) == 3\n"
+    rows = {"verification_info": ["assert f(1) == 2"], "tests": ["assert f(1) == 3"], "check": check}
+    rows |= {"setup": "n = 2\ng = n", "name": "f", "with_setup": ["assert f(g) == 3"]}
+
+    def found(program: str = "def f(x): return x + 1", **options: Any) -> float | None:
+        return value(CodeTests(**options), f"```python\n{program}\n```", **rows)
+
+    assert found() == 1
+    assert found(tests_columns=["tests"]) == 0
+    assert found(tests_columns=["verification_info", "tests"]) == 0.5
+    assert found(tests_columns=["with_setup"]) == 0
+    assert found(tests_columns=["with_setup"], setup_column="setup") == 1
+    options = {"tests_columns": ["check"], "setup_column": "setup"}
+    assert found(**options, entry_point_column="name") == 1
+    with pytest.raises(ValueError, match="a function 'check' and entry_point_column"):
+        found(**options)
+    assert found("def f(x: Optional[int]): return x + 1") == 1
+    assert found("def f(x: Optional[int]): return x + 1", preamble="") == 0
+    assert found("def f(x): return x + one", preamble="one = 1") == 1
+
+
+@NEEDS_LANDLOCK
+@case(CodeTests, "score", "max_tests", "tolerance", "memory_mb")
+def test_code_scores():
+    tests = {"inputs": ["3", "4", "5"], "outputs": ["1.5", "2.0", "3.5"]}
+
+    def found(program: str = "print(int(input()) / 2)", **options: Any) -> float | None:
+        return value(CodeTests(**options), f"```python\n{program}\n```", verification_info=tests)
+
+    assert found() == pytest.approx(2 / 3)
+    assert found(score="all") == 0
+    assert found(max_tests=2) == 1
+    assert found("print(int(input()) / 2 + 1e-7)") == pytest.approx(2 / 3)
+    assert found("print(int(input()) / 2 + 1e-7)", tolerance=0.0) == 0
+    assert found("print(int(input()) / 2 + 1e-7)", tolerance=1e-9) == 0
+    assert found("x = bytes(10**8); print(int(input()) / 2)", memory_mb=64) == 0
+    assert found("x = bytes(10**8); print(int(input()) / 2)", memory_mb=512) == pytest.approx(2 / 3)
+
+
+@NEEDS_LANDLOCK
+@case(CodeTests, "timeout_seconds", "call_seconds")
+def test_code_times():
+    tests = {"inputs": [""] * 3, "outputs": [""] * 3}
+
+    def found(seconds: float, **options: Any) -> float | None:
+        return value(
+            CodeTests(**options), f"```python\nimport time; time.sleep({seconds})\n```", verification_info=tests
+        )
+
+    assert found(0.7) == found(0.7, timeout_seconds=4, call_seconds=25.0) == 1
+    assert found(0.7, timeout_seconds=0.4) == 0
+    assert found(0.7, timeout_seconds=1.0, call_seconds=1.0) == pytest.approx(1 / 3)
+    assert found(0.7, call_seconds=5.0) == 1
+
+
+@NEEDS_LANDLOCK
+@case(CodeTests, "allow_file_reads")
+def test_code_reads(monkeypatch):
+    old = "from grpo_lightning.rewards.sandbox import isolation; isolation._CREATE_RULESET = 100_000\n"
+    monkeypatch.setattr(client, "START_LAUNCHER", client.START_LAUNCHER.replace("from grpo", old + "from grpo"))
+    program = f"```python\nprint(open({__file__!r}).readline())\n```"
+    tests = {"inputs": [""], "outputs": [Path(__file__).read_text().partition("\n")[0]]}
+    with pytest.raises(client.SandboxError, match="no Landlock"):
+        value(CodeTests(), program, verification_info=tests)
+    assert value(CodeTests(allow_file_reads=True), program, verification_info=tests) == 1
 
 
 @case(BoxRepetition, "n_grams", "max_penalty")

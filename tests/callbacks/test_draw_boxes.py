@@ -132,6 +132,26 @@ def test_a_resumed_run_shows_the_answers_before_the_first_part(tmp_path, drawn):
     assert (panels[0].earlier, panels[0].answer) == (Answer((0, 0, 20, 40), 0.5), Answer((0, 0, 40, 40), 1.0))
 
 
+def test_only_pictures_of_the_same_prompts_show_the_answers_before_training(tmp_path, drawn):
+    """As many test prompts as validation prompts: one has another image, one is the same, one has another box."""
+    callback = DrawBoxes()
+    trainer = train(callback, tmp_path, engine=Learning("[0, 0, 20, 40]", "-"), steps=1)
+    others = [box_prompt(RIGHT[0], index=0, seed=7), PROMPTS[0], box_prompt(RIGHT[0], index=2, seed=1)]
+    trainer.test(trainer.lightning_module, PromptSource(others, 2, shuffle=False), verbose=False)
+    panels, _ = drawn["test"][0]
+    assert [panel.earlier for panel in panels] == [None, Answer((0, 0, 20, 40), 0.5), None]
+    restored = DrawBoxes()
+    restored.load_state_dict(callback.state_dict())
+    drawn.clear()
+    for prompts in (others, PROMPTS):
+        source = PromptSource(prompts, 2, shuffle=False)
+        make_trainer(callbacks=[restored], default_root_dir=str(tmp_path)).validate(
+            grounding_module(Answers("[0, 0, 40, 40]", "-")), source, verbose=False
+        )
+    first, second = ([panel.earlier is not None for panel in panels] for panels, _ in drawn["validate"])
+    assert (first, second) == ([False, True, False], [True, True, True])
+
+
 @pytest.mark.filterwarnings("ignore:The `fast_dev_run`")
 def test_a_fast_dev_run_draws_nothing(tmp_path, drawn):
     train(DrawBoxes(), tmp_path, fast_dev_run=1)

@@ -2,15 +2,16 @@
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from jsonargparse import ActionConfigFile, ArgumentError
 
 from grpo_lightning.cli.app import Parser
-from grpo_lightning.cli.config import Source
+from grpo_lightning.cli.config import Source, read
 from grpo_lightning.cli.config_errors import explain
 
 
@@ -34,6 +35,39 @@ class Pencil(Base):
         pass
 
 
+class Rule(ABC):
+    """As `Reward`: abstract, and a list of rules also takes functions of any kind."""
+
+    @abstractmethod
+    def __call__(self):
+        pass
+
+
+class Strict(Rule):
+    def __init__(self, extract: str = "auto"):
+        pass
+
+    def __call__(self):
+        pass
+
+
+class Bare(Rule):
+    def __call__(self):
+        pass
+
+
+class Weighted(Rule):
+    def __init__(self, rule: Rule | Callable[..., Any], weight: float = 1.0):
+        pass
+
+    def __call__(self):
+        pass
+
+
+def prepare():
+    pass
+
+
 class Factory:
     def __init__(self, params: list, rate: float = 0.1):
         pass
@@ -51,6 +85,13 @@ def parser(monkeypatch):
     parser.add_argument("--model.factory", type=Callable[[list], Factory], default={"class_path": "paints.Factory"})
     parser.add_argument("--data.rows", type=list[Colour] | str, default="")
     parser.add_argument("--model.title", type=str | None, default=None)
+    parser.add_argument("--model.rules", type=list[Rule | Callable[..., Any]])
+    parser.add_argument("--model.tools", type=list[Base] | Base | None, default=None)
+    parser.add_argument("--model.weights", type=list[float] | None, default=None)
+    parser.add_argument("--model.offload", type=list[Literal["reference", "optimizer"]] | None, default=None)
+    parser.add_argument("--data.prepare", type=Callable[[], str] | None, default=None)
+    parser.add_argument("--data.columns", type=list[int | str] | None, default=None)
+    parser.add_argument("--precision", type=Literal[64, 32] | Literal["16-mixed"] | None, default=None)
     parser.add_argument("--seed", type=int | None, default=None)
     return parser
 
@@ -69,7 +110,10 @@ def found(parser, **tree):
             {"model": {"cuont": 1}},
             "there is no key model.cuont. Did you mean model.count?\nKeys of model: brushes, col",
         ),
-        ({"models": {"a": 1}}, "there is no key models. Did you mean model?\nKeys: config, data, model, seed."),
+        (
+            {"models": {"a": 1}},
+            "there is no key models. Did you mean model?\nKeys: config, data, model, precision, seed.",
+        ),
         ({"count": 1}, "there is no key count. Did you mean model.count?"),
         ({"model": {"seed": 1}}, "there is no key model.seed. Did you mean seed?"),
         ({"model": {"count": "x"}}, "model.count must be a whole number, got 'x'."),
@@ -103,6 +147,109 @@ def test_the_key_is_named(parser, tree, said):
     assert text.startswith("s.yaml: ")
     assert said in text
     assert len(text) < 400
+
+
+BELONG = "Arguments of {} belong in init_args."
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "kind"),
+    [
+        ({"class_path": "Strict", "extract": "boxed"}, "extract", "Strict"),
+        ({"class_path": "paints.Strict", "extract": "boxed"}, "extract", "Strict"),
+        ({"class_path": "Strict", "init_arg": {"extract": "boxed"}}, "init_arg", "Strict"),
+        (
+            {"class_path": "Weighted", "init_args": {"rule": {"class_path": "Strict", "extract": "boxed"}}},
+            "init_args.rule.extract",
+            "Strict",
+        ),
+        ({"class_path": "Weighted", "weight": 2, "init_args": {"rule": {"class_path": "Bare"}}}, "weight", "Weighted"),
+    ],
+)
+@pytest.mark.parametrize("key_of_list", ["rules", "rules+"])
+def test_an_argument_next_to_class_path_is_named(parser, rule, key, kind, key_of_list):
+    text = found(parser, model={key_of_list: [{"class_path": "Bare"}, rule]})
+    assert text.startswith(f"s.yaml: there is no key model.rules[1].{key}.")
+    assert text.endswith(
+        f"Keys of {f'model.rules[1].{key}'.rpartition('.')[0]}: class_path, dict_kwargs, init_args. "
+        + BELONG.format(kind)
+    )
+
+
+def test_an_argument_next_to_the_class_path_of_a_function_is_named(parser):
+    text = found(parser, data={"prepare": {"class_path": "paints.Factory", "rate": 1}})
+    assert text.startswith("s.yaml: there is no key data.prepare.rate.")
+    assert text.endswith(BELONG.format("Factory"))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        ({"class_path": "paints.prepar"}, "data.prepare.class_path: paints has no 'prepar'. Did you mean paints.pre"),
+        ({"class_path": "paints.Fctory", "init_args": {"rate": 1}}, "class_path: paints has no 'Fctory'. Did you mean"),
+        ({"class_path": "nowhere.f"}, "data.prepare.class_path: there is no module 'nowhere' for nowhere.f."),
+        ("paints.prepar", "data.prepare: paints has no 'prepar'. Did you mean paints.prepare"),
+    ],
+)
+def test_a_typo_in_the_path_of_a_function_is_named(parser, prepare, said):
+    text = found(parser, data={"prepare": prepare})
+    assert text.startswith("s.yaml: data.prepare")
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"model": {"offload": [None]}}, "model.offload[0] must be one of reference, optimizer, got null."),
+        (
+            {"model": {"offload": ["reference", "optimiser"]}},
+            "model.offload[1] must be one of reference, optimizer, got 'optimiser'. Did you mean optimizer?",
+        ),
+        ({"model": {"offload": [[1]]}}, "model.offload[0] must be one of reference, optimizer, got [1]."),
+        ({"model": {"weights": [1, None]}}, "model.weights[1] must be a number, got null."),
+        ({"model": {"weights": [True]}}, "model.weights[0] must be a number, got true."),
+        ({"model": {"weights": "x"}}, "model.weights must be a list or null, got 'x'."),
+        ({"data": {"columns": [None]}}, "data.columns[0] must be a whole number or text, got null."),
+    ],
+)
+def test_null_is_not_offered_inside_a_list_that_refuses_it(parser, tree, said):
+    assert found(parser, **tree) == f"s.yaml: {said}"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(True, "true"), ([None, 1, "x"], "[null, 1, x]"), ({"a": False}, "{a: false}"), ("x", "'x'")]
+)
+def test_values_are_shown_as_in_yaml(parser, value, shown):
+    assert found(parser, model={"count": value}) == f"s.yaml: model.count must be a whole number, got {shown}."
+
+
+def test_the_value_of_a_section_is_shown_as_in_yaml(parser):
+    text = explain('Parser key "data": Unable to load config', parser.keys(), [Source("in s.yaml", {"data": True})])
+    assert text == "s.yaml: data takes settings (key: value) or a file of them, got true."
+
+
+@pytest.mark.parametrize("value", ["fp16", 17])
+def test_the_numbers_that_are_allowed_are_listed(parser, value):
+    said = f"precision must be one of 64, 32 or one of 16-mixed or null, got {value!r}."
+    assert found(parser, precision=value).startswith(f"s.yaml: {said}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--model.tools+=paints.Brush", "--model.tools.widthh=1"],
+            "there is no key model.tools.widthh. Did you mean model.tools.width?\nKeys of model.tools: colour, width.",
+        ),
+        (["--model.rules+=paints.Bare", "--model.rules.width=1"], "no key model.rules.width. Bare has no arguments."),
+    ],
+)
+def test_an_argument_of_an_appended_object_is_named(parser, flags, said):
+    with pytest.raises(ArgumentError) as error:
+        parser.parse_args(["--model.name=x", *flags])
+    text = explain(error.value.message, parser.keys(), read(flags))
+    assert text.startswith("on the command line: there is no key")
+    assert said in text
 
 
 def test_what_a_factory_is_called_with_is_no_setting(parser):

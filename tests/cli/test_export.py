@@ -106,5 +106,9 @@ def test_a_run_stands_for_its_newest_checkpoint(checkpoint, tmp_path, capsys):
         run([str(tmp_path / given), str(tmp_path / "model"), "--force"])
         assert f"Checkpoint: {newest}" in capsys.readouterr().out
     newest.unlink()
-    with pytest.raises(ConfigurationError, match="has no complete checkpoint"):
+    none = r"version_1 has no checkpoint\. The recipe may turn checkpoints off \(trainer\.enable_checkpointing: false"
+    with pytest.raises(ConfigurationError, match=none):
+        run([str(tmp_path / "run/version_1"), str(tmp_path / "model"), "--force"])
+    newest.write_bytes(b"half")
+    with pytest.raises(ConfigurationError, match=r"has no complete checkpoint \(1 incomplete\)"):
         run([str(tmp_path / "run/version_1"), str(tmp_path / "model"), "--force"])

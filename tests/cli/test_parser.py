@@ -407,3 +407,60 @@ def test_what_is_no_entry_is_told_what_to_write(entry, said, form):
     flag, config = [f"--data.datasets=[{entry}]"], ["--config", f"{{data: {{datasets: [{entry}]}}}}"]
     with pytest.raises(ConfigurationError, match=said):
         parsed(*(flag if form == "flag" else config))
+
+
+# ------------------------------------------------------------------------------------------- arguments without a type
+
+
+class Untyped:
+    """A reward whose required argument has no annotation."""
+
+    def __init__(self, bonus, scale=None):
+        self.values = (bonus, scale)
+
+    def __call__(self, completions, **columns):
+        return [1.0 for _ in completions]
+
+
+class Derived(Untyped):
+    """A reward that inherits the argument."""
+
+    def __init__(self, *, factor: float = 1.0, **kwargs):
+        super().__init__(**kwargs)
+
+
+class Nullable:
+    """A reward whose required argument may be null."""
+
+    def __init__(self, bonus: float | None):
+        self.bonus = bonus
+
+    def __call__(self, completions, **columns):
+        return [1.0 for _ in completions]
+
+
+def path_of(kind):
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@pytest.mark.parametrize("kind", [Untyped, Derived])
+@pytest.mark.parametrize("form", ["name", "class", "weighted"])
+def test_a_required_argument_without_a_type_must_have_a_value(kind, form):
+    alone = {"class_path": path_of(kind)}
+    weighted = {"class_path": WEIGHTED, "init_args": {"reward": alone, "name": "own"}}
+    reward = {"name": path_of(kind), "class": alone, "weighted": weighted}[form]
+    place = r"model\.rewards\[1\]" + (r"\.init_args\.reward" if form == "weighted" else "")
+    said = rf"{place}: .*\.{kind.__name__} requires the argument 'bonus', which has no value\. Set it: init_args: "
+    remedy = r".*annotate the argument in Untyped.__init__, for example `bonus: float \| None`"
+    with pytest.raises(ConfigurationError, match=said + remedy):
+        parsed(f"--model.rewards={json.dumps([FIRST[1], reward])}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "values"),
+    [(Untyped, {"bonus": 3}, {"bonus": 3, "scale": None}), (Nullable, {"bonus": None}, {"bonus": None})],
+)
+def test_a_given_value_or_an_annotated_null_is_taken(kind, given, values):
+    rewards = json.dumps([{"class_path": path_of(kind), "init_args": given}])
+    (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
+    assert plain(reward)["init_args"] == values

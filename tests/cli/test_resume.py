@@ -50,11 +50,11 @@ def test_the_newest_complete_checkpoint_of_all_versions(tmp_path):
     assert resume.folders_of_run(best) == resume.folders_of_run(tmp_path / "none") == []
 
 
-WHOLE = {"optimizer_states": [], "grpo": {"is_broken_off": False}}
+WHOLE = {"optimizer_states": [], "grpo": {"is_interrupted": False}}
 
 
 def test_a_run_goes_on_only_from_what_can_be_resumed(tmp_path):
-    broken = saved(tmp_path / "broken.ckpt", 40, **WHOLE | {"grpo": {"is_broken_off": True}})
+    broken = saved(tmp_path / "broken.ckpt", 40, **WHOLE | {"grpo": {"is_interrupted": True}})
     weights = saved(tmp_path / "weights.ckpt", 30)
     listed = tmp_path / "list.ckpt"
     torch.save([1], listed)
@@ -70,7 +70,7 @@ def test_a_run_goes_on_only_from_what_can_be_resumed(tmp_path):
 
 
 def test_a_checkpoint_without_what_its_ranks_saved_next_to_it_is_skipped_by_name(tmp_path):
-    grpo = {"is_broken_off": False, "moment": "step3-1-2", "world_size": 2, "is_pending": True, "has_moved": False}
+    grpo = {"is_interrupted": False, "moment": "step3-1-2", "world_size": 2, "is_pending": True, "has_moved": False}
     old = saved(tmp_path / "old.ckpt", 10, **WHOLE)
     copied = saved(tmp_path / "copied.ckpt", 20, **WHOLE | {"grpo": grpo})
     path, skipped = resume.newest([tmp_path], to_train=True)

@@ -150,6 +150,12 @@ def test_a_folder_with_anything_else_stays(tmp_path, name):
     assert path.exists()
 
 
+def test_a_folder_with_logged_numbers_stays(tmp_path):
+    tensorboard(tmp_path / "version_0", reward=1.0)
+    runs.remove_without_results(tmp_path / "version_0")
+    assert (tmp_path / "version_0").exists()
+
+
 def test_where_the_first_logger_has_no_folder_metrics_are_kept():
     """Otherwise Lightning would point every callback at `wandb`'s working folder."""
     trainer = Namespace(default_root_dir=None, logger=logger(WANDB, save_dir=".", name=None, version=None))

@@ -260,7 +260,7 @@ def test_bad_images_stop_the_setup_or_are_left_out(tmp_path, caplog):
         module = ready(**options, bad_images="drop", num_workers=1)
         kept = module.train_prompts if module.val_prompts is None else module.val_prompts
         assert [prompt.index for prompt in kept] == [0]
-    assert "1 rows with bad images or boxes are dropped (1 of 'seen')" in caplog.text
+    assert "1 row with bad images or boxes is dropped (1 of 'seen')" in caplog.text
     assert "data.num_workers" not in caplog.text, "it has an effect"
     with pytest.raises(ValueError, match=r"data\.bad_images must be one of"):
         PromptDataModule(entry, bad_images="skip")

@@ -83,7 +83,6 @@ def test_parts_of_text_become_text(column: str):
     [
         ({"text": "Hi", "id": 1}, ["no prompt column", "text, id", "rename"]),
         ({}, ["no prompt column", "none"]),
-        ({"prompt": None}, ["no prompt column"]),
     ],
 )
 def test_a_row_without_a_prompt_column(row: dict[str, Any], parts: list[str]):
@@ -91,6 +90,18 @@ def test_a_row_without_a_prompt_column(row: dict[str, Any], parts: list[str]):
         to_prompt(row, where="train.jsonl:7")
     for part in [*parts, *PROMPT_COLUMNS]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": None, "answer": "7"}, r"the row has no prompt: 'question' is null\. Give the row a prompt"),
+        ({"messages": None, "prompt": None}, r"the row has no prompt: 'prompt' and 'messages' are null\."),
+    ],
+)
+def test_a_prompt_column_that_is_null_is_named(row: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=rf"^train\.jsonl:7: {said}"):
+        to_prompt(row, where="train.jsonl:7")
 
 
 NUMINA = {"problem": "1 + 1?", "solution": "It is \\boxed{2}.", "messages": [USER, ASSISTANT]}

@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from grpo_lightning.core.types import Prompt
+from grpo_lightning.data.formats import to_prompt
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import check_length, tokenize
 from grpo_lightning.policy.hf import num_positions
@@ -67,6 +68,13 @@ def test_what_ends_a_prompt_is_no_setting_of_the_template(name):
 def test_messages_without_a_template_say_what_to_do():
     with pytest.raises(ValueError, match="prompt 3 is a list of messages, but the tokenizer has no chat template"):
         tokenize(Prompt([{"role": "user", "content": "hi"}], index=3), tiny_tokenizer())
+
+
+def test_a_question_without_a_template_is_not_called_a_list_of_messages():
+    prompt = to_prompt({"question": "1 + 1?"}, where="rows.jsonl:2")
+    said = r"^rows\.jsonl:2: the column 'question' becomes the user message of a chat.* Set data\.prompt_as to text"
+    with pytest.raises(ValueError, match=said):
+        tokenize(prompt, tiny_tokenizer())
 
 
 def test_an_empty_prompt_is_refused():

@@ -174,11 +174,18 @@ def test_a_folder_that_is_not_there_is_named(name):
         ("bf16-mixed", None, "cpu", None),
     ],
 )
-def test_flash_attention_is_taken_where_the_run_computes_in_16_bits(monkeypatch, precision, deepspeed, device, want):
+def test_flash_attention_is_taken_where_the_run_computes_in_16_bits(
+    monkeypatch, caplog, precision, deepspeed, device, want
+):
     loader = PolicyLoader("a")
     dtype = compute_dtype(loader, precision, deepspeed)
-    assert choose_attention("auto", dtype, device) is None  # flash-attn is not installed
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'grpo-lightning\[flash\]'"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert choose_attention("auto", dtype, device) is None
+    helps = want is not None  # installing flash-attn
+    assert ("pip install 'grpo-lightning[flash]'" in caplog.text) == helps
+    with pytest.raises(ModuleNotFoundError if helps else ValueError, match="pip install" if helps else "it requires"):
         choose_attention("flash_attention_2", dtype, device)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert choose_attention("auto", dtype, device) == want

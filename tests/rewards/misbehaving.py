@@ -226,6 +226,23 @@ def logs(completions):
     return [1.0] * len(completions)
 
 
+def logs_often(completions, prompts):
+    """Logs as many messages as the prompt says."""
+    import logging
+
+    for _ in range(int(prompts[0])):
+        logging.getLogger("my.rewards").warning("look at this")
+    return [1.0] * len(completions)
+
+
+def logs_badly(completions):
+    """Logs a message whose arguments do not fit."""
+    import logging
+
+    logging.getLogger("my.rewards").warning("%d", "one")
+    return [1.0] * len(completions)
+
+
 def answered(completions):
     """Has the name of a function of the worker's own script."""
     return [1.0] * len(completions)

@@ -34,6 +34,8 @@ from grpo_lightning.rewards import (
 from grpo_lightning.rewards import accuracy as accuracy_module
 from grpo_lightning.rewards.accuracy import prepare
 from grpo_lightning.rewards.by_method import similarity
+from grpo_lightning.rewards.code_rows import same_output
+from grpo_lightning.rewards.code_tests import python_program
 
 MOST = 15.0
 """What 100,000 characters may cost, in units of what 10,000 cost."""
@@ -127,6 +129,9 @@ PARSERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "Counting": ("answer", lambda text: Counting()(completions=[text], solution=["3"])),
     "ReasoningGym": ("box", lambda text: ReasoningGym()(completions=[text], **gym_columns())),
     "Countdown": ("answer", lambda text: Countdown()(completions=[text], nums=[[1, 2, 3]], target=[6])),
+    "program": ("answer", python_program),
+    "output of a program": ("think", lambda text: same_output(text, "1.5 " * (len(text) // 4), 1e-6)),
+    "equal output of a program": ("think", lambda text: same_output(text, text, 1e-6)),
     "IoU": ("list", lambda text: IoU(coordinates="original")(completions=[text], solution=[[0, 0, 10, 10]])),
     "FormatRec": ("list", lambda text: FormatRec()(completions=[text])),
     "FormatRec, bare": ("list", lambda text: FormatRec(needs_json=False)(completions=[text])),

@@ -225,7 +225,7 @@ def test_rows_that_lack_a_column_which_others_have_are_counted(caplog: pytest.Lo
         prompts[n].columns = {}
     with caplog.at_level(logging.WARNING):
         RewardSet([IoU()]).check_rows(prompts)
-    assert "2 of 4 rows of 'rec' have no column 'solution': the reward 'iou' gets None there" in caplog.text
+    assert "2 of 4 rows of 'rec' have no column 'solution'. In these rows, the reward 'iou' gets None" in caplog.text
     caplog.clear()
     RewardSet([IoU()]).check_rows(prompts[2:])
     assert not caplog.text

@@ -177,6 +177,22 @@ def test_what_a_call_logs_is_in_the_log_of_the_run(caplog):
     ]
 
 
+@pytest.mark.parametrize("num_dropped", [0, 5])
+def test_the_first_messages_of_a_call_are_kept_and_the_others_are_counted(num_dropped, caplog):
+    most = workers_module.MOST_RECORDS
+    reward_set(misbehaving.logs_often).score(groups(str(most + num_dropped)))
+    dropped = "Reward 'logs_often': 5 more log messages of this call were dropped; the limit is 10,000 per call."
+    assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
+        ("my.rewards", "WARNING", f"Reward 'logs_often': look at this ({most} times)"),
+        *[("grpo_lightning.rewards.workers", "WARNING", dropped)] * (num_dropped > 0),
+    ]
+
+
+def test_a_message_that_cannot_be_formatted_ends_no_worker():
+    scores = reward_set(misbehaving.logs_badly).score(groups("one"))
+    assert scores.total.tolist() == [[1, 1]]
+
+
 def test_a_warning_to_all_processes_of_a_job_ends_no_worker():
     rewards = reward_set(misbehaving.dies)
     for _ in range(2):

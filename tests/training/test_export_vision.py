@@ -107,7 +107,8 @@ def test_the_lines_printed_load_model_and_processor(tmp_path, capsys):
     module, checkpoint = train(tmp_path)
     run_command([str(checkpoint), str(tmp_path / "model")])
     out = capsys.readouterr().out
-    assert "Config, processor are those of" in out
+    assert "Copied from " in out
+    assert ": the config and the processor; the image size limits" in out
     names = run_lines(out)
     image = tiny_vlms.picture(7)
     assert torch.equal(

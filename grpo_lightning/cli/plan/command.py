@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import re
@@ -51,7 +52,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         script = parse_script(args)
         print_translation(script.trainer, *translate(script))
         return
-    own, fit_args = plan_parser().parse_known_args(args)
+    own, fit_args = parse_own(args)
     from rich.console import Console
 
     from grpo_lightning.cli.main import instantiate, parse
@@ -177,6 +178,24 @@ def plan_parser() -> argparse.ArgumentParser:
         "--prepare", action="store_true", help="run data.prepare first, if the run would build its data"
     )
     return parser
+
+
+def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split the arguments into the flags of `plan` itself and the flags of `fit`.
+
+    Raises:
+        ValueError: If a flag is not positive, or a flag is a misspelt flag of `plan`.
+    """
+    parser = plan_parser()
+    own, fit_args = parser.parse_known_args(args)
+    for name in ("devices", "nodes", "device_gib"):
+        if (value := getattr(own, name)) is not None and not value > 0:
+            raise ValueError(f"--{name} must be above 0, got {value:g}.")
+    flags = [f"--{name}" for name in vars(own)]
+    for arg in fit_args:
+        if near := difflib.get_close_matches(arg.partition("=")[0], flags, n=1, cutoff=0.8):
+            raise ValueError(f"There is no flag {arg.partition('=')[0]}. Did you mean {near[0]}?")
+    return own, fit_args
 
 
 def parse_script(args: list[str]) -> argparse.Namespace:
@@ -507,6 +526,11 @@ def resolve_gathering(
 def model_remarks(model: ModelSizes, loader: PolicyLoader, sampling_rows: int) -> list[str]:
     """Remarks on memory that is not counted, and on the training of the vision tower."""
     remarks = []
+    if model.num_adapters:
+        remarks.append(
+            "activations of the adapters are not counted: 32-bit adapters in a 16-bit model add up to half of the "
+            "activations above"
+        )
     if model.num_linear_layers:
         remarks.append(f"{model.num_linear_layers} layers keep a recurrent state, which is not counted")
     if not sampling_rows:

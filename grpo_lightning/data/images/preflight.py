@@ -107,12 +107,12 @@ class Preflight:
     def _report(self, bad: Counter[str], problems: Sequence[str]) -> None:
         """Log the bad rows. Raises: ValueError with `bad_images` "error"."""
         counts = f" ({', '.join(f'{count} of {source!r}' for source, count in bad.items())})" if any(bad) else ""
+        num_bad = bad.total()
         if self.bad_images == "error":
-            raise ValueError(
-                f"{bad.total()} rows have unreadable images or invalid boxes{counts}:\n"
-                f"{listed(problems)}\n{self.advice}"
-            )
-        log.warning("%d rows with bad images or boxes are dropped%s:\n%s", bad.total(), counts, listed(problems))
+            rows = "1 row has" if num_bad == 1 else f"{num_bad} rows have"
+            raise ValueError(f"{rows} unreadable images or invalid boxes{counts}:\n{listed(problems)}\n{self.advice}")
+        rows, verb = ("row", "is") if num_bad == 1 else ("rows", "are")
+        log.warning("%d %s with bad images or boxes %s dropped%s:\n%s", num_bad, rows, verb, counts, listed(problems))
 
 
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:

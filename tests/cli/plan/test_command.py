@@ -211,6 +211,9 @@ def test_lora_is_planned(recipe, said):
     assert re.search(r"adapters │ 0\.04 │ 0\.04 │ 0\.04 │ 11,272,192 LoRA weights, 4 bytes each", out)
     assert re.search(r"optimizer states │ 0\.08 │", out)
     assert "│ reference │" not in out
+    uncounted = "Activations of the adapters are not counted: 32-bit adapters in a 16-bit model add up to half of"
+    assert uncounted in out
+    assert uncounted not in said(recipe(policy=policy_of(dtype="bfloat16")))
     out = said(recipe(policy=policy_of(lora={"rank": 16}, dtype="bfloat16", quantization="4bit")))
     # 973,078,528 weights of linear layers in 0.516 bytes, the others in 2
     assert re.search(r"weights │ 0\.96 │ 0\.96 │ 0\.96 │ 973,078,528 in 0\.516 bytes, the others in 2", out)
@@ -399,6 +402,22 @@ def test_batches_are_planned_where_the_policy_is_not_known(recipe, said, capsys)
     with pytest.raises(FileNotFoundError, match=r"model\.policy 'nobody/knows-7B' cannot be loaded"):
         said([*recipe(policy="nobody/knows-7B"), "--prompt_tokens=300"])
     assert "8 completions per rollout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--device_gib", "-3"], r"--device_gib must be above 0, got -3\."),
+        (["--device_gib=nan"], r"--device_gib must be above 0, got nan\."),
+        (["--devices=0"], r"--devices must be above 0, got 0\."),
+        (["--nodes", "-1"], r"--nodes must be above 0, got -1\."),
+        (["--devicegib", "3"], r"There is no flag --devicegib\. Did you mean --device_gib\?"),
+        (["--prompt-tokens=300"], r"There is no flag --prompt-tokens\. Did you mean --prompt_tokens\?"),
+    ],
+)
+def test_wrong_flags_of_plan_itself_are_refused(recipe, said, flags, problem):
+    with pytest.raises(ValueError, match=problem):
+        said([*recipe(), *flags])
 
 
 def test_what_does_not_fit_names_what_would(recipe, said, capsys):

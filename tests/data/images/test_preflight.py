@@ -155,7 +155,7 @@ def test_images_whose_size_was_asked_for_are_still_read(folder):
     """A filter of the user's may have done it, or a check of lengths; the header of one that is cut is whole."""
     prompts = [m.prompt for m in rows(folder, "0.jpg", "cut.jpg")]
     assert [prompt.images[0].size() for prompt in prompts] == [(84, 56)] * 2
-    with pytest.raises(ValueError, match=r"^1 rows have unreadable images[^\n]*\n- f:2: .*truncated"):
+    with pytest.raises(ValueError, match=r"^1 row has unreadable images[^\n]*\n- f:2: .*truncated"):
         check_given(prompts, 0)
 
 
@@ -186,7 +186,7 @@ def test_bad_images_without_a_mixture_are_named(folder, num_workers):
     with pytest.raises(ValueError, match=r"^3 rows have unreadable images .* \(3 of 's'\):\n- f:1: ") as caught:
         check_given(prompts, num_workers)
     assert str(caught.value).endswith("\nFix them, or remove their rows.")
-    with pytest.raises(ValueError, match=r"^1 rows have unreadable images or invalid boxes:\n- f:1: "):
+    with pytest.raises(ValueError, match=r"^1 row has unreadable images or invalid boxes:\n- f:1: "):
         check_given([replace(prompts[0], source="")], num_workers)
 
 
@@ -254,7 +254,7 @@ def test_boxes_are_checked_with_their_images(folder):
     assert "f:3: image" in lines[1]
     assert "f:4: the box [1, 2, 3, '4'] must be four finite numbers, got '4'" in lines[2]
     assert kept(Preflight("drop").all(data, {"s": "auto"})) == [1, 5]
-    with pytest.raises(ValueError, match="1 rows"):
+    with pytest.raises(ValueError, match="1 row has"):
         Preflight().all(data, {"s": "none"})
 
 

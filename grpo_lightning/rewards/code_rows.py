@@ -1,0 +1,333 @@
+"""Tests of programs in data rows: standard input and output, function calls, and Python test code.
+
+| data | columns |
+|---|---|
+| open-r1/verifiable-coding-problems-python | `verification_info`: `{"language": "python", "test_cases": [case, ...]}` |
+| APPS, TACO | `input_output`: `{"inputs": [...], "outputs": [...], "fn_name": ...}` |
+| code_contests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}` |
+| DeepCoder, LiveCodeBench | a list of cases |
+| MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
+| HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
+
+A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`, or `"function_call"` with `fn_name`: without a type,
+it is a call if it names a function. LiveCodeBench calls them `testtype`, `stdin` and `functional`.
+
+A column may also hold the JSON text of its value.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STDIN_TYPES = ("stdin_stdout", "stdin")
+CALL_TYPES = ("function_call", "functional", "call_based")
+
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
+"""A number with a point or an exponent; integers are compared as text."""
+
+
+@dataclass(frozen=True)
+class Stdin:
+    """The program is a script: it reads `stdin` and must print `expected`."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """The program defines `function`, which must return one of `accepted`."""
+
+    function: str
+    arguments: list[Any]
+    accepted: list[Any]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Python test code, which must not raise."""
+
+    setup: str
+    code: str
+    names: list[str]
+    """Global names of the program that the code uses."""
+
+    modules: list[str]
+    """Modules of the standard library that the code uses without importing them."""
+
+
+Test = Stdin | Call | Code
+
+
+def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None = None) -> list[Test]:
+    """Read the tests in a value of a data row.
+
+    Args:
+        value: In one of the formats above.
+        column: The column's name, for errors.
+        setup: Code that test code starts with.
+        entry_point: The argument of the test code's `check`, as Python code.
+
+    Raises:
+        ValueError: If it has another format.
+    """
+    try:
+        return list(_read(value, setup, entry_point))
+    except _FormatError as error:
+        raise ValueError(f"column {column!r} {error}.") from error
+
+
+def read_code(value: Any, column: str) -> str:
+    """Read code from a column: text, a list of lines, or None. Raises: ValueError for others."""
+    value = _listed(value)
+    lines = [value or ""] if isinstance(value, str | None) else value
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"column {column!r} must hold text or a list of texts, got {value!r:.80}.")
+    return "\n".join(lines)
+
+
+class _FormatError(Exception):
+    """What is wrong with a value, as the end of a sentence about its column."""
+
+
+def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
+    """Yield the tests in a value. Raises: _FormatError."""
+    value = _listed(value)
+    if isinstance(value, str):
+        value = _from_text(value)
+    if isinstance(value, str):
+        yield _code(setup, value, entry_point)
+    elif isinstance(value, Mapping):
+        yield from _from_mapping(value, setup, entry_point)
+    elif isinstance(value, list) and all(isinstance(part, str) for part in value):
+        for code in value:
+            yield _code(setup, code, entry_point)
+    elif isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
+        for case in value:
+            yield _case(case)
+    else:
+        raise _FormatError(f"must hold tests in a format of CodeTests, got {value!r:.80}")
+
+
+def _from_text(text: str) -> Any:
+    """Parse JSON; a text that is no JSON is test code."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _FormatError(f"must hold JSON or Python code, got {text!r:.80} ({error})") from error
+
+
+def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None) -> Iterator[Test]:
+    """Yield the tests of an object. Raises: _FormatError."""
+    language = value.get("language") or "python"
+    if not str(language).lower().startswith("python"):
+        raise _FormatError(f"must hold tests of Python programs, got the language {language!r}")
+    if "test_cases" in value:
+        yield from _read(value["test_cases"], setup, entry_point)
+        return
+    for inputs, outputs in (("inputs", "outputs"), ("input", "output")):
+        if inputs not in value or outputs not in value:
+            continue
+        given, wanted = _listed(value[inputs]), _listed(value[outputs])
+        if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
+            raise _FormatError(f"must hold {inputs!r} and {outputs!r} as lists of the same length")
+        others = {name: _listed(other) for name, other in value.items() if name in ("fn_name", "type", "testtype")}
+        for index, (stdin, output) in enumerate(zip(given, wanted, strict=True)):
+            own = {name: other[index] if isinstance(other, list) else other for name, other in others.items()}
+            yield _case({"input": stdin, "output": output, **own})
+        return
+    raise _FormatError(f"must hold 'test_cases', 'inputs' and 'outputs', or 'input' and 'output', got {list(value)!r}")
+
+
+def _case(case: Mapping[str, Any]) -> Test:
+    """Read a case with an input and an output. Raises: _FormatError."""
+    if "input" not in case or "output" not in case:
+        raise _FormatError(f"must hold cases with 'input' and 'output', got one with {list(case)!r}")
+    kind = case.get("type") or case.get("testtype")
+    details = case.get("metadata") or {}
+    details = json.loads(details) if isinstance(details, str) else details
+    function = case.get("fn_name") or details.get("func_name")
+    given, wanted = _listed(case["input"]), _listed(case["output"])
+    if kind not in (None, *STDIN_TYPES, *CALL_TYPES):
+        raise _FormatError(f"must hold cases of the types {', '.join(STDIN_TYPES + CALL_TYPES)}, got {kind!r}")
+    if kind in CALL_TYPES and not function:
+        raise _FormatError(f"must name the function of a case of type {kind!r} in 'fn_name'")
+    if kind in STDIN_TYPES or not function:
+        return Stdin(_lines(given), _lines(wanted))
+    if isinstance(given, str):  # one argument per line, as JSON
+        try:
+            arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
+            return Call(function, arguments, [json.loads(wanted) if isinstance(wanted, str) else wanted])
+        except ValueError as error:
+            raise _FormatError(f"must hold the arguments of {function!r} as JSON lines, got {given!r:.80}") from error
+    if not isinstance(given, list):
+        raise _FormatError(f"must hold the arguments of {function!r} as a list, got {given!r:.80}")
+    # APPS and TACO wrap the value in a list in some rows.
+    return Call(function, given, [wanted, *(wanted if isinstance(wanted, list) and len(wanted) == 1 else [])])
+
+
+def _lines(value: Any) -> str:
+    """Text, or a list of lines. Raises: _FormatError."""
+    if isinstance(value, list) and all(isinstance(line, str | int | float) for line in value):
+        return "\n".join(map(str, value))
+    if not isinstance(value, str):
+        raise _FormatError(f"must hold input and output as text or a list of lines, got {value!r:.80}")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Convert arrays and tuples to lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, tuple) else value
+
+
+# ----------------------------------------------------------------------------------------------------------- test code
+
+
+def _code(setup: str, code: str, entry_point: str | None) -> Code:
+    """Analyse test code: which names the program has to define. Raises: _FormatError."""
+    try:
+        tree = ast.parse(f"{setup}\n{code}")
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        if entry_point is not None and "check" in defined:
+            code = f"{code}\ncheck({entry_point})\n"
+            tree = ast.parse(f"{setup}\n{code}")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _FormatError(f"must hold Python code, got {code!r:.80} ({error})") from error
+    if not any(_tests_something(statement) for statement in tree.body):
+        raise _FormatError(
+            f"must hold an assert or a call outside of functions, or a function 'check' and entry_point_column, got "
+            f"{code!r:.80}"
+        )
+    unknown = _free_names(tree) - set(dir(builtins))
+    modules = sorted(unknown & sys.stdlib_module_names)
+    names = sorted(unknown - set(modules)) or [*_shadowed_builtin(tree)]
+    if not names:
+        raise _FormatError(f"must hold code that uses the program, got {code!r:.80}")
+    return Code(setup, code, names, modules)
+
+
+def _tests_something(statement: ast.stmt) -> bool:
+    """Whether a statement asserts or calls something when the code runs."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    if isinstance(statement, ast.Assert) or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return True
+    return any(_tests_something(child) for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt))
+
+
+def _free_names(tree: ast.Module) -> set[str]:
+    """Names that code reads and does not define."""
+    loaded: set[str] = set()
+    defined: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (loaded if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return loaded - defined
+
+
+def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
+    """The first builtin function that an assert calls: `assert sum(10, 15) == 6` tests a `sum` of the program."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Assert):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    yield node.func.id
+                    return
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def same_output(given: str, expected: str, tolerance: float) -> bool:
+    """Compare printed texts, word by word in each line; blank lines and the width of spaces do not count.
+
+    Args:
+        given: The program's output.
+        expected: The expected output.
+        tolerance: As in `same_word`.
+    """
+    lines = [[line.split() for line in text.split("\n") if line.strip()] for text in (given, expected)]
+    if [len(words) for words in lines[0]] != [len(words) for words in lines[1]]:
+        return False
+    pairs = (pair for one, other in zip(*lines, strict=True) for pair in zip(one, other, strict=True))
+    return all(same_word(word, wanted, tolerance) for word, wanted in pairs)
+
+
+def same_word(given: str, expected: str, tolerance: float) -> bool:
+    """Whether two words are equal, or decimal numbers with |given - expected| <= tolerance * max(1, |expected|).
+
+    Only where `expected` has a point or an exponent; integers and all other words must be equal.
+    """
+    if given == expected:
+        return True
+    if not tolerance or len(given) > 100 or not _DECIMAL.fullmatch(expected):
+        return False
+    try:
+        return math.isfinite(float(given)) and is_close(float(given), float(expected), tolerance)
+    except ValueError:
+        return False
+
+
+def same_value(given: Any, expected: Any, tolerance: float) -> bool:
+    """Compare a returned value with one from JSON: tuples are lists, keys are text, and floats may differ.
+
+    Args:
+        given: A value of builtin types.
+        expected: A value from JSON.
+        tolerance: Floats are equal if |given - expected| <= tolerance * max(1, |expected|).
+    """
+    if isinstance(given, tuple | list) and isinstance(expected, list):
+        pairs = zip(given, expected, strict=False)
+        return len(given) == len(expected) and all(same_value(one, other, tolerance) for one, other in pairs)
+    if isinstance(given, dict) and isinstance(expected, dict):
+        texts = {key if isinstance(key, str) else json.dumps(key, default=str): item for key, item in given.items()}
+        return texts.keys() == expected.keys() and all(
+            same_value(texts[key], expected[key], tolerance) for key in expected
+        )
+    if isinstance(expected, float) and isinstance(given, int | float) and not isinstance(given, bool):
+        return is_close(given, expected, tolerance)
+    return isinstance(given, bool) == isinstance(expected, bool) and bool(given == expected)
+
+
+def is_close(given: float, expected: float, tolerance: float) -> bool:
+    """Whether |given - expected| <= tolerance * max(1, |expected|); infinities are equal to themselves only."""
+    try:
+        difference = abs(given - expected)
+    except OverflowError:  # an integer beyond the floats
+        return False
+    return given == expected or (math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected)))
+
+
+def accepts(call: Call, value: Any, tolerance: float) -> bool:
+    """Whether a call returned one of the accepted values. Args: tolerance: as in `same_value`."""
+    try:
+        return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
+    except RecursionError:
+        return False
+
+
+def largest_output(test: Stdin | Call) -> int:
+    """Bytes beyond which an output cannot be right; the factor is for spaces and the encoding of values."""
+    texts: Sequence[str] = (
+        [test.expected] if isinstance(test, Stdin) else [json.dumps(value) for value in test.accepted]
+    )
+    return 65536 + 12 * max(len(text.encode("utf-8", "surrogatepass")) for text in texts)

@@ -1,0 +1,322 @@
+"""Reward of programs: run the program of a completion on the tests of its row.
+
+Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`) in which the kernel refuses files, sockets,
+processes and signals, and they cannot read the expected answers:
+
+- Standard output and returned values are compared in the reward's process.
+- Test code (`assert f(1) == 2`) runs in a process of its own, and calls the program's functions through pipes. The
+  values that it gets are new objects of builtin types. An exit status, a patched `==` or a patched builtin of the
+  program therefore passes no test.
+
+A program can still do what the tests do not exclude: recognise their arguments, or print the answers that the prompt
+shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from grpo_lightning.rewards.answers import after_reasoning, between_answer_tags
+from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_text
+from grpo_lightning.rewards.code_rows import (
+    Code,
+    Stdin,
+    Test,
+    accepts,
+    largest_output,
+    read_code,
+    read_tests,
+    same_output,
+)
+from grpo_lightning.rewards.sandbox.client import Limits, Sandbox, SandboxError, check_sandbox
+
+logger = logging.getLogger(__name__)
+
+Score = Literal["fraction", "all"]
+
+_LANGUAGES = ("python", "python3", "py", "py3")
+
+
+class Verdict(NamedTuple):
+    """The outcome of one test."""
+
+    outcome: Literal["passed", "failed", "timeout", "unsupported"]
+    why: str = ""
+
+
+@dataclass
+class Result:
+    """The outcome of a program's tests."""
+
+    value: float | None
+    text: str
+    """For the log of completions."""
+
+    timed_out: bool = False
+    problem: str = ""
+    """Why the program is not scorable."""
+
+
+class CodeTests(Reward):
+    """The fraction of the row's tests that the completion's Python program passes, 0 to 1.
+
+    The program is the last fenced block of the text after the reasoning with the language python, otherwise the last
+    without a language, otherwise the text in `<answer>...</answer>`; a fence that is not closed counts only as text. A
+    completion without a program gets 0.
+
+    A test of standard input and output passes if the program ends with status 0 and prints the expected words, line by
+    line. A call passes if it returns the expected value. Test code passes if it does not raise. `code_rows` lists the
+    formats of data sets; function and class names in test code refer to the program, arguments and values are copied.
+
+    Each test runs in a new process, in a sandbox: no file, no network, no other process, only the standard library. It
+    needs Linux on x86_64 or aarch64 with Landlock (5.13 or later), and no privileges; a run without it is refused.
+
+    Logs `code_tests/no_program` and `code_tests/timed_out`, fractions of completions, and a column `code_tests` with
+    the reason of the first failure next to the completions.
+
+    Args:
+        tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
+            `[public_tests, private_tests]` (code_contests), `[test_list]` (MBPP), `[test]` (HumanEval). A column
+            without a value is skipped; a row without any is not scorable.
+        setup_column: The data column with code that test code starts with: `test_setup_code` or `test_imports` (MBPP).
+        entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval).
+        score: "fraction", or "all": 1 if all tests pass, else 0.
+        max_tests: Run only the first tests of a row; null runs all.
+        timeout_seconds: Time limit of a test, in wall time and (rounded up) in CPU time. After the first test that
+            exceeds it, the other tests of the program count as failed.
+        call_seconds: Time for all programs of a call (the G completions of a prompt), in which each gets an equal part
+            of what is left; tests that do not run in time count as failed. Keep it below
+            `model.reward_workers.timeout_seconds`.
+        memory_mb: Address space in MB that a program may reserve.
+        tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
+            one; integers must be equal. 0 compares them as text.
+        preamble: Code that every program starts with. The default is what LeetCode problems rely on.
+        allow_file_reads: Also run where the kernel has no Landlock. Programs can then read every file of this user:
+            set it only in a container that holds nothing secret.
+    """
+
+    says_solved = True
+
+    def __init__(  # noqa: PLR0913 (settings, by name)
+        self,
+        tests_columns: Sequence[str] = ("verification_info",),
+        *,
+        setup_column: str | None = None,
+        entry_point_column: str | None = None,
+        score: Score = "fraction",
+        max_tests: int | None = None,
+        timeout_seconds: float = 5.0,
+        call_seconds: float = 25.0,
+        memory_mb: float = 512.0,
+        tolerance: float = 1e-6,
+        preamble: str = "from typing import *",
+        allow_file_reads: bool = False,
+    ) -> None:
+        """Raises: ValueError if a setting is out of range."""
+        if isinstance(tests_columns, str):
+            raise ValueError(
+                f"tests_columns must be a list of names, got {tests_columns!r}: write [{tests_columns!r}]."
+            )
+        if score not in get_args(Score):
+            raise ValueError(f"score must be one of {', '.join(get_args(Score))}, got {score!r}.")
+        checks = [
+            ("tests_columns", len(tests_columns) > 0, list(tests_columns), "at least one name"),
+            ("max_tests", max_tests is None or max_tests >= 1, max_tests, "null or at least 1"),
+            ("timeout_seconds", 0 < timeout_seconds <= 3600, timeout_seconds, "above 0 and at most 3600"),
+            ("call_seconds", timeout_seconds <= call_seconds <= 86400, call_seconds, "from timeout_seconds to 86400"),
+            ("memory_mb", memory_mb >= 16, memory_mb, "at least 16"),
+            ("tolerance", 0 <= tolerance < 1, tolerance, "at least 0 and below 1"),
+        ]
+        for name, is_valid, value, allowed in checks:
+            if not is_valid:
+                raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+        try:
+            compile(preamble, "preamble", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"preamble must be Python code, got {preamble!r:.80} ({error}).") from error
+        self.tests_columns = list(tests_columns)
+        self.setup_column, self.entry_point_column = setup_column, entry_point_column
+        self.score, self.max_tests, self.tolerance = score, max_tests, tolerance
+        self.timeout_seconds, self.call_seconds = timeout_seconds, call_seconds
+        self.limits = Limits(int(memory_mb * 1e6), preamble, allow_file_reads)
+        others = [name for name in (setup_column, entry_point_column) if name is not None]
+        self.required_columns = (*self.tests_columns, *others)
+
+    def __call__(
+        self, completions: Sequence[Content], log_extra: Any = None, log_metric: Any = None, **columns: Any
+    ) -> list[float | None]:
+        """Run the programs.
+
+        Args:
+            completions: [B].
+            log_extra: The run's logging function.
+            log_metric: The run's logging function.
+            columns: [B] values of each data column.
+
+        Returns:
+            [B] values, 0 to 1; None where the row has no tests, or a test cannot be run.
+
+        Raises:
+            ValueError: If a row's tests are in no known format.
+            SandboxError: If the sandbox does not work.
+        """
+        rows = [{name: columns[name][row] for name in self.required_columns} for row in range(len(completions))]
+        programs = [python_program(completion_text(completion)) for completion in completions]
+        results = self._run_all(programs, rows)
+        scored = [result for result in results if result is not None]
+        if problems := [result.problem for result in scored if result.problem]:
+            logger.warning("CodeTests: %d programs are not scorable. First: %s.", len(problems), problems[0])
+        if log_extra is not None:
+            log_extra("code_tests", [None if result is None else result.text for result in results])
+        if log_metric is not None and scored:
+            no_program = [program is None for program, result in zip(programs, results, strict=True) if result]
+            log_metric(f"{self.name}/no_program", sum(no_program) / len(scored))
+            log_metric(f"{self.name}/timed_out", sum(result.timed_out for result in scored) / len(scored))
+        return [None if result is None else result.value for result in results]
+
+    def check(self, max_completion_length: int) -> None:
+        """Start a sandbox and try to break out of it. Raises: ValueError if the sandbox does not work here."""
+        try:
+            possible = check_sandbox(self.limits)
+        except SandboxError as error:
+            raise ValueError(str(error)) from error
+        if possible:
+            logger.warning(
+                "CodeTests: the kernel has no Landlock, so programs can %s: every file of this user, the data and keys "
+                "too. They cannot write files, open sockets or start processes.",
+                " and ".join(possible),
+            )
+
+    def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
+        """Check the tests of a row. Raises: ValueError if they are in no known format."""
+        self._tests({name: columns.get(name) for name in self.required_columns})
+
+    def _tests(self, row: Mapping[str, Any]) -> list[Test]:
+        """Read the tests of a row; none if it has no value in any column. Raises: ValueError as a call does."""
+        setup = "" if self.setup_column is None else read_code(row[self.setup_column], self.setup_column)
+        entry_point = None if self.entry_point_column is None else row[self.entry_point_column]
+        if entry_point is not None and not isinstance(entry_point, str):
+            raise ValueError(f"column {self.entry_point_column!r} must hold text, got {entry_point!r:.80}.")
+        given = {column: row[column] for column in self.tests_columns if not _is_empty(row[column])}
+        tests = [test for column, value in given.items() for test in read_tests(value, column, setup, entry_point)]
+        if given and not tests:
+            raise ValueError(f"the columns {self.tests_columns} have no tests, got {given!r:.80}.")
+        return tests[: self.max_tests]
+
+    def _run_all(self, programs: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[Result | None]:
+        """Run the programs one after the other; equal programs of a row once. Returns: [B], None without tests."""
+        stop = time.monotonic() + self.call_seconds
+        results: list[Result | None] = []
+        known: dict[str | None, Result | None] = {}
+        tests: list[Test] = []
+        for place, (program, row) in enumerate(zip(programs, rows, strict=True)):
+            if not place or any(value is not rows[place - 1][name] for name, value in row.items()):
+                tests, known = self._tests(row), {}
+            if program not in known:
+                seconds = max(0.0, stop - time.monotonic()) / len({*programs[place:]})
+                known[program] = self._run(program, tests, seconds) if tests else None
+            results.append(known[program])
+        return results
+
+    def _run(self, program: str | None, tests: Sequence[Test], seconds: float) -> Result:
+        """Run a program on tests. Args: seconds: time for all of them."""
+        if program is None:
+            return Result(0.0, "no program")
+        stop = time.monotonic() + seconds
+        passed, failure, timed_out = 0, "", False
+        codes = [vars(test) for test in tests if isinstance(test, Code)]
+        with Sandbox(program, self.limits, codes) as sandbox:
+            for number, test in enumerate(tests):
+                left = min(self.timeout_seconds, stop - time.monotonic())
+                verdict = self._test(sandbox, test, codes, left) if left > 0 else Verdict("timeout", "not run in time")
+                if verdict.outcome == "unsupported":
+                    return Result(None, f"not scorable: {verdict.why}", problem=verdict.why)
+                is_right = verdict.outcome == "passed"
+                passed += is_right
+                if not is_right and not failure:
+                    failure = f"; test {number + 1}: {verdict.why}"
+                timed_out = verdict.outcome == "timeout"
+                if timed_out or (not is_right and self.score == "all"):
+                    break
+        value = passed / len(tests) if self.score == "fraction" else float(passed == len(tests))
+        return Result(value, f"{passed} of {len(tests)} passed{failure}", timed_out)
+
+    def _test(self, sandbox: Sandbox, test: Test, codes: Sequence[Mapping[str, Any]], seconds: float) -> Verdict:
+        """Run a test."""
+        if isinstance(test, Code):
+            ended, outcome, why = sandbox.judge(codes.index(vars(test)), seconds=seconds)
+            if outcome in ("passed", "unsupported"):
+                return Verdict("passed" if outcome == "passed" else "unsupported", why)
+            is_right = False
+        elif isinstance(test, Stdin):
+            stdin = test.stdin.encode("utf-8", "surrogatepass")
+            ended = sandbox.run_main(stdin, seconds=seconds, max_output=largest_output(test))
+            is_right = same_output(ended.output.decode("utf-8", "replace"), test.expected, self.tolerance)
+            is_right, why = is_right and not ended.problem, ended.problem or "wrong output"
+        else:
+            limit = largest_output(test)
+            ended, value, why = sandbox.call(test.function, test.arguments, seconds=seconds, max_output=limit)
+            is_right = not why and accepts(test, value, self.tolerance)
+        if is_right:
+            return Verdict("passed")
+        return Verdict("timeout" if ended.how == "timeout" else "failed", why or "wrong value")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a row has no value."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def python_program(text: str) -> str | None:
+    """Extract the program of a completion; None if there is none.
+
+    The last closed fenced block with the language python in the text after the reasoning, otherwise the last without a
+    language, otherwise the content of the last `<answer>...</answer>`. (open-r1 and ms-swift read the last python block
+    of the whole text, verl the last one after the reasoning.)
+    """
+    text = after_reasoning(text)
+    blocks = fenced_blocks(text)
+    for languages in (_LANGUAGES, ("",)):
+        if found := [code for language, code in blocks if language in languages]:
+            return found[-1]
+    answer = between_answer_tags(text)
+    return answer.strip("\n") if answer is not None and answer.strip() and not blocks else None
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """The closed fenced blocks of a text: language in lower case, and content.
+
+    A fence stands at the start of a line, or behind a tag or colon (`<answer>```python`); the closing one may be
+    followed by a tag.
+    """
+    blocks: list[tuple[str, str]] = []
+    language, start, fence = "", -1, ""
+    place = 0
+    for line in text.splitlines(keepends=True):
+        if start < 0 and (opened := _opening(line)) is not None:
+            (fence, language), start = opened, place + len(line)
+        elif start >= 0 and _closes(line, fence):
+            blocks.append((language, text[start:place]))
+            start = -1
+        place += len(line)
+    return blocks
+
+
+def _opening(line: str) -> tuple[str, str] | None:
+    """The opening fence at the end of a line: its backticks, and the language."""
+    before, marks, word = line.rpartition("```")
+    language = word.strip().lower()
+    start = before.rstrip("`")
+    if not marks or " " in language or start.strip()[-1:] not in ("", ">", ":"):
+        return None
+    return before[len(start) :] + marks, language
+
+
+def _closes(line: str, fence: str) -> bool:
+    """Whether a line starts with a closing fence."""
+    stripped = line.strip()
+    return stripped.startswith(fence) and stripped.lstrip("`")[:1] in ("", "<")

@@ -1,0 +1,294 @@
+"""Run an untrusted program in the sandbox: the reward's side of the launcher.
+
+with Sandbox(program, Limits(memory_bytes=2**29), test_codes) as sandbox:
+    ended = sandbox.run_main(b"3 4", seconds=5, max_output=1000)
+    value = sandbox.call("add", [3, 4], seconds=5, max_output=1000)
+    verdict = sandbox.judge(0, seconds=5)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from grpo_lightning.rewards.sandbox import values
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 30.0
+"""Time limit for the start of a launcher, which takes 0.03 s on an idle machine."""
+
+GRACE_SECONDS = 5.0
+"""How much later than its limit a launcher may answer, before it is killed."""
+
+# Stubs in the place of the parent packages, which would import torch.
+START_LAUNCHER = """
+import sys, types
+sys.path[:] = [path for path in sys.path if path]
+for name in ("grpo_lightning", "grpo_lightning.rewards", "grpo_lightning.rewards.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[1]] if name.endswith("sandbox") else []
+from grpo_lightning.rewards.sandbox.launcher import main
+main(*map(int, sys.argv[2:]))
+"""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox does not work; no fault of the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits and settings of a sandbox."""
+
+    memory_bytes: int = 2**29
+    """Address space of a program beyond the interpreter's."""
+
+    preamble: str = ""
+    """Python code that every program starts with."""
+
+    allow_file_reads: bool = False
+    """Run programs even if the kernel has no Landlock, and they can read files."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    how: str
+    """"exit", "timeout", "output" (too long), "threads" (too many) or "lost" (its launcher was killed)."""
+
+    status: int = 0
+    """Exit status, or minus the signal that ended it."""
+
+    output: bytes = b""
+
+    @property
+    def problem(self) -> str:
+        """Why the job failed; empty if it exited with status 0."""
+        if self.how != "exit":
+            return _PROBLEMS[self.how]
+        if self.status < 0:
+            return f"it was ended by signal {-self.status} (memory, CPU time or a crash)"
+        return f"it ended with exit status {self.status}" if self.status else ""
+
+
+_PROBLEMS = {
+    "timeout": "it ran out of time",
+    "output": "its output was too long",
+    "threads": "it started too many threads",
+    "lost": "its launcher was killed",
+}
+
+
+class Sandbox:
+    """A launcher for one program; each job runs in a fresh process.
+
+    Args:
+        program: Python code: untrusted.
+        limits: Limits of each job.
+        tests: Test codes for `judge`; the program's process never holds them.
+
+    Raises:
+        SandboxError: If the launcher does not start, or the kernel lacks what the sandbox needs.
+    """
+
+    def __init__(self, program: str, limits: Limits, tests: Sequence[dict[str, Any]] = ()) -> None:
+        self._program, self._limits = program, limits
+        encoded = [json.dumps(test).encode() for test in tests]
+        self._places = [(sum(map(len, encoded[:index])), len(code)) for index, code in enumerate(encoded)]
+        self._tests = b"".join(encoded)
+        self._start()
+
+    def _start(self) -> None:
+        """Start the launcher. Raises: SandboxError if it does not."""
+        ours, theirs = multiprocessing.Pipe()
+        tests = os.memfd_create("tests") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDONLY)
+        folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher removes it while it stands in it
+        try:
+            if self._tests:
+                os.write(tests, self._tests)
+            self._process = subprocess.Popen(  # noqa: S603 (our own code and this interpreter)
+                [
+                    *(sys.executable, "-S", "-s", "-B", "-X", "utf8", "-c", START_LAUNCHER),
+                    *(str(Path(__file__).parent), str(theirs.fileno()), str(tests), str(os.getpid())),
+                ],
+                pass_fds=[theirs.fileno(), tests],
+                cwd=folder,
+                # Sets have the same order in every run. Clusters may need the path for the interpreter's own library.
+                env={"PYTHONHASHSEED": "0"}
+                | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        finally:
+            theirs.close()
+            os.close(tests)
+        self._control = ours
+        try:
+            setup = asdict(self._limits)
+            ready, _ = self._ask(setup, self._program.encode("utf-8", "surrogatepass"), START_SECONDS)
+            if "problem" in ready:
+                raise SandboxError(f"programs cannot be sandboxed: {ready['problem']}.")
+        except (EOFError, OSError):
+            how = self._process.wait()
+            raise SandboxError(f"the launcher of programs ended while it started (exit status {how}).") from None
+        except SandboxError:
+            self.close()
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        self.landlock_abi = int(ready["landlock"])
+
+    def run_main(self, stdin: bytes, *, seconds: float, max_output: int) -> Ended:
+        """Run the program as a script.
+
+        Args:
+            stdin: Its standard input.
+            seconds: Time limit.
+            max_output: Most bytes of standard output.
+
+        Raises:
+            SandboxError: If the sandbox failed.
+        """
+        return self._run({"kind": "main", "seconds": seconds, "max_output": max_output}, stdin)
+
+    def call(
+        self, function: str, arguments: Sequence[Any], *, seconds: float, max_output: int
+    ) -> tuple[Ended, Any, str]:
+        """Load the program and call one of its functions, or the method of that name of its class `Solution`.
+
+        Args:
+            function: Its name.
+            arguments: Plain values.
+            seconds: Time limit, for both.
+            max_output: Most bytes of the encoded value.
+
+        Returns:
+            (How the job ended, the value, ""), or with None and why there is no value.
+
+        Raises:
+            SandboxError: If the sandbox failed.
+        """
+        plain = values.refuse
+        request = {"do": "call", "target": function, "keywords": values.encode({}, plain)}
+        request["arguments"] = values.encode(list(arguments), plain)
+        ended = self._run({"kind": "call", "seconds": seconds, "max_output": max_output}, values.pack_frame(request))
+        if ended.problem:
+            return ended, None, ended.problem
+        try:
+            answer = json.loads(ended.output[4:])
+            if "error" in answer:
+                return ended, None, f"{answer['error']}: {answer['text']}"
+            return ended, values.decode(answer["value"], values.refuse), ""
+        except values.PlainError:
+            return ended, None, "the value is not plain data"
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            return ended, None, "its answer is malformed"
+
+    def judge(self, index: int, *, seconds: float) -> tuple[Ended, str, str]:
+        """Run a test code on the program's functions.
+
+        Args:
+            index: Of the test code.
+            seconds: Time limit.
+
+        Returns:
+            How the job ended; "passed", "failed", or "unsupported" (the test passes a value that is not plain data);
+            and why.
+
+        Raises:
+            SandboxError: If the sandbox failed.
+        """
+        place, size = self._places[index]
+        ended = self._run({"kind": "judge", "seconds": seconds, "max_output": 0, "place": place, "size": size}, b"")
+        if ended.problem or not ended.output:
+            return ended, "failed", ended.problem or "the test ended the process"
+        verdict = json.loads(ended.output)
+        return ended, str(verdict["outcome"]), str(verdict["text"])
+
+    def close(self) -> None:
+        """Kill the launcher; the kernel kills its children with it."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, job: dict[str, Any], body: bytes) -> Ended:
+        """Run a job. Raises: SandboxError if a child could not be started."""
+        try:
+            status, output = self._ask(job, body, job["seconds"] + GRACE_SECONDS)
+        except (EOFError, OSError, SandboxError):
+            log.warning("The launcher of a sandboxed program was lost; its test counts as failed.")
+            self.close()
+            self._start()
+            return Ended("lost")
+        if "problem" in status:
+            raise SandboxError(f"a program could not be started: {status['problem']}.")
+        return Ended(status["ended"], status["status"], output)
+
+    def _ask(self, header: dict[str, Any], body: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+        """Send a message and wait for the answer. Raises: SandboxError after `seconds`; EOFError or OSError."""
+        self._control.send_bytes(json.dumps(header).encode() + b"\n" + body)
+        if not self._control.poll(seconds):
+            raise SandboxError(f"the launcher of programs did not answer within {seconds:g} s.")
+        header_line, _, output = self._control.recv_bytes().partition(b"\n")
+        return json.loads(header_line), output
+
+
+PROBE = """
+import os, socket, sys
+attempts = {
+    "read a file": lambda: open(sys.executable, "rb").read(1),
+    "write a file": lambda: open("file", "w"),
+    "open a socket": socket.socket,
+    "start a process": os.fork,
+}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+        print(name)
+    except OSError:
+        pass
+"""
+"""Prints what the sandbox does not prevent."""
+
+
+def check_sandbox(limits: Limits) -> list[str]:
+    """Start a sandbox and try to break out of it.
+
+    Returns:
+        What the sandbox does not prevent: nothing, or "read a file" if `limits.allow_file_reads`.
+
+    Raises:
+        SandboxError: If it does not start, or prevents less.
+    """
+    with Sandbox(PROBE, limits) as sandbox:
+        ended = sandbox.run_main(b"", seconds=START_SECONDS, max_output=1000)
+    possible = ended.output.decode().splitlines()
+    allowed = ["read a file"] if limits.allow_file_reads else []
+    if ended.problem or any(name not in allowed for name in possible):
+        raise SandboxError(
+            f"the sandbox does not work on this system: {ended.problem or 'a program can ' + ', '.join(possible)}."
+        )
+    return possible
