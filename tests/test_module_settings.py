@@ -150,14 +150,14 @@ def test_a_plain_data_loader_will_do(data, options):
 def test_a_plain_data_loader_cannot_repeat_a_cycle(settings, accumulate, cycle):
     module = make_module(**settings)
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate)
-    message = rf"trained for {cycle} micro-steps .* every batch 1 time\(s\). Wrap the data: grpo_lightning.PromptSource"
+    message = rf"trained for {cycle} micro-steps .* every batch once. Wrap the data: grpo_lightning.PromptSource"
     with pytest.raises((RuntimeError, ValueError), match=message):
         trainer.fit(module, DataLoader(ROWS, batch_size=2, collate_fn=list))
 
 
 def test_a_source_of_another_cycle_is_refused():
     module, other = make_module(), make_module(num_iterations=3)
-    with pytest.raises(ValueError, match=r"trained for 1 micro-steps .* every batch 3 time\(s\)"):
+    with pytest.raises(ValueError, match=r"trained for 1 micro-steps .* every batch 3 times"):
         make_trainer(max_epochs=1).fit(module, make_source(other))
 
 
