@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("reasoning_gym")
 
 from benchmarks import versus_trl
+from grpo_lightning.core.types import Completion
 from grpo_lightning.demo.reasoning_gym import TASKS
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.run_state import RunState
@@ -66,7 +67,7 @@ def test_random_values_have_nothing_to_do_with_the_rewards(prove: Any):
         module.run = RunState()
         module.run.rollout_index = 3
         module.objective = importlib.import_module("grpo_lightning.objective").Objective()
-        groups = [SimpleNamespace(completions=[None] * 4)] * 2
+        groups = [SimpleNamespace(completions=[Completion([1, 2], [0.0, 0.0], "stop")] * 4)] * 2
         compared.append(module.compute_advantages(Rollout(groups, rewards=rewards)).advantages)
     assert torch.equal(*compared)
     assert compared[0].std() > 0

@@ -324,7 +324,7 @@ def test_the_rewards_are_those_of_reward_funcs(script):
     wanted = [REWARDS[name] for name in script.pairs()["reward_funcs"].split()]
     assert [reward.class_path.rpartition(".")[2] for reward in settings.model.rewards] == wanted
     stated = row_of(script, "reward_funcs").cells[-1]
-    assert all(f"`{theirs}` `{ours}`" in stated for theirs, ours in REWARDS.items())
+    assert all(f"`{theirs}` is `{ours}`" in stated for theirs, ours in REWARDS.items())
 
 
 @each_script

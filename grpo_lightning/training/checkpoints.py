@@ -172,6 +172,7 @@ KEPT_ARGUMENTS = (
     "dynamic_sampling",
     "offload",
     "num_generations",
+    "ranks_per_group",
     "num_iterations",
     "updates_per_rollout",
     "old_logprobs",

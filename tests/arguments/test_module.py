@@ -283,6 +283,7 @@ def test_ranks_per_group_divides_the_ranks():
     """What it computes is tested on two ranks (tests/distributed)."""
     with pytest.raises(ValueError, match=r"ranks_per_group is 2, but the run has 1 rank\(s\).* Set it to 1, or change"):
         fit(make_module(ranks_per_group=2), max_steps=1, max_epochs=-1)
+    fit(make_module(ranks_per_group=1), max_steps=1, max_epochs=-1)
 
 
 @case(GRPOLightningModule, "offload")

@@ -60,6 +60,8 @@ def test_ranks_that_share_groups_get_the_same_prompts():
     first, second, third, fourth = ([p.content for p in next(iter(source)).prompts] for source in sources)
     assert first == third == TEXTS[0:4:2]
     assert second == fourth == TEXTS[1:4:2]
+    (alone,) = contents(PromptSource(TEXTS, 2, shuffle=False, rank=0, world_size=4))
+    assert alone == TEXTS[0::4]
 
 
 @case(PromptSource, "draws_more")
