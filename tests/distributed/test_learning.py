@@ -8,8 +8,10 @@ import pytest
 from tests.distributed import learning
 from tests.distributed.harness import run_ranks
 from tests.distributed.steps import save_policy
+from tests.marks import SLOW
 
 
+@SLOW
 def test_training_under_zero3_raises_the_reward_as_on_one_device(tmp_path: Path):
     """The quickstart itself takes minutes: `make prove-ranks`."""
     save_policy(tmp_path)

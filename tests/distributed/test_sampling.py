@@ -20,7 +20,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.fixture(scope="module", params=only(["zero3"], ["fsdp2", "zero3"]))
+@pytest.fixture(scope="module", params=only([], ["fsdp2", "zero3"]))
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
     """A strategy that shards, once all cases have run under it on two ranks."""
     families = selected(request, "family", strategy=request.param)

@@ -15,12 +15,11 @@ CASES = only(
     [
         "plain",
         "accumulate 4, kl",
-        "clipped",
         "two updates",
         "a rank without prompts",
-        "chunks",
         "lora",
         "reward model",
+        "shared groups, kl",
         "clip-cov",
     ],
     steps.CASES,
