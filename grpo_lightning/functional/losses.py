@@ -290,8 +290,8 @@ def dppo_surrogate(
         loss = -stop_gradient( min(r, max_ratio) ) A logprob   where inside, else 0
 
     A ratio of 5 from 0.001 to 0.005 changes the policy less than one of 1.2 from 0.5 to 0.6, which a clip of ratios
-    does not see. DPPO (divergence proximal policy optimization, arXiv:2602.04879, eq. 11; the loss of verl). Its old
-    policy is the one that sampled: take the engine's log-probs.
+    does not see. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq. 11), with the loss as in verl.
+    Its old policy is the one that sampled, so pass the engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -299,7 +299,7 @@ def dppo_surrogate(
         mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
         advantages: [B, 1].
         outside: [B, T] bool, from `leaves_trust_region`.
-        max_ratio: Maximum weight of a token's gradient, far above 1: truncation is a bias.
+        max_ratio: Maximum weight of a token's gradient; far above 1, because truncation biases the gradient.
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.

@@ -398,7 +398,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output; None if the model does more than scale it.
 
-    Soft-capping that the config declares (`final_logit_softcapping`) is left out: `head_replaced` handles it.
+    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
+    switches it off and applies it itself.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

@@ -309,7 +309,7 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the rewards are loaded; rewards that cannot be loaded will run in the training process.
+        """Wait until the workers have loaded the rewards; a reward that only this process can load will run here.
 
         Raises:
             RuntimeError: If loading times out, or the supervisor ends while it loads the rewards.
