@@ -7,6 +7,7 @@ import pytest
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import RewardWorkers, WeightedReward
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.rewards import misbehaving
 
@@ -38,7 +39,7 @@ def test_a_run_goes_on_whatever_its_rewards_do():
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (misbehaving.loops, "'loops' was stopped: it took longer than the 6 s"),
+        pytest.param(misbehaving.loops, "'loops' was stopped: it took longer than the 6 s", marks=SLOW),
         (misbehaving.dies, "'dies' did not return: its process ended by signal 9"),
         (misbehaving.wrong, "'wrong' raised ValueError: no such luck"),
     ],

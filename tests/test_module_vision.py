@@ -129,7 +129,8 @@ def test_every_image_is_read_preprocessed_and_encoded_once(monkeypatch, image_fi
 
 
 @pytest.mark.parametrize(
-    "loader", [{}, {"freeze_vision_modules": True}, pytest.param({"lora": {"rank": 2}}, marks=SLOW)]
+    "loader",
+    [{}, *(pytest.param(loader, marks=SLOW) for loader in ({"freeze_vision_modules": True}, {"lora": {"rank": 2}}))],
 )
 def test_what_is_trained(image_files, loader):
     vlm = tiny_vlms.build("internvl")

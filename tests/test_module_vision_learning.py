@@ -62,6 +62,7 @@ def test_training_raises_a_reward_that_the_image_decides(freeze):
     assert after > 0.85
 
 
+@SLOW
 def test_without_the_image_there_is_nothing_to_learn():
     _, after = rewards_of_run(freeze=True, is_blank=True)
     assert after < 0.65

@@ -42,7 +42,7 @@ from grpo_lightning.rewards import (
 from grpo_lightning.rewards.accuracy import UndecidedError
 from grpo_lightning.rewards.sandbox import client
 from tests.arguments.registry import case, case_of_each
-from tests.marks import NEEDS_LANDLOCK
+from tests.marks import NEEDS_LANDLOCK, SLOW
 
 RIGHT = "<answer>4</answer>"
 
@@ -172,6 +172,7 @@ def test_code_scores():
     assert found("x = bytes(10**8); print(int(input()) / 2)", memory_mb=512) == pytest.approx(2 / 3)
 
 
+@SLOW
 @NEEDS_LANDLOCK
 @case(CodeTests, "timeout_seconds", "call_seconds")
 def test_code_times():

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from tests.distributed.harness import run_ranks
+from tests.marks import SLOW
+
+pytestmark = SLOW
 
 
 @pytest.fixture(scope="module")

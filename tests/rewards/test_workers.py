@@ -94,7 +94,7 @@ def test_none_for_all_means_that_the_reward_does_not_apply():
 @pytest.mark.parametrize(
     ("reward", "bad", "said"),
     [
-        (misbehaving.loops, "hang", "'loops' was stopped: it took longer than the 6 s"),
+        pytest.param(misbehaving.loops, "hang", "'loops' was stopped: it took longer than the 6 s", marks=SLOW),
         (misbehaving.dies, "is killed", "'dies' did not return: its process ended by signal 9"),
         (misbehaving.wrong, "raise", r"'wrong' raised ValueError: no such luck, at misbehaving.py:\d+ \("),
     ],
@@ -215,7 +215,10 @@ def test_an_asynchronous_reward_that_never_returns_ends_with_the_step():
     [
         ("load", "sleeps", "did not load in their own process within 1 s: importing their modules takes too long"),
         ("load", "ends", "ended with exit status 4 while importing their modules; its output, if any, is"),
-        ("warm up", "sleeps", r"its worker was not ready within 6 s \(warming up the rewards takes too long\)"),
+        pytest.param(
+            *("warm up", "sleeps", r"its worker was not ready within 6 s \(warming up the rewards takes too long\)"),
+            marks=SLOW,
+        ),
         ("warm up", "ends", "its worker ended while warming up the rewards; its output, if any, is above"),
     ],
 )
@@ -413,6 +416,7 @@ def test_math_verify_keeps_its_own_time(caplog):
     assert reward_set(misbehaving.by_math_verify, workers=limits).score(batch).total.tolist() == [[1, 1, 0]]
 
 
+@SLOW
 def test_the_code_is_that_of_the_start(tmp_path, monkeypatch):
     """A worker in the place of a killed one does not read the file again, which may have been edited."""
     (tmp_path / "edited_reward.py").write_text(
@@ -444,6 +448,7 @@ PROGRAM = """
 from grpo_lightning.rewards import Accuracy
 from tests.rewards import misbehaving
 from tests.rewards.test_workers import groups, reward_set, RewardWorkers
+from tests.marks import SLOW
 batch = groups("hang", texts=("<answer>$9^{9^{9^{9}}}$</answer>",), solution="3")
 print("begun", flush=True)
 reward_set(REWARD, workers=RewardWorkers(2, 500, 500)).score(batch)
