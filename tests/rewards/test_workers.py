@@ -23,6 +23,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.rewards import Accuracy, ExactMatch, Reward, RewardSet, RewardWorkers, WeightedReward
 from grpo_lightning.rewards import workers as workers_module
 from grpo_lightning.rewards.base import TrainerState
+from tests.marks import SLOW
 from tests.rewards import misbehaving
 
 LIMITS = RewardWorkers(num_workers=2, timeout_seconds=6.0, step_timeout_seconds=60, memory_gb=0.5)
@@ -448,7 +449,6 @@ PROGRAM = """
 from grpo_lightning.rewards import Accuracy
 from tests.rewards import misbehaving
 from tests.rewards.test_workers import groups, reward_set, RewardWorkers
-from tests.marks import SLOW
 batch = groups("hang", texts=("<answer>$9^{9^{9^{9}}}$</answer>",), solution="3")
 print("begun", flush=True)
 reward_set(REWARD, workers=RewardWorkers(2, 500, 500)).score(batch)
