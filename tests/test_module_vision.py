@@ -152,7 +152,8 @@ def test_what_is_trained(image_files, loader):
     assert moved - in_tower
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("internvl", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_the_first_ratio_is_one(family, image_files):
     """With kept features too: the passes see the same images."""
     for loader in ({}, {"freeze_vision_modules": True}):

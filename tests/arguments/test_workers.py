@@ -9,6 +9,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import RewardSet, RewardWorkers, WeightedReward
 from tests.arguments.registry import case
+from tests.marks import SLOW
 from tests.module_runs import fit, make_module
 from tests.rewards import misbehaving
 
@@ -34,6 +35,7 @@ def test_how_many_workers():
     assert 1 <= len(processes(3) - {os.getpid()}) <= 3
 
 
+@SLOW
 @case(RewardWorkers, "timeout_seconds", "step_timeout_seconds")
 def test_how_long_calls_may_take():
     slow = misbehaving.takes_a_second
