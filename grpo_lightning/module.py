@@ -72,7 +72,7 @@ from grpo_lightning.rollout.groups import (
 from grpo_lightning.rollout.local import LocalEngine
 from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoints, checks, data_checks
-from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, offloaded, seeded_dropout
+from grpo_lightning.training.actor import Actor, Offloadable, OldLogprobs, lacks_ref_logprobs, offloaded, seeded_dropout
 from grpo_lightning.training.evaluation import (
     Evaluation,
     EvaluationTable,
@@ -411,10 +411,11 @@ class GRPOLightningModule(L.LightningModule):
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""
-        if self.reference is None:
+        of_masked = self.objective.kl_in == "reward"
+        if self.reference is None or not lacks_ref_logprobs(rollout.groups, of_masked=of_masked):
             return
         parts = self.shared_groups.spread(rollout).groups
-        self.actor.add_ref_logprobs(parts, self.cycle_shape, of_masked=self.objective.kl_in == "reward")
+        self.actor.add_ref_logprobs(parts, self.cycle_shape, of_masked=of_masked)
         self.shared_groups.return_ref_logprobs(rollout.groups, parts)
 
     def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:

@@ -102,18 +102,14 @@ class Actor:
                     batch.old_logprobs = self.token_logprobs(batch).logprobs
 
     def add_ref_logprobs(self, groups: Sequence[Group], shape: CycleShape, *, of_masked: bool) -> None:
-        """Add reference log-probs to completions that have none, if there is a reference.
+        """Add reference log-probs to the completions. Collective; needs a reference.
 
         Args:
             groups: N groups, of this rank.
             shape: Number of updates and micro-batches the groups are split into.
             of_masked: If true, fully masked completions get log-probs too, because a KL term in the rewards needs them.
         """
-        if self.reference is None:
-            return
-        scored = [c for group in groups for c in group.completions if of_masked or c.mask is None or any(c.mask)]
-        if not ranks.is_any(any(completion.ref_logprobs is None for completion in scored)):
-            return
+        assert self.reference is not None
         rows: Sequence[Group] = groups
         if of_masked:
             rows = [replace(group, completions=[replace(c, mask=None) for c in group.completions]) for group in groups]
@@ -124,6 +120,17 @@ class Actor:
                     if number >= 0:  # not a placeholder
                         completion = groups[batch.groups[prompt]].completions[number]
                         completion.ref_logprobs = logprobs[row][: len(completion.token_ids)]
+
+
+def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
+    """True if a completion of any rank lacks reference log-probs. Collective.
+
+    Args:
+        groups: N groups, of this rank.
+        of_masked: Count fully masked completions too.
+    """
+    scored = [c for group in groups for c in group.completions if of_masked or c.mask is None or any(c.mask)]
+    return ranks.is_any(any(completion.ref_logprobs is None for completion in scored))
 
 
 OldLogprobs = Literal["recompute", "rollout"]
