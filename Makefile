@@ -39,7 +39,7 @@ quickstart-grounding: $(READY) ## Teach a tiny vision-language model to point, o
 quickstart-reasoning-gym: $(READY) ## Train a tiny model on three tasks of reasoning-gym, on a CPU (SEED=0)
 	$(BIN)/grpo-lightning fit --config recipes/quickstart_reasoning_gym.yaml --seed_everything=$(SEED)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## What protects users, in minutes, on a CPU
 	$(PYTEST) $(PYTEST_ARGS)

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before transformers and datasets are imported: they read these once. Child processes inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -32,7 +33,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is none."""
+    """Run whole trainings first, so that no worker waits for one at the end; skip the tests marked `gpu` without one."""
+    root = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent not in (root / "distributed", root / "training", root))
     if torch.cuda.is_available():
         return
     for item in items:

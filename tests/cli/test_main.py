@@ -627,6 +627,7 @@ def test_a_checkpoint_of_the_command_line_loads_with_rewards_given_anew(recipe):
     assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
 
 
+@pytest.mark.slow
 def test_adapters_by_a_recipe(recipe):
     """Trained, found again in the checkpoint, and written by the callback as peft loads them."""
     policy = {"class_path": "PolicyLoader", "init_args": {"name": "policy", "lora": {"rank": 2, "alpha": 4}}}

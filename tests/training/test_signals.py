@@ -181,6 +181,7 @@ def test_a_stopped_run_goes_on_to_the_weights_of_an_unbroken_one(folder):
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_sigterm_stops_a_run_too_and_without_checkpoints_nothing_is_promised(folder):
     stopped = command_line(folder, "--trainer.enable_checkpointing=false", send=signal.SIGTERM)
     assert stopped.returncode == 143, stopped.stderr
