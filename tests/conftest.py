@@ -33,7 +33,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run whole trainings first, so that no worker waits for one at the end; skip the tests marked `gpu` without one."""
+    """Run whole trainings first, so that no worker waits for one at the end. Skip tests marked `gpu` without a GPU."""
     root = Path(__file__).parent
     items.sort(key=lambda item: item.path.parent not in (root / "distributed", root / "training", root))
     if torch.cuda.is_available():
