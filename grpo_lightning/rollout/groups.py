@@ -1,4 +1,4 @@
-"""The `Rollout` that the methods of a training step pass on; functions that sample, mask, check and share its groups."""
+"""The `Rollout` that the methods of a training step pass on, and functions to sample, mask and share its groups."""
 
 from __future__ import annotations
 
