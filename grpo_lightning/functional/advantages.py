@@ -32,8 +32,8 @@ def group_relative_advantages(
         scale "nonzero_fraction":                               A[n, g] = gain[n, g] / fraction
         scale "none":                                           A[n, g] = gain[n, g]
 
-        gain[n, g] = r[n, g] - baseline[n, g]
-        gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)    for "pass_at_k"
+        baseline "pass_at_k":  gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)
+        other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
     A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
     is 0. In zero-variance groups (all scorable rewards are equal, or fewer than two are scorable) the advantages are

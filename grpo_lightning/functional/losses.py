@@ -108,7 +108,7 @@ def clipped_surrogate(
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the trust region; or if
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the clip range; or if
             `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
@@ -253,7 +253,8 @@ def kl_cov_surrogate(
 ) -> Tensor:
     """KL-Cov: no clip, and a penalty for moving the few tokens that lower the entropy most.
 
-        loss = -r A + (coefficient |logprobs - old_logprobs| where selected, else 0)
+        d = logprobs - old_logprobs
+        loss = -exp(d) A + (coefficient |d| where selected, else 0)
 
     KL-Cov (arXiv:2505.22617). The penalty is the absolute log-ratio, as in the authors' code and in verl.
 
@@ -286,21 +287,22 @@ def dppo_surrogate(
     *,
     max_ratio: float = 20.0,
 ) -> Tensor:
-    """DPPO: no gradient for tokens whose probability has changed too much, instead of their ratio.
+    """DPPO: limits how far the probability of a token may move, where PPO limits the ratio.
 
+        r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
     A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
-    0.6 (ratio 1.2), but a limit of the ratios stops only the first. DPPO is divergence proximal policy optimization
-    (arXiv:2602.04879, eq. 11), with the loss as in verl. The paper compares with the policy as the engine ran it, so
-    pass the engine's log-probs as `old_logprobs`.
+    0.6 (ratio 1.2), but a limit of the ratios stops the first one earlier. DPPO is divergence proximal policy
+    optimization (arXiv:2602.04879, eq. 11), with the loss as in verl. Its old policy is the one that the engine sampled
+    from, so pass the engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
         advantages: [B, 1].
-        outside: [B, T] bool, True for the tokens of either kind that `leaves_trust_region` finds.
+        outside: [B, T] bool, True where one of the two results of `leaves_trust_region` is True.
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:
@@ -335,7 +337,7 @@ def leaves_trust_region(
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, of the policy that sampled the tokens.
+        old_logprobs: [B, T] nats, as in `dppo_surrogate`.
         advantages: [B, 1].
         divergence: "tv" is the total variation, "kl" is KL(old policy || current policy).
         epsilon: Maximum D of tokens that have become less likely: a probability ("tv") or nats ("kl").
@@ -385,8 +387,8 @@ def vespo_surrogate(
         old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
         advantages: [B, 1].
-        rollout_weights: [B, T] off-policy weights from the function `rollout_weights` with the level "token"; None
-            for none.
+        rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
+            without an off-policy correction.
         positive: k and lambda where A >= 0. phi falls off faster towards small w with a larger k, and towards large w
             with a larger lambda.
         negative: k and lambda where A < 0.
@@ -431,7 +433,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
+        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False: its ratio is 1.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -447,7 +449,7 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
+        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False: its ratio is 1.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
