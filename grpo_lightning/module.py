@@ -7,8 +7,9 @@ learning-rate schedules, `max_steps` and callbacks work as usual.
 
 The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
 step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
-bounded (`functional.losses`). Two things save time without a change of the loss or its gradient: the model runs on each
-prompt once per group, and it does not run on completions of advantage 0 if the objective has no KL and no entropy term.
+bounded (`functional.losses`). Two things save time without a change of the loss or its gradient. First, the model runs
+on a prompt once for its whole group, not once per completion. Second, it does not run on completions of advantage 0,
+unless the objective has a KL or entropy term or selects tokens.
 """
 
 from __future__ import annotations
@@ -259,9 +260,10 @@ class GRPOLightningModule(L.LightningModule):
 
         Args:
             prompts: N prompts of this rank.
-            indices: N indices: the position of each prompt among the prompts that all ranks sample for this rollout. By
-                default, the first indices of the rollout are distributed round-robin over ranks. The seed of a prompt
-                follows from its index, so that completions do not depend on the number of ranks.
+            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. None
+                numbers the prompts round-robin over the ranks (with `ranks_per_group`, over the teams of ranks that
+                share prompts). The seed of a prompt follows from its index, so that completions do not depend on the
+                number of ranks.
         """
         self.engine.sync_weights(self.policy)
         indices = self.teams.indices(len(prompts)) if indices is None else indices

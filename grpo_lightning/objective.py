@@ -188,7 +188,7 @@ class Objective:
     """What is subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
     the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
     with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing, but replaces the reward by how much
-    the completion adds to the best of k - 1 others in the group."""
+    the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
@@ -458,7 +458,7 @@ class Correction(NamedTuple):
     """Off-policy correction of a micro-batch."""
 
     factor: Tensor
-    """[B, T] what the policy loss is multiplied by; 0 where a token or completion is masked."""
+    """[B, T] what the policy loss of each token is multiplied by."""
 
     weight: Tensor
     """[B, T] off-policy weights, for the logs. They equal `factor`, except for VESPO, whose loss already contains

@@ -250,7 +250,7 @@ class SharedGroups:
                 the other members.
 
         Returns:
-            N groups on every member, with its part of the completions and advantages.
+            N groups on every member, each with that member's part of the completions and advantages.
 
         Raises:
             ValueError: If a group was not sampled by `GRPOLightningModule.generate`: no other member knows its prompt.

@@ -153,9 +153,9 @@ def check_prompts(
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
     """Number of tokens of a run's longest possible sequence: the longest prompt plus the longest completion.
 
-    The length of the longest prompt is `data.max_prompt_length`, or if that is not set, measured. The result is None if
-    that length is unknown (streams, custom loaders), or if it is not needed, because the policy's RoPE does not depend
-    on the sequence length.
+    The length of the longest prompt is `data.max_prompt_length`; without this setting, it is measured on the data.
+    Returns None if that length is unknown (streams, custom loaders), or not needed, because the policy's RoPE does not
+    depend on the sequence length.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
