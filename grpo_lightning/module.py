@@ -7,8 +7,9 @@ learning-rate schedules, `max_steps` and callbacks work as usual.
 
 The defaults depart from the paper (arXiv:2402.03300) in two ways: the loss is a mean over all tokens of the optimizer
 step instead of a mean of per-completion means (`Objective.aggregate`), and the log-ratio and the KL estimator k3 are
-bounded (`functional.losses`). Two things save time without a change of the loss or its gradient: the model runs on each
-prompt once per group, and it does not run on completions of advantage 0 if the objective has no KL and no entropy term.
+bounded (`functional.losses`). Two things save time without a change of the loss or its gradient. First, the model runs
+on a prompt once for its whole group, not once per completion. Second, it does not run on completions of advantage 0,
+unless the objective has a KL or entropy term or selects tokens.
 """
 
 from __future__ import annotations
@@ -128,14 +129,14 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Callable that builds the optimizer for the trainable parameters.
         scheduler: Callable that builds the learning-rate schedule for the optimizer; null keeps the rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt; each samples and trains on its part of
-            the G. For rollouts of fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples and trains on its
+            part of the G completions. Meant for rollouts with fewer prompts than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         old_logprobs: Source of the old log-probs: "recompute" scores the rollout with the weights that sampled it;
             "rollout" uses the engine's log-probs.
-        dynamic_sampling: Settings for replacing prompts whose groups have zero reward variance by new prompts; null
-            keeps all prompts.
+        dynamic_sampling: Settings for replacing the prompts of groups without a gradient (zero reward variance, or all
+            tokens masked) by new prompts; null keeps all prompts.
         overlong_filter: How to treat truncated completions: "none" trains on them, "loss" masks them in the loss, and
             "group" also excludes their rewards from the statistics of their group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
@@ -226,7 +227,7 @@ class GRPOLightningModule(L.LightningModule):
         """Load a module from a checkpoint, as Lightning does. Functions and models in memory have to be passed again.
 
         Raises:
-            TypeError: If they are not passed; the message names them.
+            TypeError: If such an argument is missing; the message names it.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -259,9 +260,10 @@ class GRPOLightningModule(L.LightningModule):
 
         Args:
             prompts: N prompts of this rank.
-            indices: N indices: the position of each prompt among the prompts that all ranks sample for this rollout. By
-                default, the first indices of the rollout are distributed round-robin over ranks. The seed of a prompt
-                follows from its index, so that completions do not depend on the number of ranks.
+            indices: Position of each of the N prompts among the prompts that all ranks sample for this rollout. None
+                numbers the prompts round-robin over the ranks (with `ranks_per_group`, over the teams of ranks that
+                share prompts). The seed of a prompt follows from its index, so that completions do not depend on the
+                number of ranks.
         """
         self.engine.sync_weights(self.policy)
         indices = self.teams.indices(len(prompts)) if indices is None else indices
@@ -300,8 +302,8 @@ class GRPOLightningModule(L.LightningModule):
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
         # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
-        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. Tokens are selected
-        # among those of all completions.
+        # the KL is in the rewards, this costs next to nothing, because hardly any advantage is 0. With a selection of
+        # tokens they are kept too, because it compares the tokens of all completions.
         objective = self.objective
         skips = not (objective.trains_on_zero_advantages or objective.needs_reference or objective.selection)
         micro_batches, counts = self.actor.micro_batches(
@@ -404,7 +406,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def select_tokens(self, turn: Turn) -> None:
-        """Select tokens of the update that begins (`Objective.selection`), in one more pass over its micro-batches."""
+        """Select tokens of the optimizer step that begins, in one more pass over its micro-batches."""
         step = run_seed(self.seed), self.run.rollout_index, turn.number
         with seeded_dropout(self.policy, *step, "selection dropout", ranks.rank()):
             select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
@@ -499,9 +501,9 @@ class GRPOLightningModule(L.LightningModule):
             num_generations: G.
             sampling: Sampling settings.
             seeds: N seeds, one per prompt.
-            shared: True: if `ranks_per_group` is above 1, sample this rank's part of each group, and return the
-                complete groups on the first rank of the team and none on the others. False: sample all G completions on
-                this rank.
+            shared: Whether the ranks that share a prompt (`ranks_per_group`) each sample a part of its completions.
+                The first of these ranks then returns the complete groups, and the others return none. If False, this
+                rank samples all G completions.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index)
@@ -511,7 +513,7 @@ class GRPOLightningModule(L.LightningModule):
         return self.shared_groups.collect(source.sample(prompts, num_generations, sampling, seeds, progress, part))
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
-        """Start all reward calls. In evaluation too, rewards get the maximum completion length of training."""
+        """Start all reward calls. Rewards always get the maximum completion length of training, even in evaluation."""
         limit, state = self.sampling.max_completion_length, TrainerState.of(self.trainer)
         return self.reward_set.begin(groups, limit, state, num_generations)
 

@@ -1,4 +1,4 @@
-"""The training objective. Each paper's method is a choice of settings; pure functions of `functional/` compute it.
+"""The training objective: each row below is the choice of settings for one method, computed by `functional/`.
 
 | row         | ratio    | surrogate           | aggregate | scale               | beta |
 |-------------|----------|---------------------|-----------|---------------------|------|
@@ -21,10 +21,11 @@
 | KL-Cov      | token    | kl_cov              | token     | group_std           | 0    |
 | MaxRL       | token    | clip                | constant  | group_mean          | 0    |
 
-In the column surrogate, low and high (or low / high) stand for `epsilon` and `epsilon_high`, and the cap is the largest
-ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k `pass_at_k`. REINFORCE++
-also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That folder also has GDPO,
-which normalizes each reward separately, and high_entropy, DAPO's loss on the tokens of highest entropy.
+In the column surrogate, low and high stand for `epsilon` and `epsilon_high`; a pair such as 3e-4 / 4e-4 gives both. The
+cap is the largest ratio. Three rows also set a baseline: RLOO `leave_one_out`, OPO `length_weighted`, and pass@k
+`pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in `recipes/objectives/`. That
+folder also has GDPO, which normalizes each reward separately, and high_entropy, DAPO's loss on the tokens of highest
+entropy.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ class ObjectiveTerms(NamedTuple):
     """Scalar: this micro-batch's share of the step's loss."""
 
     kl: Tensor
-    """[B, T] KL to the reference, in nats."""
+    """[B, T] KL to the reference, in nats; 0 without a reference."""
 
     clipped_low: Tensor
-    """[B, T] bool."""
+    """[B, T] bool, True where the surrogate clips the ratio from below."""
 
     clipped_high: Tensor
-    """[B, T] bool."""
+    """[B, T] bool, True where the surrogate clips the ratio from above."""
 
     ratio: Tensor
-    """[B, T]."""
+    """[B, T] importance ratio."""
 
     rollout_weight: Tensor | None = None
     """[B, T] off-policy correction weight; None without a correction."""
@@ -104,10 +105,10 @@ class ObjectiveTerms(NamedTuple):
     """[B, T] bool, True where the log-ratio exceeded 20 nats in absolute value."""
 
     kl_clamped: Tensor | None = None
-    """[B, T] bool, True where k3 was above 10 nats; None for the other estimators, and without a reference."""
+    """[B, T] bool, True where k3 was clipped to 10 nats; None for the other estimators, and without a reference."""
 
     selected: Tensor | None = None
-    """[B, T] bool, True at selected tokens; None if the objective does not select any."""
+    """[B, T] bool, True at selected tokens; None if the objective does not select tokens (`Objective.selection`)."""
 
 
 @dataclass
@@ -130,18 +131,20 @@ class Objective:
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
     capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
     times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
-    advantage (GMPO). `vespo` is minus a soft function of the product of the completion's ratios, times advantage times
-    log-prob (VESPO). `dppo_tv` and `dppo_kl` are minus the detached ratio times advantage times log-prob within a trust
-    region of probabilities, by total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG).
-    `clip_cov` removes, and `kl_cov` penalizes, tokens that lower the entropy (`covariance_fraction`)."""
+    advantage (GMPO). `vespo` is minus a detached function of the product of the completion's ratios, which fades out
+    products far from 1, times advantage times log-prob (VESPO). `dppo_tv` and `dppo_kl` are minus the detached ratio
+    times advantage times log-prob, and 0 for tokens that have moved too far in the direction of their advantage, by
+    total variation or KL (DPPO). `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip` without
+    some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage, plus a
+    penalty for changing the log-prob of the tokens that lower the entropy most (`covariance_fraction`)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped from below at 1 - epsilon, GMPO's at exp(-epsilon), CISPO's only with `cispo_lower_bound`;
-    DPPO's maximum divergence of tokens that become less likely."""
+    """Lower clip limit: the ratio is clipped from below at 1 - epsilon, or at exp(-epsilon) by GMPO. CISPO has a lower
+    limit only with `cispo_lower_bound`. For DPPO, the maximum divergence of tokens that become less likely."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped from above at 1 + epsilon_high, GMPO's at exp(epsilon_high); DPPO's maximum divergence of
-    tokens that become more likely; null uses epsilon."""
+    """Upper clip limit: the ratio is clipped from above at 1 + epsilon_high, or at exp(epsilon_high) by GMPO. For DPPO,
+    the maximum divergence of tokens that become more likely. Null uses epsilon."""
 
     dual_clip: float | None = None
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
@@ -150,17 +153,19 @@ class Objective:
     """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
 
     dppo_max_ratio: float = 20.0
-    """Maximum ratio by which DPPO weights a token."""
+    """Maximum ratio of DPPO; a higher ratio counts as this one."""
 
     # Which tokens
 
     top_entropy_fraction: float = 1.0
-    """Fraction of the tokens of an optimizer step whose policy loss is trained: those of highest entropy
-    (arXiv:2506.01939). Below 1 it costs one more forward pass. KL and entropy bonus are not restricted."""
+    """Fraction of the tokens of an optimizer step that get a policy loss: those of highest entropy (arXiv:2506.01939).
+    KL and entropy bonus still use all tokens. A value below 1 costs one more forward pass."""
 
     covariance_fraction: float = 2e-4
-    """Fraction of the tokens of an optimizer step, by covariance of log-prob and advantage: Clip-Cov removes as many
-    from the policy loss, at random among those between its limits; KL-Cov penalizes moving the highest."""
+    """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
+    advantage. Clip-Cov selects at random among the tokens with a covariance between `clip_cov_low` and `clip_cov_high`,
+    and removes the policy loss of the selected tokens. KL-Cov selects the tokens of highest covariance, and penalizes
+    changes of their log-probs."""
 
     clip_cov_low: float = 1.0
     """Lower limit of Clip-Cov's covariance, exclusive."""
@@ -180,9 +185,10 @@ class Objective:
     # From rewards to advantages
 
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k"] = "group_mean"
-    """Subtracted from the reward: the mean reward of the group, of the other completions in the group, or of the group
-    with completions weighted by their lengths (OPO). `pass_at_k` instead computes how much the completion adds to the
-    best of k - 1 others."""
+    """What is subtracted from a completion's reward. `group_mean` is the mean reward of the group. `leave_one_out` is
+    the mean reward of the other completions in the group (RLOO). `length_weighted` is the mean reward of the group,
+    with completions weighted by their lengths (OPO). `pass_at_k` subtracts nothing, but replaces the reward by how much
+    the completion adds to the best of k - 1 others in the group, averaged over all choices of these others."""
 
     pass_k: int | None = None
     """k of the baseline `pass_at_k`, from 2 to `num_generations`; null uses all completions of the group."""
@@ -194,11 +200,11 @@ class Objective:
     scale: Literal["group_std", "batch_std", "batch_advantage_std", "group_mean", "nonzero_fraction", "none"] = (
         "group_std"
     )
-    """Divisor of reward minus baseline. `group_std` and `batch_std` divide by the std of the rewards in the group or in
-    the rollout. `batch_advantage_std` divides by the std of reward minus baseline in the rollout
-    (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` divides by the group's mean
-    reward (MaxRL), and raises an error for negative rewards. `nonzero_fraction` divides by the fraction of groups in
-    the rollout that are not zero-variance (GPG). `none` does not divide."""
+    """Divisor of reward minus baseline. `group_std` is the std of the rewards in the group, `batch_std` the std of the
+    rewards in the rollout, and `batch_advantage_std` the std of reward minus baseline in the rollout
+    (REINFORCE++-baseline). Each std is unbiased, and 1e-4 is added to it. `group_mean` is the group's mean reward
+    (MaxRL); negative rewards raise an error. `nonzero_fraction` is the fraction of groups in the rollout whose rewards
+    are not all equal (GPG). `none` does not divide."""
 
     # KL to the reference, and entropy
 
@@ -232,11 +238,12 @@ class Objective:
     # VESPO
 
     vespo_k: float = 2.0
-    """Exponent (k) of VESPO's weight where the advantage is not negative; larger fades out completions that became
-    unlikely sooner."""
+    """Exponent (k) of VESPO's weight where the advantage is not negative. The larger k, the less weight have
+    completions that became less likely."""
 
     vespo_lambda: float = 3.0
-    """Decay (lambda) of VESPO's weight there; larger fades out completions that became likely sooner."""
+    """Decay (lambda) of VESPO's weight where the advantage is not negative. The larger lambda, the less weight have
+    completions that became more likely."""
 
     vespo_k_negative: float = 3.0
     """Exponent of VESPO's weight where the advantage is negative."""
@@ -255,11 +262,12 @@ class Objective:
         "geometric_truncate",
         "geometric_mask",
     ] = "none"
-    """Off-policy correction: multiply the surrogate by a weight, the ratio of the policy's probability to the engine's,
-    per token or per completion: the product (`sequence`) or the geometric mean (`geometric`) of its tokens' weights.
-    `truncate` clips weights to the range from `rollout_correction_low` to `rollout_correction_high`. `mask` masks the
-    tokens or completions whose weights are outside of this range. The range of `geometric` is narrow, such as 0.99 to
-    1.01. VESPO multiplies the token weights into the ratio of the completion instead."""
+    """Off-policy correction: multiply the surrogate by a weight, the policy's probability of the sampled token divided
+    by the engine's. `token` is one weight per token. `sequence` is one weight per completion, the product of its
+    tokens' weights; `geometric` is their geometric mean. `truncate` clips weights to the range from
+    `rollout_correction_low` to `rollout_correction_high`. `mask` masks the tokens or completions whose weights are
+    outside of this range. With `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss
+    by the token weights, but includes them in the product of the completion's ratios."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -297,7 +305,7 @@ class Objective:
 
     @property
     def selection(self) -> Literal["high_entropy", "high_covariance", "random_covariance"] | None:
-        """How the tokens of an optimizer step are selected before it; None if they are not."""
+        """How tokens are selected before an optimizer step; None if the objective selects none."""
         return "high_entropy" if self.top_entropy_fraction < 1 else SURROGATES[self.surrogate].selection
 
     @property
@@ -310,7 +318,7 @@ class Objective:
 
         Args:
             total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable.
-            by_reward: [N, G] values of each reward.
+            by_reward: Name of each reward, and its values [N, G].
             weights: One per reward.
 
         Returns:
@@ -322,7 +330,7 @@ class Objective:
         return summed.masked_fill(total.isnan(), torch.nan)
 
     def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Compute advantages [N, G] from rewards [N, G] and, for `length_weighted`, trained tokens [N, G]."""
+        """Compute advantages [N, G] from rewards [N, G] and, for `length_weighted`, trained lengths [N, G]."""
         return group_relative_advantages(
             rewards, baseline=self.baseline, scale=self.scale, lengths=lengths, k=self.pass_k
         )
@@ -340,14 +348,15 @@ class Objective:
 
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
-            batch: Must have `old_logprobs`, and with beta > 0 also `ref_logprobs`.
+            batch: Must have `old_logprobs`, with beta > 0 also `ref_logprobs`, and with a `selection` also `selected`.
             counts: Numbers of trained tokens and completions in the entire optimizer step over all ranks, used as
                 divisors.
             max_completion_length: Tokens; the divisor of the "constant" aggregation.
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
 
         Raises:
-            ValueError: If the batch has no old log-probs, or `trains_entropy` is True and no entropy is given.
+            ValueError: If the batch lacks old log-probs or the selected tokens, or if `trains_entropy` is True and no
+                entropy is given.
         """
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
@@ -408,7 +417,7 @@ class Objective:
         return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 
     def _tokens(self, logprobs: Tensor, batch: MicroBatch) -> Tokens:
-        """What the surrogate is computed from; without old log-probs the policy has not moved yet."""
+        """The inputs of the surrogate. If the batch has no old log-probs, the current log-probs take their place."""
         mask = batch.completion_mask
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         selected = mask if batch.selected is None else batch.selected
@@ -417,7 +426,7 @@ class Objective:
         return Tokens(logprobs, old, mask, batch.advantages[:, None], ratio, selected, weights)
 
     def _rollout_weights(self, old_logprobs: Tensor, batch: MicroBatch, *, bounded: bool = True) -> Tensor | None:
-        """Off-policy weights [B, T] or [B, 1], within their range or not; None without a `rollout_correction`."""
+        """Off-policy weights [B, T] or [B, 1], None without a `rollout_correction`. `bounded` applies their range."""
         if self.rollout_correction == "none":
             return None
         level: Any
@@ -449,17 +458,18 @@ class Correction(NamedTuple):
     """Off-policy correction of a micro-batch."""
 
     factor: Tensor
-    """[B, T] multiplies the policy loss; 0 where a token or completion is dropped."""
+    """[B, T] what the policy loss of each token is multiplied by."""
 
     weight: Tensor
-    """[B, T] the same with all weights, for the logs."""
+    """[B, T] off-policy weights, for the logs. They equal `factor`, except for VESPO, whose loss already contains
+    them."""
 
     is_corrected: Tensor
-    """[B, T] bool, True where the weight was out of range, or the completion was dropped as off-policy."""
+    """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
 
 
 class Tokens(NamedTuple):
-    """What a surrogate is computed from."""
+    """The inputs of a surrogate."""
 
     logprobs: Tensor
     """[B, T] nats, of the current policy, with gradients."""
@@ -477,7 +487,7 @@ class Tokens(NamedTuple):
     """[B, T], or [B, 1] for sequences, with gradients."""
 
     selected: Tensor
-    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step."""
+    """[B, T] bool, True at the tokens that the objective has selected before the optimizer step."""
 
     rollout_weights: Tensor | None
     """[B, T] or [B, 1] off-policy weights; None without a correction."""
@@ -493,13 +503,14 @@ class Surrogate(NamedTuple):
     """Returns which tokens are clipped from below and from above: two bool tensors [B, T] or [B, 1]."""
 
     settings: frozenset[str]
-    """Those settings of the surrogates that it uses; the others must keep their defaults."""
+    """Names of the settings that this surrogate uses. Settings that only other surrogates use must keep their
+    defaults."""
 
     selection: Literal["high_covariance", "random_covariance"] | None = None
-    """How it selects tokens of the optimizer step."""
+    """How the surrogate selects tokens before an optimizer step; None if it selects none."""
 
     folds_rollout_weights: bool = False
-    """True if the loss already contains the off-policy weights, which must be those of tokens."""
+    """True if the loss itself applies the off-policy weights, which then must be one per token."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -629,7 +640,7 @@ SURROGATES = {
         _kl_cov, _never_clipped, frozenset({"covariance_fraction", "kl_cov_coefficient"}), "high_covariance"
     ),
 }
-"""Loss, clipped tokens and settings of every surrogate, by name."""
+"""Every surrogate, by its name in `Objective.surrogate`."""
 
 
 def check_objective(objective: Objective) -> None:
@@ -682,7 +693,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings without an effect. Raises: ValueError if one is set; the message gives the reason."""
+    """Refuse settings without an effect. Raises: ValueError if one is changed; the message gives the reason."""
     own = SURROGATES[objective.surrogate].settings
     others = sorted(frozenset().union(*(surrogate.settings for surrogate in SURROGATES.values())) - own)
     is_capped = objective.surrogate == "cispo" and objective.epsilon_high is not None
@@ -728,7 +739,7 @@ def _check_scale(objective: Objective) -> None:
 
 
 def _check_correction(objective: Objective) -> None:
-    """Refuse weights of completions where those of tokens are needed. Raises: ValueError naming both settings."""
+    """Refuse weights per completion if the surrogate needs weights per token. Raises: ValueError."""
     allowed = ("none", "token_truncate", "token_mask")
     if SURROGATES[objective.surrogate].folds_rollout_weights and objective.rollout_correction not in allowed:
         raise ValueError(

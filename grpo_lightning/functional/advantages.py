@@ -32,13 +32,12 @@ def group_relative_advantages(
         scale "nonzero_fraction":                               A[n, g] = gain[n, g] / fraction
         scale "none":                                           A[n, g] = gain[n, g]
 
-        gain[n, g] = r[n, g] - baseline[n, g]
-        gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)    for "pass_at_k"
+        baseline "pass_at_k":  gain[n, g] = mean over all subsets S of k - 1 others of max(r[n, g] - max of r[n, S], 0)
+        other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
     A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
-    is 0. The advantages of zero-variance groups, and of groups with fewer than two scorable rewards, are set to exactly
-    0. Otherwise, rounding could make both the differences and the std of such a group slightly different from 0, and
-    their quotient would be noise.
+    is 0. In zero-variance groups (all scorable rewards are equal, or fewer than two are scorable) the advantages are
+    set to exactly 0: a rounding error divided by another rounding error would be noise.
 
     Args:
         rewards: [N, G] one reward per completion, row n is prompt n's group; nan is not scorable.
@@ -46,33 +45,33 @@ def group_relative_advantages(
             mean of the other scorable rewards of the group: with K scorable rewards, the difference from this baseline
             is K / (K - 1) times the difference from the group's mean. "length_weighted" is OPO (arXiv:2505.23585), the
             mean reward of the group with completions weighted by their lengths: it minimizes the variance of the
-            gradient if the squared norm of a completion's gradient grows with its length. "pass_at_k" trains the best
-            of k (arXiv:2503.19595): a completion's advantage is how much it adds to the best of k - 1 others. With
-            k = G, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`). For
-            any k, the mean over the group of k A times the gradient of the log-prob is an unbiased estimate of the
-            gradient of the expected maximum of k rewards.
-        scale: "group_std" is GRPO. "batch_std" divides by the std of all scorable rewards in `rewards`: pass the
-            rewards of all ranks, otherwise each rank divides by the std of its own rewards. "batch_advantage_std"
-            divides by the std of all differences from the baseline (REINFORCE++-baseline, arXiv:2501.03262). Every std
-            is unbiased (K - 1 in the denominator). "none" is Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL
-            (arXiv:2602.02710): with rewards of 1 and 0, the gradient is that of the log success probability, so that
-            rarely solved prompts weigh more. "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups that
-            are not zero-variance: a mean over all groups becomes a mean over those that have a gradient. Pass the
-            rewards of all ranks.
+            gradient if the squared norm of a completion's gradient is proportional to its length. "pass_at_k" trains
+            the best of k (arXiv:2503.19595): a completion's advantage is how much it adds to the best of k - 1 others.
+            With k = G, the best completion gets its lead over the second and all others get 0 (verl's `grpo_passk`).
+            For any k and the scale "none", k times the policy gradient with these advantages, averaged over the group,
+            is an unbiased estimate of the gradient of the expected maximum of k rewards.
+        scale: What the gain is divided by. "group_std" is GRPO, the std of the group's rewards. "batch_std" is the std
+            of all scorable rewards. "batch_advantage_std" is the std of all differences from the baseline
+            (REINFORCE++-baseline, arXiv:2501.03262). Every std is unbiased (K - 1 in the denominator). "none" is
+            Dr. GRPO (arXiv:2503.20783). "group_mean" is MaxRL (arXiv:2602.02710): with rewards of 1 and 0, the gradient
+            is that of the log success probability, so that rarely solved prompts weigh more. "nonzero_fraction" is GPG
+            (arXiv:2504.02546), the fraction of groups that are not zero-variance: a mean over all groups becomes a mean
+            over those that have a gradient. For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the
+            rewards of all ranks, because a rank's own rewards would give each rank another divisor.
         eps: Added to the std, in units of reward.
-        lengths: [N, G] trained tokens of each completion, for "length_weighted". Completions without any count
-            equally if the whole group has none.
-        k: For "pass_at_k", from 2 to G; None is G. Groups with fewer than k scorable rewards get 0.
+        lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
+            tokens, its completions count equally.
+        k: For "pass_at_k", from 2 to G; None is G. Groups with fewer than k scorable rewards get advantage 0.
 
     Returns:
-        [N, G] float32, or float64 if the rewards are float64. Rows of "group_mean" and "leave_one_out" sum to 0, and so
-        do rows of "length_weighted" if each advantage is multiplied by its length. No advantage of "pass_at_k" is
-        negative.
+        [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
+        row sums to 0; with "length_weighted", each row sums to 0 after multiplying it by the lengths. With "pass_at_k",
+        no advantage is negative.
 
     Raises:
         ValueError: If the rewards are not [N, G] with G >= 2, if the baseline or scale is unknown, if a reward is below
-            0 and the scale is "group_mean", if the lengths are missing or k is out of range, or if the scale is
-            "batch_advantage_std" and the rows of the baseline do not sum to 0.
+            0 and the scale is "group_mean", if the lengths are missing or k is out of range, or if the scale
+            "batch_advantage_std" is combined with the baseline "length_weighted" or "pass_at_k".
     """
     _check_shape(rewards)
     if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):
@@ -87,7 +86,7 @@ def group_relative_advantages(
 
 
 def _gains(rewards: Tensor, baseline: Baseline, lengths: Tensor | None, k: int | None) -> Tensor:
-    """Reward minus baseline, or the marginal gain: [N, G], any value where the reward is nan."""
+    """Reward minus baseline, or the gain of "pass_at_k": [N, G], any value where the reward is nan."""
     is_scorable = ~rewards.isnan()
     deviation = rewards - rewards.nanmean(dim=1, keepdim=True)  # [N, G]
     if baseline == "group_mean":
@@ -138,9 +137,10 @@ def _divisor(rewards: Tensor, gains: Tensor, scale: Scale, eps: float) -> Tensor
 
 
 def _marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
-    """Mean over all subsets of k - 1 other scorable rewards of max(r - their maximum, 0): [N, G], any value for nan.
+    """The gain of the baseline "pass_at_k": [N, G], any value where the reward is nan.
 
-    In ascending order the j-th of n - 1 others is the maximum of C(j - 1, k - 2) of the C(n - 1, k - 1) subsets.
+    If the n - 1 other scorable rewards are in ascending order, the j-th of them is the maximum in C(j - 1, k - 2) of
+    the C(n - 1, k - 1) subsets.
     """
     k = rewards.size(1) if k is None else k
     if not 2 <= k <= rewards.size(1):
@@ -164,8 +164,8 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
     If the rewards were summed first, opposing rewards would cancel, and a reward in larger units would dominate. GDPO
-    (arXiv:2601.05242) and TRL (`normalize_then_sum`) then divide the sum by its std over the batch: pass the sum to
-    `group_relative_advantages` with `scale="batch_std"`.
+    (arXiv:2601.05242) and TRL (`normalize_then_sum`) also divide the sum by its std over the batch; to do so, pass the
+    result to `group_relative_advantages` with `scale="batch_std"`.
 
     Args:
         by_reward: [K, N, G]; nan where a reward does not apply or returned no value. A nan adds 0 to the sum.

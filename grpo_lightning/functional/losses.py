@@ -34,14 +34,14 @@ def importance_ratio(
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         level: "token" is PPO and GRPO; "sequence" is the length-normalised ratio of GSPO (arXiv:2507.18071, eq. 7);
             "sequence_token" has the value of "sequence" and the gradient of each token's own log-prob, so that
             advantages may differ between tokens (GSPO-token, eq. 14).
 
     Returns:
-        [B, T], or [B, 1] for "sequence"; exactly 1 if the policy has not changed.
+        [B, T], or [B, 1] for "sequence"; exactly 1 where `logprobs` equals `old_logprobs`.
 
     Raises:
         ValueError: If the level is none of the three.
@@ -54,7 +54,7 @@ def importance_ratio(
 
 
 def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: RatioLevel = "token") -> Tensor:
-    """Find trained tokens with a log-ratio beyond 20 nats, which `importance_ratio` clips.
+    """Find trained tokens whose log-ratio is above 20 or below -20 nats, where `importance_ratio` clips it.
 
     Args:
         logprobs: [B, T], as in `importance_ratio`.
@@ -87,7 +87,7 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate: no gradient for moving a token further once its ratio has left the trust region.
+    """PPO's clipped surrogate: a token has no gradient if its advantage moves its ratio further out of the clip range.
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
@@ -108,7 +108,7 @@ def clipped_surrogate(
         The loss of each token, to be minimised: [B, T], or [B, 1] where both inputs are.
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the trust region; or if
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, so that it would cut into the clip range; or if
             `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
@@ -158,8 +158,8 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
 
         loss = -A logprob
 
-    Williams 1992; the loss of GPG (arXiv:2504.02546). It is the gradient of every other surrogate as long as the
-    policy has not moved since it sampled: train on each rollout once.
+    Williams 1992; the loss of GPG (arXiv:2504.02546). Its gradient is the policy gradient only if the current policy
+    sampled the tokens, so make one optimizer step per rollout.
 
     Args:
         advantages: [B, 1], or [B, T].
@@ -217,13 +217,13 @@ def gmpo_surrogate(
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
         loss = -exp( mean over trained t of c ) A
 
-    GMPO (geometric-mean policy optimization, arXiv:2507.20673). The clip range is in nats:
-    the ratio of a token stays in exp(-epsilon) to exp(epsilon_high). Far outside of it on the side without a clip, the
-    mean is bounded as every log-ratio (`bounded_exp`).
+    GMPO (geometric-mean policy optimization, arXiv:2507.20673). The clip limits are in nats: a token's ratio counts as
+    at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped to
+    [-20, 20] (`bounded_exp`).
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have d = 0, whatever their log-probs.
         advantages: [B, 1].
         epsilon: How far the log-ratio of a token may fall, in nats.
@@ -253,17 +253,19 @@ def kl_cov_surrogate(
 ) -> Tensor:
     """KL-Cov: no clip, and a penalty for moving the few tokens that lower the entropy most.
 
-        loss = -r A + coefficient |logprobs - old_logprobs| where selected
+        d = logprobs - old_logprobs
+        loss = -exp(d) A + (coefficient |d| where selected, else 0)
 
-    KL-Cov (arXiv:2505.22617), with the absolute log-ratio as the KL, as in its authors' code and in verl.
+    KL-Cov (arXiv:2505.22617). The penalty is the absolute log-ratio, as in the authors' code and in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have log-ratio 0, whatever their log-probs.
         advantages: [B, 1].
-        selected: [B, T] bool, from `high_covariance_tokens` over the whole optimizer step.
-        coefficient: Of the penalty.
+        selected: [B, T] bool, True at the tokens that `high_covariance_tokens` finds among all tokens of the optimizer
+            step.
+        coefficient: Weight of the penalty.
 
     Returns:
         [B, T] the loss of each token, to be minimised.
@@ -285,21 +287,23 @@ def dppo_surrogate(
     *,
     max_ratio: float = 20.0,
 ) -> Tensor:
-    """DPPO: a trust region of probabilities instead of ratios; tokens outside have no gradient.
+    """DPPO: limits how far the probability of a token may move, where PPO limits the ratio.
 
-        loss = -stop_gradient( min(r, max_ratio) ) A logprob   where inside, else 0
+        r = exp(logprobs - old_logprobs)
+        loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
-    A ratio of 5 from 0.001 to 0.005 changes the policy less than one of 1.2 from 0.5 to 0.6, which a clip of ratios
-    does not see. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq. 11), with the loss as in verl.
-    Its old policy is the one that sampled, so pass the engine's log-probs as `old_logprobs`.
+    A token that goes from probability 0.001 to 0.005 (ratio 5) changes the policy less than one that goes from 0.5 to
+    0.6 (ratio 1.2), but a limit of the ratios stops the first one earlier. DPPO is divergence proximal policy
+    optimization (arXiv:2602.04879, eq. 11), with the loss as in verl. Its old policy is the one that the engine sampled
+    from, so pass the engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats; treated as a constant.
+        old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
         advantages: [B, 1].
-        outside: [B, T] bool, from `leaves_trust_region`.
-        max_ratio: Maximum weight of a token's gradient; far above 1, because truncation biases the gradient.
+        outside: [B, T] bool, True where one of the two results of `leaves_trust_region` is True.
+        max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
@@ -328,23 +332,22 @@ def leaves_trust_region(
         kl:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
         low:  A <= 0, p < q and D > epsilon;   high:  A > 0, p > q and D > epsilon_high
 
-    The divergences are those of two outcomes, this token or any other: a lower bound of the divergence over the
-    vocabulary. 1e-8 is added to 1 - p and to 1 - q, as in verl.
+    D compares two outcomes, this token or any other, which gives a lower bound of the divergence over the vocabulary.
+    In the logarithm, 1e-8 is added to 1 - p and to 1 - q, as in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
-        old_logprobs: [B, T] nats, of the policy that sampled the tokens.
+        old_logprobs: [B, T] nats, as in `dppo_surrogate`.
         advantages: [B, 1].
-        divergence: Total variation, or the KL of the old policy to the current one.
-        epsilon: Maximum divergence of tokens that have become less likely: a probability ("tv") or nats ("kl").
-        epsilon_high: Maximum of those that have become more likely; None uses `epsilon`.
+        divergence: "tv" is the total variation, "kl" is KL(old policy || current policy).
+        epsilon: Maximum D of tokens that have become less likely: a probability ("tv") or nats ("kl").
+        epsilon_high: Maximum D of tokens that have become more likely; None uses `epsilon`.
 
     Returns:
-        Tokens that have moved down too far, and those that have moved up too far: two [B, T] bool, of any value at
-        padding.
+        `low` and `high`, both [B, T] bool; arbitrary at padding.
 
     Raises:
-        ValueError: If the divergence is neither.
+        ValueError: If the divergence is neither "tv" nor "kl".
     """
     new, old = logprobs.detach(), old_logprobs.detach()
     p, q = new.exp().clamp(max=1), old.exp().clamp(max=1)
@@ -375,18 +378,20 @@ def vespo_surrogate(
         phi = exp(lambda) w^k exp(-lambda w),   k and lambda by the sign of A
         loss = -stop_gradient(phi) A logprob
 
-    phi is 1 at w = 1, has its maximum at w = k / lambda and vanishes at 0 and for large w. VESPO (variational
-    sequence-level soft policy optimization, arXiv:2602.10693); bounds as in TRL: log-ratios and
-    log w at most 20 nats, log w and the logs of `rollout_weights` at least log 1e-8, lambda at least 1e-4.
+    phi is 1 at w = 1, has its maximum at w = k / lambda and goes to 0 for small and for large w. VESPO is variational
+    sequence-level soft policy optimization (arXiv:2602.10693). As in TRL, values are clipped: log-ratios to [-20, 20]
+    nats, the logs of w and of `rollout_weights` to [log 1e-8, 20], and lambda to at least 1e-4.
 
     Args:
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
-        old_logprobs: [B, T] nats, of the policy at the start of the cycle; treated as a constant.
+        old_logprobs: [B, T] nats, under the policy that sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have r = 1, whatever their log-probs.
         advantages: [B, 1].
-        rollout_weights: [B, T] off-policy weights of the tokens, from the function of that name.
-        positive: k and lambda where A >= 0: a larger k fades low w out sooner, a larger lambda high w.
-        negative: k and lambda elsewhere.
+        rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
+            without an off-policy correction.
+        positive: k and lambda where A >= 0. phi falls off faster towards small w with a larger k, and towards large w
+            with a larger lambda.
+        negative: k and lambda where A < 0.
 
     Returns:
         [B, T] the loss of each token, to be minimised. Only its gradient is meaningful, not its value.
@@ -428,7 +433,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
         epsilon: As in `clipped_surrogate`.
 
     Returns:
-        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
+        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False: its ratio is 1.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -444,7 +449,7 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
         epsilon_high: As in `clipped_surrogate`.
 
     Returns:
-        bool, of the shape of the loss. With one ratio per token, padding is always False, because its ratio is 1.
+        [B, T] bool, or [B, 1] where both inputs are. With one ratio per token, padding is False: its ratio is 1.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
@@ -472,6 +477,8 @@ def rollout_weights(
 ) -> Tensor:
     """Off-policy correction weights: the policy's probability of the sampled tokens, divided by the engine's.
 
+    With the same model, an inference engine and the training code compute slightly different probabilities.
+
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
         sequence:  w[b]    = exp( sum over trained t of d[b, t] )
@@ -480,25 +487,27 @@ def rollout_weights(
         mask:      w where low <= w <= high, else 0
 
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"). "mask" per token is IcePop (Ling team 2025, arXiv:2510.18855). The weight of a sequence is
-    a product over its tokens, so that the weights of long completions leave any fixed range. Their geometric mean does
-    not depend on the length, but it is not a ratio of probabilities of completions: it is used to mask completions that
-    the policy would not have sampled, with a narrow range such as 0.99 to 1.01 (verl's `seq_mean_k1` keeps the same
-    completions with weight 1, ms-swift's sequence modes use this weight). Exponents are clipped to [-20, 20]
-    (`bounded_exp`).
+    off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
+
+    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
+    size of a "geometric" weight does not depend on the length, but it is not a ratio of completion probabilities. It
+    serves to mask completions that the policy would not have sampled, with a narrow range such as 0.99 to 1.01.
+    ms-swift uses it for sequences too; verl's `seq_mean_k1` keeps the same completions, but with weight 1. Exponents
+    are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
-        old_logprobs: [B, T] nats, of the policy at the start of the cycle.
+        old_logprobs: [B, T] nats, under the policy that sampled the tokens, computed by the training code.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on; masked tokens have d = 0.
-        level: "token" computes one weight per token, "sequence" and "geometric" one per completion: the product or the
-            geometric mean of its tokens' weights.
+        level: "token" gives one weight per token; "sequence" one per completion, the product of its tokens' weights;
+            "geometric" one per completion, the geometric mean of its tokens' weights.
         outside: "truncate" clips the weights to [low, high]; "mask" sets weights outside of [low, high] to 0.
         low: Minimum weight.
         high: Maximum weight.
 
     Returns:
-        [B, T] for tokens, otherwise [B, 1]; detached. Exactly 1 where both distributions agree and 1 is in range.
+        [B, T] for the level "token", otherwise [B, 1]; detached. Where the log-probs are equal and low <= 1 <= high,
+        the weight is exactly 1.
 
     Raises:
         ValueError: If `level` or `outside` has another value.
@@ -533,7 +542,7 @@ def keeps_sequence(
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: Nats per token.
+        threshold: How many nats per token the mean log-prob of a completion with A < 0 may have fallen since sampling.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -562,20 +571,19 @@ def kl_divergence(
 
     For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
     never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradients differ: of the three, only the
-    gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). The
-    exponent of k3 is clipped to 20 nats and its value to 10, with a gradient of 0 beyond these bounds (`is_k3_clamped`
-    finds the clipped tokens). The properties above hold within the bounds.
+    gradient of k2 is an unbiased estimate of the gradient of the KL. GRPO uses k3 (arXiv:2402.03300, eq. 4). Unlike in
+    GRPO, the exponent d of k3 is clipped to [-20, 20] and k3 to at most 10, with a gradient of 0 beyond these bounds;
+    `is_k3_clamped` finds the clipped tokens. k3 is unbiased only if no token is clipped.
 
     Args:
         logprobs: [B, T] nats, of the policy.
         ref_logprobs: [B, T] nats, of the reference; treated as a constant.
         mask: [B, T] bool, True where a token is trained on; None means everywhere. Masked tokens get 0, whatever their
-            log-probs. They are masked before exp, because an overflow at padding gives a nan gradient even if it is
-            masked afterwards.
+            log-probs.
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        [B, T] nats per token.
+        [B, T] the estimate of each token, in nats.
 
     Raises:
         ValueError: If the estimator is none of the three.

@@ -1,7 +1,7 @@
 """Choose tokens of an optimizer step: those of high entropy, or of high covariance of log-prob and advantage.
 
-The functions take all trained tokens of the step, over all micro-batches and ranks, as vectors [M]. A quantile or mean
-of a micro-batch alone would make the loss depend on how a step is split.
+The functions take vectors [M] with one value for each trained token of the step, over all micro-batches and ranks. With
+a quantile or mean of each micro-batch, the loss would depend on how the step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
-    "Beyond the 80/20 rule" (arXiv:2506.01939, with a fraction of 0.2). The quantile is interpolated linearly, as
-    `torch.quantile` does it for fewer elements: floor(fraction (M - 1)) + 1 tokens are chosen, and more with ties.
+    From "Beyond the 80/20 rule" (arXiv:2506.01939), with a fraction of 0.2. The quantile is interpolated linearly, as
+    in `torch.quantile`, so that floor(fraction (M - 1)) + 1 tokens are chosen, or more if entropies are equal. (It is
+    computed by sorting, because `torch.quantile` refuses large inputs.)
 
     Args:
         entropies: [M] nats.
-        fraction: Above 0 and at most 1.
+        fraction: Fraction of the tokens to choose, above 0 and at most 1.
 
     Returns:
-        [M] bool.
+        [M] bool, True at the chosen tokens.
     """
     return _highest(entropies, math.floor(fraction * (len(entropies) - 1)) + 1)
 
@@ -33,13 +34,16 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float) -> Tensor:
     """Find the tokens of highest covariance, whose updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
+    Chooses the floor(fraction M) tokens with the highest `token_covariances`: at least one, and more if covariances are
+    equal.
+
     Args:
         logprobs: [M] nats.
-        advantages: [M] of each token's completion.
-        fraction: Above 0 and at most 1; at least one token is chosen, and more than the fraction with ties.
+        advantages: [M] advantage of each token's completion.
+        fraction: Fraction of the tokens to choose, above 0 and at most 1.
 
     Returns:
-        [M] bool, True at the floor(fraction M) tokens of highest `token_covariances`.
+        [M] bool, True at the chosen tokens.
     """
     return _highest(token_covariances(logprobs, advantages), max(1, int(fraction * len(logprobs))))
 
@@ -56,20 +60,20 @@ def random_covariance_tokens(
 ) -> Tensor:
     """Choose tokens of high covariance at random (Clip-Cov, arXiv:2505.22617).
 
-    Candidates are the tokens with low < covariance < high that are not clipped. Of these, floor(fraction M) are chosen,
-    at least one, or all if there are fewer.
+    Candidates are the tokens with low < covariance < high that are not clipped. The number of chosen candidates is
+    floor(fraction M), but at least 1; if there are fewer candidates, all of them are chosen.
 
     Args:
         logprobs: [M] nats.
-        advantages: [M] of each token's completion.
-        is_clipped: [M], true where the surrogate clips the token, which then has no gradient to remove.
-        keys: [M] random numbers: the candidates with the smallest are chosen.
-        fraction: Above 0 and at most 1, of all M tokens.
-        low: Exclusive bound of the covariance, in nats times the unit of the advantage.
-        high: Exclusive bound.
+        advantages: [M] advantage of each token's completion.
+        is_clipped: [M], nonzero or True where the surrogate clips the token, which then has no gradient to remove.
+        keys: [M] random numbers; the candidates with the smallest numbers are chosen.
+        fraction: Above 0 and at most 1; a fraction of all M tokens, not of the candidates.
+        low: Exclusive lower limit of the covariance, in nats times the unit of the advantage.
+        high: Exclusive upper limit of the covariance.
 
     Returns:
-        [M] bool.
+        [M] bool, True at the chosen tokens.
     """
     covariances = token_covariances(logprobs, advantages)
     candidates = (covariances > low) & (covariances < high) & ~is_clipped.bool()
@@ -82,21 +86,21 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
         cov[m] = (logprob[m] - mean of logprobs) (A[m] - mean of A)
 
-    A policy gradient step changes the entropy by minus this covariance (arXiv:2505.22617): likely tokens of
-    good completions lower it, and so do unlikely tokens of bad ones.
+    A policy gradient step changes the entropy in proportion to minus this covariance (arXiv:2505.22617): training on
+    likely tokens of good completions lowers the entropy, and so does training on unlikely tokens of bad ones.
 
     Args:
         logprobs: [M] nats.
-        advantages: [M].
+        advantages: [M] advantage of each token's completion.
 
     Returns:
-        [M].
+        [M], in nats times the unit of the advantage.
     """
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def _highest(values: Tensor, count: int) -> Tensor:
-    """True at the `count` highest values [M], and at those equal to the lowest of them, whatever their order."""
+    """True at the `count` highest of the values [M], and at all values that equal the lowest of these."""
     if not len(values) or not count:
         return torch.zeros_like(values, dtype=torch.bool)
     return values >= values.sort(descending=True).values[count - 1]

@@ -84,9 +84,10 @@ def resample(
     """Replace groups without a gradient by groups of new prompts, until rounds or prompts run out.
 
     Collective: every rank takes part in every round, even if it has no group to replace, because all ranks gather
-    sharded weights together. Prompts and seeds follow from the global index of a group (its index among the groups of
-    all ranks), so that completions do not depend on the number of ranks. If ranks share groups, the first member of a
-    team decides for the others, which hold no group but sample their part of the new groups.
+    sharded weights together. The prompt and the seed of a group follow from its global index, its position among all
+    groups that the ranks sample in this cycle, so that completions do not depend on the number of ranks. If a team of
+    ranks shares groups (`ranks_per_group`), its first member holds them and decides which to replace; every member
+    samples its part of the new groups.
 
     Args:
         rollout: N groups of this rank, with their rewards.
@@ -96,7 +97,7 @@ def resample(
         teams: The ranks that share groups; None if no group is shared.
 
     Returns:
-        The rollout with N groups, in which new groups have the rows of the groups that they replace; and the counts.
+        The rollout of N groups, where each new group is in the row of the group that it replaces; and the counts.
     """
     teams = teams or Teams()
     is_idle = teams.broadcast(settings.is_idle(rollout).tolist())

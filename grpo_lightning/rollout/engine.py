@@ -49,11 +49,12 @@ class RolloutEngine(Protocol):
             progress: Called with the decoding progress.
             vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
                 vision tower in this object, for later forward passes.
-            part: The completions of each prompt to sample, by index: with `model.ranks_per_group`, several ranks sample
-                a prompt, each a part. A completion does not depend on the part that it is sampled with. None for all.
+            part: Indices, among the G completions of a prompt, of those to sample; None for all. With
+                `model.ranks_per_group`, several ranks each sample a different part of a prompt's completions. A
+                completion may depend on its index in the group, but not on the part.
 
         Returns:
-            N lists of G completions (or of those of `part`), in the order of the prompts. The `entropies` of a
+            N lists of G completions (or of those in `part`), in the order of the prompts. The `entropies` of a
             completion are optional: without them, `policy/entropy` is estimated as the mean of minus the log-probs.
         """
         ...

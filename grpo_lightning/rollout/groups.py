@@ -1,4 +1,4 @@
-"""The `Rollout` record that the methods of a training step pass on: sampling its groups, sharing them among ranks."""
+"""The `Rollout` that the methods of a training step pass on, and functions to sample, mask and share its groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GroupSource(NamedTuple):
                 suppressed in addition to `suppress_tokens`.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress.
-            part: The completions of each prompt to sample, by index; None for all G.
+            part: Indices, among the G completions of a prompt, of those to sample; None for all G.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -79,11 +79,11 @@ class GroupSource(NamedTuple):
 
 
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:
-    """KL of each completion to the reference, [N, G] in nats: k1, summed over the tokens that are trained on.
+    """KL of each completion to the reference, [N, G] in nats: the estimate k1, summed over the trained tokens.
 
         KL = sum over trained t of (rollout_logprob[t] - ref_logprob[t])
 
-    If all tokens of a completion are masked, the sum is over all its tokens.
+    If all tokens of a completion are masked, the sum is over all its tokens instead.
     """
     return torch.tensor([[_kl(c) for c in group.completions] for group in groups], dtype=torch.float32)
 
@@ -109,7 +109,7 @@ OverlongFilter = Literal["none", "loss", "group"]
 
 The rewards of truncated completions are noisy: correct reasoning that was truncated scores like wrong reasoning. `none`
 trains on truncated completions normally. `loss` masks their tokens, but their rewards still count in the mean and std
-of their groups. `group` masks their tokens and also excludes their rewards, as not scorable."""
+of their groups. `group` masks their tokens and excludes their rewards from the mean and std."""
 
 
 def mask_truncated(groups: Sequence[Group], overlong_filter: OverlongFilter) -> None:
@@ -157,7 +157,7 @@ class Rollout:
     """N groups, each of a prompt and its G completions."""
 
     scores: Scores | None = None
-    """Values of each reward, metrics and extras that rewards logged, and failures."""
+    """Values of each reward, what the rewards logged, and the number of failures."""
 
     rewards: Tensor | None = None
     """[N, G] float32: combined rewards; NaN where a completion is not scorable or is excluded from its group."""
@@ -206,9 +206,10 @@ def check_finite(values: Tensor, *, name: str, verb: str) -> None:
 class SharedGroups:
     """Collects the groups that a team has sampled, and spreads their completions over the team for training.
 
-    Every member of a team samples its part of the completions of each prompt (`Teams.part`). The first member then
-    holds the complete groups, so that rewards, advantages, dynamic sampling and logs see whole groups. The other
-    members hold none. For log-probs and training each member gets its part back.
+    A team is the `ranks_per_group` ranks that share the same prompts. Every member of a team samples its part of the
+    completions of each prompt (`Teams.part`). The first member then holds the complete groups, so that rewards,
+    advantages, dynamic sampling and logs see whole groups. The other members hold none. For log-probs and training,
+    each member gets its part back.
 
     Args:
         teams: The teams of the run.
@@ -217,16 +218,17 @@ class SharedGroups:
     def __init__(self, teams: Teams) -> None:
         self.teams = teams
         self._sampled: list[Group] = []
-        """This rank's part of the groups sampled in this cycle, with the vision inputs, which are not sent."""
+        """This rank's part of each group sampled in this cycle. It keeps the vision inputs, which are not sent between
+    ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Complete the groups of which each member has sampled a part. Collective in a team.
+        """Join the members' parts of each group into complete groups. Collective in a team.
 
         Args:
             parts: N groups with this rank's part of the completions.
 
         Returns:
-            The N complete groups on the first member; none on the other members.
+            The N complete groups on the first member; an empty list on the others.
         """
         if not self.teams.is_shared:
             return parts
@@ -248,7 +250,7 @@ class SharedGroups:
                 the other members.
 
         Returns:
-            N groups on every member, with its part of the completions and advantages.
+            N groups on every member, each with that member's part of the completions and advantages.
 
         Raises:
             ValueError: If a group was not sampled by `GRPOLightningModule.generate`: no other member knows its prompt.
@@ -272,7 +274,7 @@ class SharedGroups:
         """Copy the reference log-probs of the members' parts to the complete groups. Collective in a team.
 
         Args:
-            groups: N complete groups on the first member.
+            groups: N complete groups on the first member; an empty list on the others.
             parts: N groups with this rank's part of the completions, from `spread`.
         """
         if not self.teams.is_shared:
@@ -284,11 +286,11 @@ class SharedGroups:
                 completion.ref_logprobs = values
 
     def forget(self) -> None:
-        """Free the parts of a cycle whose micro-batches are complete."""
+        """Free the parts of the cycle; its micro-batches must have been made."""
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
-        """A member's part of each group: the group's number, completions [N][part], and advantages [N, part]."""
+        """A member's part of N groups: their numbers [N], completions [N][part], and advantages [N, part]."""
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
         completions = [
             group.completions[part.start : part.stop] for group, part in zip(rollout.groups, parts, strict=True)

@@ -76,7 +76,7 @@ class LocalEngine(RolloutEngine):
         self.use_generate(no_fan_out_reason(policy))
 
     def use_generate(self, reason: str | None) -> None:
-        """Sample with transformers' `generate` if `reason` tells why the KV cache cannot be shared; None shares it."""
+        """Choose how to sample: with a shared KV cache, or with `generate` if a `reason` against sharing is given."""
         self.why_not_shared = reason
         if reason:
             log.warning("Sampling with transformers' `generate`, which prefills each prompt G times: %s.", reason)
@@ -165,7 +165,7 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Context in which the policy can run, with sharded weights gathered once if chosen; yields the `Lockstep`."""
+        """Context in which the policy can run, with its weights gathered if so chosen. Yields the `Lockstep` to use."""
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
@@ -351,13 +351,13 @@ class LocalEngine(RolloutEngine):
 
 
 class Wave(NamedTuple):
-    """Prompts decoded together; empty on a rank that only takes part in the collectives."""
+    """Prompts decoded together; without prompts on a rank that only takes part in the collectives."""
 
     prompts: list[list[int]]
     seeds: list[int]
     num_generations: int
     part: range
-    """The completions of each prompt to sample."""
+    """Indices of the completions of each prompt to sample, among its G."""
 
     vision: VisionInputs | None = None
 

@@ -41,7 +41,7 @@ class Uniforms:
         seeds: N seeds, one per prompt.
         num_generations: G, completions per prompt.
         device: Device of the returned numbers.
-        part: The completions of each prompt for which numbers are returned; None for all G.
+        part: Indices, among the G completions of a prompt, of those that numbers are returned for; None for all.
     """
 
     def __init__(self, seeds: list[int], num_generations: int, device: torch.device, part: range | None = None) -> None:
@@ -51,7 +51,7 @@ class Uniforms:
         self.block, self.num_blocks = torch.empty(0), 0
 
     def __call__(self, step: int) -> Tensor:
-        """Random numbers of a decoding step, [N x part]. Request steps in order; a step may be requested repeatedly."""
+        """Random numbers of a decoding step, [N * len(part)]. Request steps in order; a step may be requested again."""
         if step == self.num_blocks * BLOCK_STEPS:
             shape = BLOCK_STEPS, self.num_generations
             streams = [torch.rand(shape, generator=g, dtype=torch.float64, device="cpu") for g in self.generators]
@@ -72,7 +72,8 @@ class Draw(NamedTuple):
     """[rows] nats, under the distribution that the token was sampled from, after all filters."""
 
     entropies: Tensor
-    """[rows] nats, of the softmax at the sampling temperature (1 if greedy), before all filters."""
+    """[rows] nats, of the softmax at the sampling temperature (1 if greedy). Suppressed tokens are excluded, but other
+    filters, such as `top_p`, are not applied."""
 
 
 class TokenSampler:
@@ -112,7 +113,7 @@ class TokenSampler:
         Args:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
-            rows: [rows] indices among the wave's N x G rows; None if all rows are present.
+            rows: [rows] index of each row among all rows of the batch when its decoding began; None if no row has left.
         """
         distribution = log_distribution(self.processors, history, logits)
         probabilities = distribution.exp()

@@ -196,8 +196,9 @@ class RankFiles:
     """Files of each rank next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
 
     Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and may be
-    large, so each rank writes its own rollout to a file. `<moment>` names the step and position at which the checkpoint
-    was saved. The checkpoint contains this name, so that the files of another save are never mistaken for its own.
+    large, so each rank writes its own rollout to a file. `<moment>` consists of the step, rollout and position at which
+    the checkpoint was saved. The checkpoint contains it too, so that files of an earlier save under the same name are
+    never mistaken for files of this one.
 
     Args:
         checkpoint: Path of the checkpoint. If it is a link, the files are next to the checkpoint that it points to.
@@ -245,11 +246,11 @@ class RankFiles:
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files saved at a moment."""
+        """The files whose names begin with `moment`; none if it is None."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove files that earlier saves of the same checkpoint have left: all except those of `moment`."""
+        """Remove what earlier saves of the checkpoint have left: all files whose names do not begin with `moment`."""
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)

@@ -32,11 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class StepEnds(L.Callback):
-    """Makes every checkpoint contain the state at the end of an optimizer step, and lets a run stop only there.
+    """Makes checkpoints contain the state at the end of an optimizer step, and lets a run stop only between steps.
 
-    Checkpoints contain no gradients. If a checkpoint is saved inside a step or an accumulation window (after
-    validation, by a time interval, on an error, by hand), the checkpoint contains the state at the end of the previous
-    step, see `StepEnd`. While the optimizer changes the weights, saving waits for the end of the current step.
+    Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, by a time interval,
+    on an error, by hand) contains the state at the end of the previous step, see `StepEnd`. While the optimizer changes
+    the weights, saving waits for the end of the current step. If an error ends the run while the optimizer changes the
+    weights, the checkpoint is saved at once with these weights, and no run can resume from it.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Tell the checkpoint callbacks that the resumed step is already saved, as Lightning does not do so."""
+        """Tell the checkpoint callbacks of a resumed run that its first step is already saved; Lightning does not."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)

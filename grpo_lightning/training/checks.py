@@ -76,8 +76,8 @@ def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
     """Fill in the rewards and scores that an overridden step left out, for logs and callbacks.
 
-    They are those of the rollout that the step got, if it returned the same groups. For other groups, the scores are
-    made from the returned rewards.
+    If the step returned the groups that it was given, missing rewards and scores are those of the given rollout.
+    Otherwise, missing scores are made from the returned rewards, which are then required.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -128,7 +128,7 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
 
 
 def check_kl_cov(surrogate: str, old_logprobs: str, num_updates: int) -> None:
-    """Check that KL-Cov's penalty has a gradient. Raises: ValueError if no update of a rollout follows another."""
+    """Check that KL-Cov's penalty has a gradient. Raises: ValueError if each rollout has only one optimizer step."""
     if surrogate == "kl_cov" and old_logprobs == "recompute" and num_updates == 1:
         raise ValueError(
             "model.objective.surrogate 'kl_cov' penalizes the distance from the policy at the start of the cycle, "
@@ -424,7 +424,7 @@ def check_loader(
         needs_more: True if cycles request further prompts (dynamic sampling).
 
     Raises:
-        ValueError: If the loader does not match the cycle.
+        ValueError: If the loader does not match these arguments, or some micro-batches would be empty.
     """
     loader, cycle = given_loader(trainer.fit_loop), shape.num_micro_steps
     if isinstance(loader, PromptSource) and loader.cycle != cycle:

@@ -1,7 +1,7 @@
 """Checks of a run's data before weights are loaded, as far as the data is known by then.
 
-Two checks are about ground-truth boxes: rewards, metrics and callbacks must read those of a column in the same
-coordinate system, and the boxes must not be converted to pixels twice.
+Two checks are about ground-truth boxes: rewards, metrics and callbacks must agree on the coordinate system of the boxes
+in a column, and the boxes must not be converted to pixels twice.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def check_prompts(
         validated: Sampling of evaluation completions.
 
     Raises:
-        ValueError: If a prompt is a chat and the tokenizer has no chat template, or if a prompt is too long for the
-            model, or if it has different numbers of images and image placeholders. Also if prompts contain a video, or
-            images and the model is text-only; the message then names all these prompts.
+        ValueError: If a prompt is a chat and the tokenizer has no chat template, if a prompt is too long for the model,
+            if it has different numbers of images and image placeholders, if it contains a video, or if it contains
+            images and the model is text-only.
     """
     prompts = [prompt for data in known_data(trainer) for prompt in data]
     if not prompts:
@@ -151,11 +151,11 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Number of tokens of a run's longest prompt plus completion, if the policy's RoPE depends on the sequence length.
+    """Number of tokens of a run's longest possible sequence: the longest prompt plus the longest completion.
 
-    The prompt length is `data.max_prompt_length`. Without this limit, the length of the longest prompt is
-    used if all datasets are lists. For streams and custom loaders, this length is unknown, and the result is None. The
-    result is also None for other RoPE types, and then no prompt is tokenized.
+    The length of the longest prompt is `data.max_prompt_length`; without this setting, it is measured on the data.
+    Returns None if that length is unknown (streams, custom loaders), or not needed, because the policy's RoPE does not
+    depend on the sequence length.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:

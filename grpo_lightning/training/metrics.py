@@ -159,7 +159,7 @@ def entropy_of(completion: Completion) -> float:
 
 
 def add_resampling(metrics: StepMetrics, done: Resampling, warn_once: WarnOnce) -> None:
-    """Add dynamic-sampling counts, and warn if zero-variance groups remain after all rounds."""
+    """Add dynamic-sampling counts, and warn if groups without a gradient remain after all rounds."""
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
     metrics.add_sum("rollout/kept_zero_variance_groups", done.num_kept)
@@ -219,13 +219,13 @@ def add_padding(metrics: StepMetrics, micro_batches: Sequence[MicroBatch]) -> No
 def add_update(metrics: StepMetrics, batch: MicroBatch, terms: ObjectiveTerms) -> None:
     """Add loss, KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    A run may leave completions with advantage 0 out of its micro-batches; no metric depends on this choice. The mean KL
-    to the reference is over all completions, because a run with a reference leaves out no completion. The other means
-    describe the policy loss, to which completions with advantage 0 do not contribute. So these means are over the
-    completions whose advantage is not 0.
+    A run may leave completions with advantage 0 out of its micro-batches; no metric depends on this choice. The means
+    of KL to the reference and of selected tokens are over all completions, because a run with a reference or a token
+    selection leaves none out. The other means describe the policy loss, to which completions with advantage 0 do not
+    contribute, and are over the completions whose advantage is not 0.
 
-    `policy/rollout_kl` is KL(engine || policy at the start of the cycle) in nats per token: how much the distribution
-    that the engine sampled from differs from that of the policy.
+    `policy/rollout_kl` is KL(engine || policy at the time of sampling) in nats per token: how much the distribution
+    that the engine sampled from differs from the one that training computes.
     """
     of_all = {"kl": terms.kl, "kl_clamped": terms.kl_clamped} if batch.ref_logprobs is not None else {}
     of_loss = {
@@ -285,14 +285,14 @@ class StepLog(L.Callback):
     """Passes the metrics of every rollout to the loggers exactly once.
 
     Lightning keeps the last value of each metric that a training step logged, and passes the value to the loggers again
-    at every later step. Without this callback, a rollout that is trained for several updates would have its rewards
-    logged at each update, and a rollout without scorable rewards would have the rewards of the previous rollout logged.
+    at every later step. Without this callback, the rewards of a rollout with several optimizer steps would be logged at
+    each of them, and for a rollout without scorable rewards, those of the previous rollout would be logged again.
     `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
 
     The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics on only at
-    every `log_every_n_steps`-th step. With two updates per rollout and an even `log_every_n_steps`, that is never the
-    first step of a cycle. So this callback sets `trainer.log_every_n_steps` to 1 during the first step of each cycle,
-    and to the user's value during all other steps. The value 0 turns logging off, and is never changed.
+    every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even `log_every_n_steps`, that is
+    never the first step of a cycle. So this callback sets `trainer.log_every_n_steps` to 1 during the first step of
+    each cycle, and to the user's value during all other steps. A value of 0, which turns logging off, is not changed.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class CompletionRow:
 
 @dataclass
 class Turn:
-    """One micro-step of a cycle."""
+    """One micro-step of a cycle: training on one micro-batch."""
 
     batch: MicroBatch
     counts: StepCounts
@@ -123,12 +123,12 @@ class CycleShape:
         return cycle
 
     def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
-        """Check that a micro-step can be trained.
+        """Check that the loader, the current cycle and the trainer are at the same micro-step.
 
         Args:
             pending: The current cycle, if there is one.
-            batch: Batch of the loader.
-            position: The trainer's index of the micro-step in its cycle.
+            batch: Batch that the loader yields for this micro-step.
+            position: Index of the micro-step in its cycle, as counted by the trainer.
 
         Raises:
             RuntimeError: If the loader does not yield each batch once per micro-step of a cycle, if the loader is
@@ -225,9 +225,10 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of a rollout over all ranks.
+    """Which part of the rollout of all ranks this rank has.
 
-    The i-th group of this rank's team has the index `i * num_teams + team` among the `num_groups` groups of all teams.
+    The i-th group of this rank's team (the ranks that share the same groups) has the index `i * num_teams + team` among
+    the `num_groups` groups of all teams.
     """
 
     num_groups: int
@@ -260,7 +261,7 @@ def plan_micro_batches(
         pad_id: Token id that fills up sequences; any id, because padding is masked.
         skip_zero_advantages: If true, completions with advantage 0 are left out of the micro-batches. The counts still
             include these completions.
-        share: This rank's share of the rollout of all ranks; None if `groups` is the complete rollout.
+        share: Which part of the rollout of all ranks `groups` is; None if it is the complete rollout.
 
     Returns:
         This rank's micro-batches in order, and its numbers of trained tokens and completions in each update.
@@ -298,8 +299,8 @@ def plan_over_ranks(
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
-    Sharded weights are gathered by all ranks together. Micro-batches at the same place on different ranks therefore
-    get the same `num_chunks`: the largest number of forward passes that one of these micro-batches needs.
+    Sharded weights are gathered by all ranks together. The i-th micro-batches of all ranks therefore get the same
+    `num_chunks`: the largest number of forward passes that one of them needs.
 
     Args:
         groups: N groups of this rank, each with its part of the G completions; may be empty.
@@ -341,7 +342,7 @@ def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None
 def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
     """Point the micro-batches of a resumed cycle (`MicroBatch.groups`) to their prompts in the loader's batch.
 
-    The groups of the rollout may have been selected or reordered, so they are found by `Prompt.key`.
+    The cycle may lack groups of that batch or have them in another order, so prompts are found by `Prompt.key`.
 
     Raises:
         ValueError: If the loader's batch lacks a prompt of the cycle.
@@ -360,9 +361,9 @@ def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt])
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions are split among the updates instead. The
-    split depends on a group's index among the groups of all ranks, so the number of ranks does not change the update
-    that a group belongs to.
+    If all ranks together have fewer groups than updates, single completions are split among the updates instead. Which
+    update a group or completion belongs to follows from its index among those of all ranks, not from the number of
+    ranks.
     """
     numbers = range(share.team, share.team + len(groups) * share.num_teams, share.num_teams)
     units, num_units = list(zip(numbers, groups, strict=True)), share.num_groups
@@ -467,8 +468,8 @@ def idle_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBat
     The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.
 
     Args:
-        groups: Groups of this rank. The masked token is the first token of their first completion, or `pad_id` if
-            this rank has no groups.
+        groups: Groups of this rank. The masked token is the first token of the first group's first completion, or
+            `pad_id` if this rank has no groups.
         pad_id: Token id that fills up sequences; any id, because padding is masked.
     """
     row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)

@@ -1,7 +1,7 @@
 """State of a run that checkpoints contain besides weights and optimizer.
 
-The state is the number of rollouts, the pending cycle (a rollout that is only partly trained on) and the reference if
-it was updated.
+The state is the number of rollouts, the pending cycle (a rollout that is only partly trained on) and, if it was
+updated, the reference.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class StepEnd:
     """State of the run right after its latest optimizer step. Every checkpoint contains this state.
 
-    Weights and optimizer do not change between two steps. So a checkpoint that is saved later, inside an accumulation
-    window, after validation or at the end of an epoch, has the same weights as a checkpoint that is saved right after
-    the step. In both cases, a run resumes right after the step.
+    Weights and optimizer do not change between two steps. So it makes no difference whether a checkpoint is saved right
+    after a step, or later: inside an accumulation window, after validation, or at the end of an epoch. A resumed run
+    always continues right after the step.
     """
 
     num_micro_steps: int
-    """Micro-steps of the entire run up to the end of the step."""
+    """Micro-steps (training steps of one micro-batch each) of the entire run up to the end of the step."""
 
     num_steps: int
     """Optimizer steps of the entire run up to this one."""
@@ -44,7 +44,7 @@ class StepEnd:
     """The cycle that is only partly trained on; None between two cycles."""
 
     position: int
-    """Micro-steps of `cycle` that were completed at the end of the step; `cycle.position` counts further."""
+    """Micro-steps of `cycle` that were completed at the end of the step. `cycle.position` keeps counting after it."""
 
     rollout_index: int
 
@@ -116,7 +116,7 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Return the name for files that ranks save next to the checkpoint of `end`; None if no file is needed."""
+        """Prefix of the names of the files that ranks save with a checkpoint of `end`; None if they save none."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         return f"step{end.num_steps}-{end.rollout_index}-{end.position}"
@@ -184,7 +184,7 @@ class RunState:
         self.reference.restore(saved if is_reader else None)
 
     def write_rank_files(self, checkpoint: Path, end: StepEnd, *, is_global_zero: bool) -> None:
-        """Write the files of each rank next to a checkpoint, if they are needed. Collective: all ranks call it."""
+        """Write each rank's cycle, and an updated reference, next to a checkpoint. Collective: all ranks call it."""
         moment = self.moment(end)
         if moment is None:
             return

@@ -1,8 +1,7 @@
-"""Choose the tokens of an optimizer step by their entropy or covariance, over all its micro-batches and ranks.
+"""Choose tokens of an optimizer step by entropy, or by covariance of log-prob and advantage, over all its ranks.
 
-Which tokens have the highest entropy is known only once all tokens of the step are scored, before the first of them is
-trained on. So the step's micro-batches run through the policy once more, without gradients, with the weights that the
-step starts from.
+The loss of the first micro-batch already depends on which of the step's tokens are chosen, and the choice depends on
+all of them. So before each step, all its micro-batches run through the policy once more, without gradients.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ class Selection(NamedTuple):
     """One choice of `Objective.selection`."""
 
     features: Callable[[Objective, MicroBatch, TokenScores, int], list[Tensor]]
-    """Returns what is gathered of each token, [B, T] each, from a micro-batch, its scores and a seed."""
+    """Returns the features that the choice depends on, each [B, T], from the objective, a micro-batch, its log-probs
+    and entropies, and a seed."""
 
     choose: Callable[..., Tensor]
-    """Returns the tokens chosen, [M] bool, from the objective and the features of all tokens of the step, [M] each."""
+    """Returns which of the step's M trained tokens are chosen, [M] bool, from the objective and each feature [M]."""
 
 
 def select_tokens(actor: Actor, objective: Objective, micro_batches: Sequence[MicroBatch], *, seed: int) -> None:
-    """Set `selected` of the micro-batches of an optimizer step. Collective: all ranks have equally many.
+    """Set `selected` of the micro-batches of an optimizer step.
+
+    Collective: every rank calls this function, with the same number of micro-batches.
 
     Args:
-        actor: Scores the micro-batches, with the current weights.
-        objective: Has a `selection`.
-        micro_batches: All of the step, of this rank.
-        seed: Of a random choice; the same on all ranks.
+        actor: Computes log-probs and entropies with the current weights.
+        objective: An objective whose `selection` is not None.
+        micro_batches: All micro-batches of this rank in the step.
+        seed: Seed of Clip-Cov's random choice; the same on all ranks.
     """
     assert objective.selection is not None
     features, choose = SELECTIONS[objective.selection]
@@ -90,15 +92,17 @@ SELECTIONS = {
     "high_covariance": Selection(_covariates, _high_covariance),
     "random_covariance": Selection(_covariates_and_keys, _random_covariance),
 }
-"""How tokens are selected, by name."""
+"""The ways to select tokens, by their name in `Objective.selection`."""
 
 
 def random_keys(batch: MicroBatch, seed: int) -> Tensor:
-    """Random numbers of tokens that follow from seed, prompt and completion, not from micro-batch or rank.
+    """One random number per token, which depends on seed, prompt and completion, but not on micro-batch or rank.
+
+    Equal completions of the same prompt get the same numbers.
 
     Args:
-        batch: Completions of any prompts. Equal completions of a prompt get the same numbers.
-        seed: Of the optimizer step.
+        batch: The micro-batch.
+        seed: Seed of the optimizer step.
 
     Returns:
         [B, T] float32 in [0, 1), on the CPU; 0 at padding.
