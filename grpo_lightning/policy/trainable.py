@@ -180,7 +180,7 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    It is that of the trainer's or DeepSpeed's precision if this is bf16 or fp16, otherwise that of the weights.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration, or else the dtype of the weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.
