@@ -130,8 +130,8 @@ class Group:
     """Vision inputs of the prompt; None for a text-only policy."""
 
     number: int = -1
-    """If a team of ranks has sampled the group (see `core.ranks.Teams`): its index among the groups that the team has
-    sampled in this cycle. -1 for other groups."""
+    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`); -1
+    if one rank has sampled the group alone."""
 
 
 @dataclass
@@ -173,8 +173,8 @@ class MicroBatch:
     """[B, T] float32, of the reference; None until computed, or without a reference."""
 
     selected: Tensor | None = None
-    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step; None if it selects none,
-    or has not selected them yet."""
+    """[B, T] bool, True at the tokens selected for the optimizer step (`Objective.selection`). None before the
+    selection, and for objectives that do not select tokens."""
 
     num_chunks: int | None = None
     """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all

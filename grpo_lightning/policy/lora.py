@@ -26,9 +26,9 @@ STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
-"""Initialisations (`init_lora_weights`) that change the base's weights in ways that a saved adapter does not record:
-they depend on random numbers, or on activations and gradients of data. Other initialisations that change the base
-(PiSSA, OLoRA, LoftQ) are no problem: peft recomputes the base when loading."""
+"""Initialisations (`init_lora_weights`) that change the base's weights, where peft cannot repeat the change when it
+loads a saved adapter: the change depends on random numbers, or on activations and gradients of data. After PiSSA, OLoRA
+and LoftQ, peft can repeat it."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 """Initialisations whose base peft recomputes when loading; the rounding of this computation depends on the machine."""

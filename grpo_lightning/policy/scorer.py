@@ -14,8 +14,8 @@ in one of two ways:
 
 full: The model's own logits, [rows, T, V], of all tokens at once.
 
-sliced: The logits of one slice of tokens at a time. The logits of a slice are freed before the next slice is computed,
-and recomputed in the backward pass. Padding is skipped.
+sliced: The logits of one slice of tokens at a time. If there are several slices, the logits of each are freed before
+the next slice is computed, and recomputed in the backward pass. Padding is skipped.
 
 The policy is only called through the forward of its root module, because hooks of its modules may gather sharded
 weights. Therefore no code here calls the head directly. Instead, the head's `forward` is replaced while the root module
@@ -246,8 +246,8 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Aligns the outputs with the tokens they predict. On the extended path, it also puts the output at
-                the last prompt token first.
+            aligned: Picks the outputs that predict the tokens `ids`. On the extended path, the first of these is the
+                output at the last prompt token, which the prompt pass has computed.
             ids: [rows, T] tokens.
             mask: [rows, T] True at real tokens; the scores of padding are arbitrary.
         """
