@@ -22,7 +22,7 @@ Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
 
 Coordinates = Literal["resized", "norm1000"]
-"""A model's coordinate convention: pixels of the resized image, or each axis scaled to 0 to 1000."""
+"""A model's coordinate convention: pixels of the resized image, or 0 to 1000 along each axis of the image."""
 
 Box = tuple[float, float, float, float]
 """(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are exclusive."""
@@ -39,13 +39,14 @@ class Prompt:
     """Plain text, or chat messages to be rendered with the tokenizer's chat template."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All other columns of the row, passed to the rewards by name."""
+    """The row's columns, passed to the rewards by name. A column `prompt`, `messages` or `conversations` is left out if
+    the prompt was read from it."""
 
     index: int = -1
     """Position in the dataset, -1 if unknown: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
-    """Name of the dataset in a mixture that the row belongs to."""
+    """Name of the mixture entry that the row comes from; empty for prompts from elsewhere."""
 
     rewards: Sequence[str] | None = None
     """Names of the rewards that apply to the prompt; None for all."""
@@ -181,7 +182,7 @@ class MicroBatch:
     ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
 
     groups: Sequence[int] = ()
-    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
+    """[N] index of each prompt's group among this rank's groups, -1 for the dummy prompt of a rank without groups."""
 
     prompt_keys: Sequence[int | str] = ()
     """[N] `Prompt.key` of each prompt, by which a resumed run finds the images; empty for a text-only policy."""
