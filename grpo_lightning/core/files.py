@@ -77,9 +77,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
-    """Folder for a run's files: `dirpath`, or the Trainer's `log_dir`. Collective: every rank must call this.
+    """Folder for a run's files: `dirpath`, or else the Trainer's `log_dir`, or else its `default_root_dir`.
 
-    Lightning broadcasts `log_dir`: if only some ranks read it, these ranks wait forever.
+    Collective: every rank must call this. Lightning broadcasts `log_dir`, so ranks wait forever if only some read it.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir)
 

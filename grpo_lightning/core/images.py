@@ -52,7 +52,7 @@ class ImageRef:
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once all pixels were read, by this rank or another; False if at most the header was read."""
+    """True once all pixels have been read, by this rank or another; False if possibly only the header was read."""
 
     def read(self) -> Image:
         """Read the image: RGB, upright, transparency replaced by white.
@@ -71,7 +71,10 @@ class ImageRef:
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, upright, read once and from the header alone. Raises: ImageError as in `read`."""
+        """(width, height) in pixels, upright. Raises: ImageError as in `read`.
+
+        The size is read only once: from the header, or from the pixels if the format requires it (TIFF).
+        """
         if self.known_size is None:
             with self._open() as image:
                 self.remember(_upright_size(image))

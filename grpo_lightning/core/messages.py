@@ -38,9 +38,10 @@ def redraws(stream: Any) -> bool:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """Make a tqdm bar on stderr. If stderr is a file: one line at the start, one per minute and one at the end.
+    """Make a tqdm progress bar on stderr.
 
-    A bar is redrawn ten times a second, and a file would keep every redrawn line.
+    In a terminal or a notebook, the bar is redrawn in place, ten times a second. A file would keep every redrawn bar as
+    a line, so in a file only one line is printed at the start, one per minute, and one at the end.
 
     Args:
         items: Items to iterate over; None for a bar that is updated manually.

@@ -1,7 +1,8 @@
-"""Collectives that are no-ops in single-process runs.
+"""Collectives that are no-ops in single-process runs, and `Teams`: ranks that divide the completions of a prompt.
 
-Every rank must call these functions in the same order. The run hangs if only some ranks make a call, for example
-because the call depends on the data of the rank.
+All ranks must make the same collective calls in the same order; a call that is "collective in a team" needs only the
+ranks of the team. The run hangs if only some of these ranks make a call, for example because the call depends on the
+data of a rank.
 """
 
 from __future__ import annotations
@@ -78,9 +79,14 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 
 
 def in_order_of_prompts(ranks: Sequence[Sequence[T]]) -> list[T]:
-    """Interleave the per-rank items of `gather_objects` into the order of the data.
+    """Merge the items of all ranks, one item per prompt, into one list in the order of the prompts.
 
-    The i-th prompt of rank r has global index `i * world_size + r` (round-robin).
+    Prompts are distributed round-robin over ranks: item i of rank r belongs to prompt `i * world_size + r`. If ranks
+    share groups, prompts are distributed round-robin over teams (`Teams`): then the first members of the teams have all
+    items, and the other ranks have none.
+
+    Args:
+        ranks: The items of each rank, as returned by `gather_objects`.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in ranks), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
@@ -102,19 +108,34 @@ def _is_cuda_only() -> bool:
 
 
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
-    """The completions of a group that a team's member has; the members' parts differ in size by one at most."""
+    """The part of a prompt's G completions that one rank of a team samples and trains on (see `Teams`).
+
+    The parts of a team's members are consecutive, and their sizes differ by at most one.
+
+    Args:
+        num_generations: G.
+        member: Index of the rank in its team, from 0 to `ranks_per_group` - 1.
+        ranks_per_group: Number of ranks in the team.
+
+    Returns:
+        The indices of the rank's completions among the G completions.
+    """
     bounds = [i * num_generations // ranks_per_group for i in (member, member + 1)]
     return range(*bounds)
 
 
 @dataclass(frozen=True)
 class Teams:
-    """The teams of a run: R ranks share the groups of their prompts.
+    """Divides the W ranks of a run into W / R teams of R ranks.
 
-        W / R teams;   rank r is member r // (W / R) of team r mod (W / R)
+    The ranks of a team get the same prompts, and each of them samples and trains on a part of every prompt's G
+    completions.
 
-    W is the number of ranks. The first members are the ranks 0 to W / R - 1, in the order of the teams. With R = 1
-    every rank is a team of its own.
+        rank r is member r // (W / R) of team r mod (W / R)
+
+    The ranks 0 to W / R - 1 are therefore the first members (member 0) of the teams, in the order of the teams. A first
+    member also holds the complete groups, so that rewards and advantages see all G completions. With R = 1, every rank
+    is a team of its own.
     """
 
     ranks_per_group: int = 1
@@ -142,23 +163,23 @@ class Teams:
 
     @property
     def is_shared(self) -> bool:
-        """True if a group has several ranks."""
+        """True if teams have several ranks, which share their groups."""
         return self.ranks_per_group > 1
 
     def indices(self, count: int) -> list[int]:
-        """Global indices of this team's `count` items, distributed round-robin over teams."""
+        """Indices of this team's `count` prompts among those of all teams; prompts go round-robin to the teams."""
         return [self.team + i * self.num_teams for i in range(count)]
 
     def part(self, num_generations: int, member: int | None = None) -> range:
-        """The completions of a group that a member samples and trains on; None stands for this rank."""
+        """Indices of the completions of a group that a member samples and trains on; None stands for this rank."""
         return part_of_group(num_generations, self.member if member is None else member, self.ranks_per_group)
 
     def gather_from_firsts(self, value: T) -> list[T]:
-        """Gather a value from the first member of every team, in the order of the teams. Collective over all ranks."""
+        """Return to every rank the values of the first members, in the order of the teams. All ranks must call this."""
         return gather_objects(value)[: self.num_teams]
 
     def broadcast(self, value: T) -> T:
-        """Return the value of the team's first member, to every member. Collective in a team."""
+        """Return to every member of the team the `value` of the first member. Collective in a team."""
         if not self.is_shared:
             return value
         values = [value]
@@ -166,7 +187,7 @@ class Teams:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """Gather a value from every member of the team, on the first; an empty list elsewhere. Collective in a team."""
+        """Return to the first member the values of all members, to the others an empty list. Collective in a team."""
         if not self.is_shared:
             return [value]
         values: list[Any] | None = [None] * self.ranks_per_group if self.is_first else None
@@ -174,10 +195,10 @@ class Teams:
         return values or []
 
     def scatter(self, values: Sequence[T]) -> T:
-        """Send one value of the first member to each member of its team. Collective in a team.
+        """Return to the i-th member of the team the i-th of the first member's `values`. Collective in a team.
 
         Args:
-            values: One per member; ignored elsewhere than on the first member.
+            values: One value per member; used only on the first member, and ignored on the others.
         """
         if not self.is_shared:
             return values[0]
@@ -189,7 +210,7 @@ class Teams:
 
     @cached_property
     def _process_group(self) -> Any:
-        """The process group of this rank's team. Collective over all ranks at its first use."""
+        """The process group of this rank's team. Its first use creates the groups: all ranks must take part in it."""
         members = [list(range(team, world_size(), self.num_teams)) for team in range(self.num_teams)]
         own, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")  # objects are sent from the CPU
         return own

@@ -1,7 +1,8 @@
 """Records of a training step: prompts, completions, groups, sampling settings and micro-batches.
 
 Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens,
-T completion tokens, V vocabulary. A prompt is stored once for its G completions, not repeated G times.
+T completion tokens, V vocabulary. A prompt is stored once for its G completions, not repeated G times. A cycle is one
+rollout and the micro-steps that train on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Message = Mapping[str, Any]
 """One chat turn: {"role": "user", "content": "..."}."""
 
 Coordinates = Literal["resized", "norm1000"]
-"""A model's coordinate convention: pixels of the resized image, or each axis scaled to 0 to 1000."""
+"""A model's coordinate convention: pixels of the resized image, or 0 to 1000 along each axis of the image."""
 
 Box = tuple[float, float, float, float]
 """(x1, y1, x2, y2): left, top, right, bottom. The right and bottom edges are exclusive."""
@@ -38,13 +39,14 @@ class Prompt:
     """Plain text, or chat messages to be rendered with the tokenizer's chat template."""
 
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All other columns of the row, passed to the rewards by name."""
+    """The row's columns, passed to the rewards by name. A column `prompt`, `messages` or `conversations` is left out if
+    the prompt was read from it."""
 
     index: int = -1
     """Position in the dataset, -1 if unknown: identifies the prompt in logs and in a resumed run."""
 
     source: str = ""
-    """Name of the dataset in a mixture that the row belongs to."""
+    """Name of the mixture entry that the row comes from; empty for prompts from elsewhere."""
 
     rewards: Sequence[str] | None = None
     """Names of the rewards that apply to the prompt; None for all."""
@@ -120,7 +122,7 @@ class Group:
     completions: list[Completion]
 
     weight_version: int = 0
-    """Number of rollouts before this group was sampled: identifies the weights that sampled the group."""
+    """Number of rollouts before the rollout of this group: identifies the weights that sampled the group."""
 
     image_views: Sequence[ImageView] = ()
     """One per image of the prompt."""
@@ -129,12 +131,17 @@ class Group:
     """Vision inputs of the prompt; None for a text-only policy."""
 
     number: int = -1
-    """Index among the groups that a team of ranks has sampled in this cycle; -1 if the group is not shared."""
+    """Index of the group among all groups that its team of ranks has sampled in this cycle (see `core.ranks.Teams`); -1
+    if one rank has sampled the group alone."""
 
 
 @dataclass
 class MicroBatch:
-    """Padded prompts and completions of one forward and backward pass."""
+    """Padded prompts and completions of one micro-step.
+
+    Here N and B are the numbers of prompts and completions in the micro-batch; it may have only some of the G
+    completions of a prompt.
+    """
 
     prompt_ids: Tensor
     """[N, L] left padded."""
@@ -161,27 +168,27 @@ class MicroBatch:
     """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, policy at the start of the cycle; None until computed."""
+    """[B, T] float32, of the policy at the start of the cycle; None until computed."""
 
     ref_logprobs: Tensor | None = None
-    """[B, T] float32, reference; None when beta is 0."""
+    """[B, T] float32, of the reference; None until computed, or without a reference."""
 
     selected: Tensor | None = None
-    """[B, T] bool, True at the tokens that the objective has selected in the optimizer step; None if it selects none,
-    or has not selected them yet."""
+    """[B, T] bool, True at the tokens selected for the optimizer step (`Objective.selection`). None before the
+    selection, and for objectives that do not select tokens."""
 
     num_chunks: int | None = None
     """Number of chunks (forward passes) in which the scorer runs the completions: the maximum over ranks, so that all
     ranks gather sharded weights equally often. None uses as many as the scorer's `chunk_size` requires."""
 
     groups: Sequence[int] = ()
-    """[N] index of each prompt's group in the rollout, -1 for a dummy prompt."""
+    """[N] index of each prompt's group among this rank's groups, -1 for the dummy prompt of a rank without groups."""
 
     prompt_keys: Sequence[int | str] = ()
     """[N] `Prompt.key` of each prompt, by which a resumed run finds the images; empty for a text-only policy."""
 
     numbers: Sequence[int] = ()
-    """[B] index of each completion in its group, -1 for a dummy completion."""
+    """[B] index of each completion in its group, -1 for the dummy completion of a micro-batch that would be empty."""
 
     vision: VisionInputs | None = None
     """Vision inputs of the prompts; None for a text-only policy."""
@@ -358,7 +365,11 @@ Settings = TypeVar("Settings")
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
     """Convert a value to settings of the type `kind`.
 
-    None gives the defaults. A mapping, as in checkpoints and YAML, gives the values of fields.
+    Args:
+        kind: A dataclass of settings.
+        value: An object of this type, which is returned unchanged; a mapping from field names to values, as in
+            checkpoints and YAML; or None for the defaults.
+        key: Name of the value in errors.
 
     Raises:
         ValueError: If the value has another type, or the mapping has a key that is not a field.

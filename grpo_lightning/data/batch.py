@@ -45,7 +45,7 @@ class LaterBatch(PromptBatch):
 
     If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
     the next batch are not known at that time, because the current cycle may still take further prompts
-    (`PromptSource.more`). A checkpoint saved before the next batch is used must not count its prompts as used.
+    (`PromptSource.more`). Besides, a checkpoint saved at that time must not count them as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
@@ -104,8 +104,9 @@ def as_prompt(
 def as_prompt_batch(batch: Any) -> PromptBatch:
     """Convert a batch of any dataloader to a `PromptBatch`; a `PromptBatch` is returned unchanged.
 
-    The batch may be a list of prompts, texts or rows, or a mapping of columns, which torch's default collate function
-    makes of rows. The positions of texts and rows in the dataset are not known, so their prompts have no index.
+    The batch may be a list of prompts, texts or rows, or a mapping of columns, into which torch's default collate
+    function converts rows. The positions of texts and rows in the dataset are not known, so their prompts have no
+    index.
 
     Raises:
         TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns; also as `as_prompt`.
@@ -128,8 +129,8 @@ def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Invert torch's default collate function: convert columns back to rows.
 
     Raises:
-        TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up such
-            values of different rows: it converts two boxes of four numbers to four pairs of numbers.
+        TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up the
+            rows of such a column: it converts the boxes of two rows, four numbers each, to four pairs of numbers.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values

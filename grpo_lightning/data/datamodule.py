@@ -42,8 +42,8 @@ class PromptDataModule(L.LightningDataModule):
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
         val_split: Number (200) or share (0.05) of the training prompts that are held out for validation; not together
             with `val_datasets`. The held-out prompts are sampled with `seed` and are not used for training.
-        batch_size: Prompts per rank and rollout. `trainer.accumulate_grad_batches` does not change the number of
-            prompts per update.
+        batch_size: Prompts per rank and rollout; with the module's `ranks_per_group` above 1, prompts per team of ranks
+            and rollout. `trainer.accumulate_grad_batches` does not change the number of prompts per update.
         val_batch_size: Prompts per rank and validation step; null uses `batch_size`.
         shuffle: Shuffle the training prompts in a new order every epoch.
         seed: Seed of the order, of `random:N` and of `val_split`; null uses the seed of `seed_everything`.
@@ -52,8 +52,8 @@ class PromptDataModule(L.LightningDataModule):
         question_template: Template for every question: a text with `{question}`, a file, or one of the names `tags`,
             `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` and `tags_number`.
         prompt_as: Form of prompts that are text. With "text", the text is tokenized as it is. With "chat", the text
-            becomes a user turn. With "auto", the text becomes a user turn, unless it comes from the column `prompt` of
-            a row without images and there is no system prompt.
+            becomes a user turn. "auto" is as "chat", except that text from the column `prompt` is tokenized as it is if
+            the row has no images and there is no system prompt.
         chat_template_kwargs: Keyword arguments for the chat template, for example `enable_thinking: false`.
         max_prompt_length: Maximum number of tokens of a prompt, including the chat template; null for no limit.
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
@@ -104,7 +104,7 @@ class PromptDataModule(L.LightningDataModule):
         if isinstance(val_split, float) and val_split > 1 and val_split.is_integer():
             val_split = int(val_split)
         _check_val_split(val_split, has_val_datasets=val_datasets is not None)
-        # Entries are checked now; the files that a YAML file names may be created by `prepare` only.
+        # Entries are checked now. A YAML file of entries is read later, because `prepare` may create the files in it.
         self.datasets, self.val_datasets, self.test_datasets = (
             mixture if mixture is None or isinstance(mixture, str) else as_entries(mixture)
             for mixture in (datasets, val_datasets, test_datasets)
@@ -137,7 +137,7 @@ class PromptDataModule(L.LightningDataModule):
                 download(entries)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files; a bad row stops the run here, before any weights are loaded."""
+        """Read the data, of a stream only the first rows; an invalid row stops the run before weights are loaded."""
         needs_training_data = stage in (None, "fit") or self.val_split is not None
         if needs_training_data and self.train_prompts is None:
             assert self.datasets is not None
@@ -157,7 +157,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """Load the prompts of a mixture; if one of its entries is streaming, create a stream of them instead."""
+        """Load the prompts of a mixture; if one of its entries is streaming, create a stream of all its prompts."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(

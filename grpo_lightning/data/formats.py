@@ -47,8 +47,9 @@ def to_prompt(
     The rewards get all columns of the row, except a prompt column that is not kept (`PromptColumn.is_kept`).
 
     Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
-    opened: the prompt and its image column hold references to the images. A row with images always becomes a chat, and
-    gets the system prompt like other rows (VLM-R1 adds the system prompt only to rows without images).
+    opened: the prompt and its image column hold references to the images. A row with images always becomes a chat
+    (`prompt_as: text` is an error), and gets the system prompt like other rows. VLM-R1 adds the system prompt only to
+    rows without images.
 
     Args:
         row: The values of the row by column name. A prompt column whose value is None counts as absent.
@@ -84,7 +85,7 @@ def to_prompt(
             columns["solution"] = answer
     else:
         content = column.read(row[found[0]], f"{where}: column {found[0]!r}")
-        # Plain text to continue cannot hold an image: with one, it is a question.
+        # Text that the policy continues cannot hold an image: in a row with images, text is a question.
         content = template.render(content, is_question=column.is_question or bool(images), where=where)
     if not images:
         _check_no_image_is_lost(row, found, where)
@@ -187,7 +188,7 @@ class PromptColumn:
     """True if the column is also passed to the rewards."""
 
     is_question: bool = False
-    """True for a question, which becomes a user turn; False for text to continue."""
+    """True for a question, which becomes a user turn; False for a text that the policy continues."""
 
 
 def _text(value: Any, where: str) -> str:

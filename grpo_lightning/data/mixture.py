@@ -8,7 +8,7 @@ In YAML:
       - dataset: openai/gsm8k:main#1000
         columns: {answer: solution}
 
-The selected rows depend on the seed alone: all ranks, and all runs with the same seed, get the same rows.
+All ranks, and all runs with the same entries and seed, select the same rows.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def load_mixture(
         image_root: Base folder of relative image paths, for entries without an `image_root` of their own.
 
     Returns:
-        The prompts. `Prompt.index` is the position in the mixture. `Prompt.source` is the name of the entry, by default
-        the name of its file without suffix (`train`; a second entry of that name is `train#2`).
+        The prompts. `Prompt.index` is the position among the selected rows of all entries, including rows dropped
+        later. `Prompt.source` is the name of the entry, by default the name of its file without suffix (`train`; a
+        second entry of that name is `train#2`).
 
     Raises:
         FileNotFoundError: If a file or dataset does not exist.
@@ -126,8 +127,7 @@ def stream_mixture(
 
     Unless the stream is shuffled, the rows have the same order as in `load_mixture`. An entry that does not set
     `streaming` is loaded completely when the stream reaches it, and supports every sampling strategy. The images of a
-    row are checked when the row is read.
-    For the arguments, see `load_mixture` and `PromptStream`.
+    row are checked when the row is read. For the arguments, see `load_mixture` and `PromptStream`.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.

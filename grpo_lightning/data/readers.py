@@ -60,8 +60,8 @@ class RowReader:
 
     limit: LengthLimit | None = None
     preflight: Preflight | None = None
-    """Check of images and boxes. None if all images are checked together later; the length of prompts with images is
-    then measured after that check."""
+    """Check of images and boxes. None if the caller checks the images of all rows together, and measures the prompts
+    with images after that check."""
 
     def __call__(self, row: Row, index: int) -> Measured:
         """Convert, check and measure a row. Raises: ValueError as `prompt`, `Preflight.one` and `measure`."""

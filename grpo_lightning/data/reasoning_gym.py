@@ -165,7 +165,7 @@ def verifier(task: str, config_text: str) -> Any:
 
 @contextlib.contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Context manager: seed Python's global random generator; on exit, restore its state and that of numpy's."""
+    """Seed Python's global random generator inside the context; on exit, restore it and numpy's generator."""
     import numpy  # a dependency of reasoning-gym, not of this package
 
     state, array_state = random.getstate(), numpy.random.get_state()
@@ -325,8 +325,8 @@ def write_entry(entry: Entry) -> str:
     """Serialize an item as a Python literal for `read_entry`: tuples stay tuples and number keys stay numbers.
 
     JSON would turn tuples into lists and number keys into strings; the verifiers of `arc_agi` and `rearc` would then
-    score a correct answer as wrong. The reward cannot generate the item again instead of reading it: the items of some
-    tasks depend on Python's hash seed, which differs between processes.
+    score a correct answer as wrong. The item must be stored, because the reward could not generate it again: the items
+    of some tasks depend on Python's hash seed, which differs between processes.
 
     Raises:
         ValueError: If the item has values other than text, numbers, None, and lists, tuples, sets and mappings of them.

@@ -3,7 +3,7 @@
 A cycle consists of the micro-steps that train on one rollout; each micro-step is one batch for Lightning. The source
 yields the cycle's prompts once per micro-step, so that Lightning's batch counting, gradient accumulation and
 checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run, Lightning would replace
-the sampler of a DataLoader by a shuffling sampler, which would scatter the repeated prompts.
+the sampler of a DataLoader by a `DistributedSampler`, which would scatter the repeated prompts.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. No prompt is left out, so the last cycle of an epoch may have fewer prompts. The
-    length of an epoch is not known in advance if the data is a stream, or with dynamic sampling, where a cycle may use
-    more prompts than `batch_size`. Such an epoch ends when all prompts are used. A run on a stream needs
-    `trainer.max_steps`.
+    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. The
+    number of cycles in an epoch is not known in advance if the data is a stream, or with dynamic sampling, where a
+    cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
 
-    An image shared by several prompts of a cycle is read once. Before a run, images are read to find bad files: all
-    images if the prompts are a list, otherwise only those of the first prompts. Bad images are reported before any
-    weights load. `PromptSource` skips no rows; only the data module can skip them.
+    An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
+    can be read: all images if the prompts are a list, otherwise only those of the first prompts. A `PromptSource`
+    cannot skip the rows of unreadable images; `PromptDataModule` can (`bad_images`).
 
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
             `datasets.IterableDataset` (a stream).
-        batch_size: Prompts per rank and rollout.
+        batch_size: Prompts per rank and rollout; with `ranks_per_group` above 1, prompts per team and rollout.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the prompts in a new order every epoch; False keeps the order of the data.
         seed: Seed of the order.
-        rank: This rank, from 0 to `world_size` - 1; each rank gets its share of the prompts of every cycle. None uses
-            the rank in the process group.
+        rank: Index of this rank, from 0 to `world_size` - 1, which determines its prompts in every cycle. None uses the
+            rank in the process group.
         world_size: Number of ranks; None uses the size of the process group.
         template: Prompt template for texts and rows.
         shuffle_buffer: Number of rows of a stream kept in memory; the next row is sampled from these rows.
         num_workers: Threads that decode the images of the next cycle while the policy trains on the current cycle, and
             read the rows of a stream before they are used.
         draws_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
-        ranks_per_group: The module's `ranks_per_group`: the number of ranks in a team, which all get the same prompts.
+        ranks_per_group: `ranks_per_group` of the module. Above 1, the ranks form teams of this size (see
+            `core.ranks.Teams`), and all ranks of a team get the same prompts.
 
     Raises:
-        ValueError: If the dataset is empty, a size is below 1, or a row has no prompt.
+        ValueError: If the dataset is empty, an argument is out of range, or a row has no prompt.
         TypeError: If `prompts` is not a dataset, or can be read only once.
     """
 
@@ -118,13 +118,16 @@ class PromptSource:
 
     @property
     def rank(self) -> int:
-        """Index of this rank's team, read at every use because a source may be created before the process group."""
+        """Index of this rank's team; of the rank itself, if `ranks_per_group` is 1.
+
+        Computed at every use, because a source may be created before the process group.
+        """
         rank = group_rank() if self.given_rank is None else self.given_rank
         return rank % self.world_size
 
     @property
     def world_size(self) -> int:
-        """Number of teams (or ranks) that get different prompts."""
+        """Number of teams, which get different prompts; the number of ranks, if `ranks_per_group` is 1."""
         ranks = group_size() if self.given_world_size is None else self.given_world_size
         return max(1, ranks // self.ranks_per_group)
 
@@ -180,7 +183,7 @@ class PromptSource:
             is_first = False
 
     def step(self, *, is_first: bool) -> tuple[list[Prompt], int]:
-        """Advance by one micro-step. Returns: this rank's prompts of the cycle, and the position in the cycle."""
+        """Advance by one micro-step. Returns: this rank's prompts of the cycle, and the micro-step's index in it."""
         if is_first:
             self.begin()
         if not self.position:
@@ -229,7 +232,7 @@ class PromptSource:
         return self.order.share(block[self.rank :: self.world_size])  # type: ignore[arg-type]
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:
-        """Read some prompts of a block of the order; an image shared by several prompts is read once."""
+        """Read prompts that `order.take` has returned; an image shared by several of them is read once."""
         return self.images.take(self.order.share(block))
 
     def look_ahead(self) -> None:
@@ -245,14 +248,14 @@ class PromptSource:
         """Take further prompts for the current cycle (dynamic sampling); they are not used again in this epoch.
 
         Args:
-            num_prompts: Number of further prompts over all ranks. All ranks must request the same number, because they
-                share one order.
-            own: Positions of this rank's prompts in the list of further prompts, starting at 0.
+            num_prompts: Number of further prompts for all ranks together. All ranks must pass the same number, because
+                they share one order.
+            own: Positions of this rank's prompts among the `num_prompts` further prompts, starting at 0.
 
         Returns:
-            The number of prompts taken over all ranks, and this rank's prompts. At the end of an epoch, there may be
-            fewer prompts than requested. Lightning has already fetched the next batch, which gets its prompts only when
-            it is used. Therefore the last prompt of the epoch is kept for that batch, so that it is never empty.
+            The number of prompts taken for all ranks together, and this rank's prompts. At the end of an epoch, fewer
+            prompts than requested may be left. The last prompt of the epoch is never taken: Lightning has already
+            fetched the next batch, which gets its prompts only when it is used, and must not be empty.
 
         Raises:
             ValueError: If `draws_more` is False.
@@ -265,10 +268,11 @@ class PromptSource:
         return len(block), self.read([block[number] for number in own if number < len(block)])
 
     def settle(self, chosen: list[list[int]], prompts: list[Prompt]) -> None:
-        """Set the prompts on which the rest of the current cycle trains, after dynamic sampling.
+        """Set the prompts on which the current cycle trains, after dynamic sampling has replaced some of them.
 
         Args:
-            chosen: For each rank, the positions of its prompts in the list of all prompts that the cycle has taken.
+            chosen: For each rank (for each team, if `ranks_per_group` is above 1), the positions of its prompts among
+                all prompts that the cycle has taken.
             prompts: This rank's prompts.
         """
         self.settled, self.cycle_prompts = chosen, prompts
@@ -295,14 +299,19 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        Positions count the prompts of all ranks, so a checkpoint saved between two cycles can be resumed with another
-        number of ranks and another batch size. A checkpoint saved between two epochs can also be resumed with other
-        data. `begin` compares `shuffle` with the checkpoint when the epoch begins.
+        Which settings may differ from those in the checkpoint depends on where the checkpoint was saved:
+
+        - between two epochs: all settings, and the data;
+        - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
+          position counts the prompts of all ranks;
+        - inside a cycle: none of these.
+
+        `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
-                `shuffle_buffer`), the seed or `cycle` differs; or if the checkpoint was saved inside a cycle, and the
-                number of ranks or the batch size differs.
+                `shuffle_buffer`), the seed or `cycle` differs; or if it was saved inside a cycle, and the number of
+                ranks, `ranks_per_group` or the batch size differs.
         """
         sizes = {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group")}
         if state.get("position"):

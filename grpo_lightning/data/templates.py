@@ -25,13 +25,13 @@ QUESTION = re.compile(r"\{question\}|\{Question\}")
 
 @dataclass(frozen=True)
 class Original:
-    """A prompt of another trainer. It is not shipped; a shipped prompt has the same instructions in other words."""
+    """A prompt of another RL library, which is not shipped; a shipped one has the same instructions in other words."""
 
     ours: str
     """Name of the shipped equivalent."""
 
     source: str
-    """The trainer, and the location of the text in it."""
+    """The library, and the location of the text in it."""
 
     words: str
     """The text, "..." for omissions."""
@@ -60,7 +60,7 @@ ORIGINALS = {
         ),
     },
 }
-"""Prompts of other trainers, by kind and name. These names are refused, because the shipped prompts differ in words."""
+"""Prompts of other libraries, by kind and name there. These names are refused, because the shipped words differ."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -71,7 +71,7 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Names of shipped prompts by task, for hints in errors."""
+"""Names of shipped prompts, by a name that users may try instead; for hints in errors."""
 
 LONGEST_NAME = 255
 """Maximum bytes of a file name. File systems raise an error for longer ones."""
@@ -88,12 +88,12 @@ class PromptTemplate:
     question_template: str | None = None
     """Template for every question that is text: a text with `{question}`, a file, or a shipped name (`tags`,
     `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes`, `tags_number`). The shipped templates
-    differ in words from the templates of other trainers. To use another trainer's template, give it as a file."""
+    differ in words from the templates of other libraries. To use another library's template, give it as a file."""
 
     prompt_as: PromptAs = "auto"
     """Form of prompts that are text. `text`: the text is tokenized as it is. `chat`: the text becomes a user turn.
-    `auto`: the text becomes a user turn, unless it comes from the column `prompt` of a row without images and there is
-    no system prompt."""
+    `auto`: as `chat`, except that text from the column `prompt` is tokenized as it is if the row has no images and
+    there is no system prompt."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the chat template of every prompt, for example `enable_thinking: false`."""
@@ -125,11 +125,12 @@ class PromptTemplate:
 
         Args:
             content: Text, or messages.
-            is_question: True for a question (column `question`), False for text to continue (column `prompt`).
+            is_question: True for a question (column `question`), False for a text that the policy continues (column
+                `prompt`).
             where: The row, for error messages.
 
         Raises:
-            ValueError: If `content` is messages and there is a question template or `prompt_as` is "text".
+            ValueError: If `content` is messages, but a question template is set or `prompt_as` is "text".
         """
         if not isinstance(content, str):
             return self._render_chat(content, where)
@@ -168,7 +169,7 @@ def named_text(value: str, *, kind: str, key: str) -> str:
     A line break at the end of a file is removed.
 
     Raises:
-        ValueError: If `value` is empty, looks like a name (`r2`) but is not shipped, or names another trainer's text.
+        ValueError: If `value` is empty, looks like a name (`r2`) but is not shipped, or names another library's text.
         FileNotFoundError: If `value` looks like the path of a file that does not exist.
     """
     if not isinstance(value, str) or not value.strip():

@@ -1,1 +1,1 @@
-"""Tiny models and tasks of the quickstarts, built offline: `arithmetic` for text, `grounding` for images."""
+"""Tiny models and tasks of the quickstarts, built offline: text (`arithmetic`, `reasoning_gym`) and images."""

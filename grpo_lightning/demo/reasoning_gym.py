@@ -1,4 +1,4 @@
-"""The reasoning-gym quickstart: a tiny Qwen2 that can solve three of its tasks, but mostly answers without reasoning.
+"""The reasoning-gym quickstart: a tiny Qwen2 that can solve three tasks, but mostly answers without reasoning.
 
 A brief supervised warm-up teaches the model two kinds of completions for every task, and GRPO has to find out which
 kind is rewarded:
@@ -6,7 +6,7 @@ kind is rewarded:
 - hasty completions give the answer of some other question. At the end of the warm-up, most completions are hasty;
 - worked completions write the steps of the solution first, and are mostly right.
 
-Questions and verifiers are those of reasoning-gym. Nothing is downloaded.
+Tasks, questions and verifiers are those of reasoning-gym. Nothing is downloaded.
 """
 
 from __future__ import annotations

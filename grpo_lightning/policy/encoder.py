@@ -361,8 +361,8 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = ""
         where: Name of the prompt in errors; its `label` by default.
 
     Raises:
-        ValueError: If the prompt has no tokens, or the tokenizer has no chat template for its messages, or the template
-            cannot render them, or the prompt's `chat_template_kwargs` set one of `OWN_SETTINGS`.
+        ValueError: If the prompt has no tokens, its messages cannot be rendered (the tokenizer has no chat template, or
+            the template refuses them), or its `chat_template_kwargs` set one of `OWN_SETTINGS`.
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)

@@ -97,8 +97,8 @@ def family_of(config: Any) -> Family | None:
 def native_checkpoints(name: str) -> str:
     """Names of the native transformers checkpoints on the hub that replace a remote-code InternVL.
 
-    OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. There are no native
-    checkpoints of InternVL2.5 and older, or of models fine-tuned from those: for such models, two examples are named.
+    OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5, with different suffixes. For all other names
+    (InternVL2.5 and older, fine-tuned models), two examples are returned.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:

@@ -46,7 +46,8 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded: they cannot run before training starts, and `choose_scorer` is called then."""
+    """None if the weights are sharded. The module then calls `choose_scorer` at the start of training, because a
+    sharded model cannot run earlier."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -26,9 +26,9 @@ STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
-"""Initialisations (`init_lora_weights`) that change the base's weights in ways that a saved adapter does not record:
-they depend on random numbers, or on activations and gradients of data. Other initialisations that change the base
-(PiSSA, OLoRA, LoftQ) are no problem: peft recomputes the base when loading."""
+"""Initialisations (`init_lora_weights`) that change the base's weights, where peft cannot repeat the change when it
+loads a saved adapter: the change depends on random numbers, or on activations and gradients of data. After PiSSA, OLoRA
+and LoftQ, peft can repeat it."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 """Initialisations whose base peft recomputes when loading; the rounding of this computation depends on the machine."""
@@ -38,8 +38,8 @@ BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 class LoRA:
     """Low-rank adapters (arXiv:2106.09685): a layer W computes W + alpha / rank * B A, and only A and B are trained.
 
-    B starts at 0, so that the initial policy equals the base, the model without adapters. Adapters are float32,
-    whatever the dtype of the base.
+    The base is the model without adapters. New adapters start with B = 0, so that the initial policy equals the base.
+    Adapters are float32, whatever the dtype of the base.
 
     Args:
         rank: Number of rows of A, which is the number of columns of B.
@@ -190,7 +190,7 @@ def add_starting_adapter(policy: Any, adapter: str) -> None:
 
 
 class UpdateDropout(nn.Dropout):
-    """Dropout that is active only in forward passes with a gradient: not in sampling, old log-probs and the reference.
+    """Dropout only in forward passes with a gradient: not for sampling, old log-probs or reference log-probs.
 
     Grad mode is the switch, because it is on again when the backward pass recomputes a forward pass, and the recompute
     must drop the same activations.

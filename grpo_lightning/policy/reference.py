@@ -33,7 +33,7 @@ PART = 2**24
 
 
 class FrozenCopy(nn.Module):
-    """A second model as the reference; a submodule of the Lightning module, so that both are moved to the same device.
+    """A second model as the reference; a submodule of the Lightning module, which moves it to the policy's device.
 
     Args:
         model: Model with frozen weights.
@@ -107,11 +107,12 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
 
 
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
-    """Checksum of the reference's weights by dtype: the sum of their bits, the same on every device.
+    """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
 
-    Checkpoints do not contain the reference; the checksum shows whether a resumed run has made the same reference. A
-    base that is shared with the policy has its own checksum ("base torch.float32"). Weights that ZeRO-3 has partitioned
-    while loading are skipped. The weights of a model given in memory are never skipped: they are partitioned later.
+    Checkpoints do not contain a reference that equals the initial policy. The checksums show whether a resumed run has
+    made the same reference. If the reference is an adapter, or the policy without adapters, the weights of the base
+    have separate checksums ("base torch.float32"). Weights that ZeRO-3 has partitioned while loading are skipped. The
+    weights of a model given in memory are never skipped: they are partitioned later.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -210,8 +211,8 @@ class RunReference:
     def moved_weights(self) -> dict[str, Tensor] | None:
         """The full weights, on the CPU, of a reference that was updated; None for a reference that was not.
 
-        Collective: all ranks must call this, and only rank 0 gets weights. Weights that the policy does not train have
-        not changed and are left out.
+        Collective: all ranks must call this; rank 0 gets the weights, the other ranks an empty dict. Weights that the
+        policy does not train have not changed and are left out.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None

@@ -14,8 +14,8 @@ in one of two ways:
 
 full: The model's own logits, [rows, T, V], of all tokens at once.
 
-sliced: The logits of one slice of tokens at a time. The logits of a slice are freed before the next slice is computed,
-and recomputed in the backward pass. Padding is skipped.
+sliced: The logits of one slice of tokens at a time. If there are several slices, the logits of each are freed before
+the next slice is computed, and recomputed in the backward pass. Padding is skipped.
 
 The policy is only called through the forward of its root module, because hooks of its modules may gather sharded
 weights. Therefore no code here calls the head directly. Instead, the head's `forward` is replaced while the root module
@@ -127,7 +127,8 @@ class Scorer:
 
 
 ScoreChunk = Callable[[Tensor | None], Tensor]
-"""Maps rows of a micro-batch (None: all) to [rows, T', 2]: log-prob and entropy of each token, any value at padding."""
+"""Scores a chunk, given its rows of the micro-batch (None: all): [rows, T, 2], the log-prob and entropy of each token.
+T is the length of the chunk's longest completion; padding has arbitrary values."""
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
@@ -167,7 +168,7 @@ def extended_chunks(model: nn.Module, batch: MicroBatch, head: Head) -> ScoreChu
         queries = max(width - 1, 2)
         inputs, seen = (nn.functional.pad(x, (0, max(0, queries - width)))[:, :queries] for x in (ids, mask))
         seen = torch.cat([fan_out(batch.prompt_mask, fan), seen], 1).long()  # [B, L + queries]
-        # A column that was added for this reason repeats the last position, so that no row becomes longer.
+        # A column added only to have two columns repeats the last position, so that no row becomes longer.
         positions = placed.along(
             fan_out(placed.first, fan) + torch.arange(queries, device=ids.device).clamp(max=width - 1)
         )
@@ -226,7 +227,7 @@ def refuse_transformers_checkpointing(model: nn.Module) -> None:
 
 
 Aligned = Callable[[Tensor], Tensor]
-"""Aligns the outputs of a forward pass with the tokens they predict: [rows, T', ...] to [rows, T, ...]."""
+"""Picks the outputs [rows, T, ...] that predict the T completion tokens, from those at all inputs of a forward pass."""
 
 Logits = Callable[[Tensor], Tensor]
 """Maps hidden states [..., H] to the model's logits [..., V]."""
@@ -245,8 +246,8 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Aligns the outputs with the tokens they predict. On the extended path, it also puts the output at
-                the last prompt token first.
+            aligned: Picks the outputs that predict the tokens `ids`. On the extended path, the first of these is the
+                output at the last prompt token, which the prompt pass has computed.
             ids: [rows, T] tokens.
             mask: [rows, T] True at real tokens; the scores of padding are arbitrary.
         """

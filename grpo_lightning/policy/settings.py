@@ -33,11 +33,11 @@ class PolicySettings:
             is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
-        dtype: Dtype of the weights. Keep float32 unless the strategy keeps float32 master weights: at GRPO's learning
-            rates, updates of bfloat16 weights are lost to rounding.
-        attention: Attention kernel; "auto" uses flash_attention_2 if it is installed and supports the model, and the
-            run computes in 16 bits on CUDA (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights);
-            otherwise the model's default (mostly sdpa).
+        dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
+            keeps float32 master weights: at GRPO's learning rates, updates of bfloat16 weights are lost to rounding.
+        attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
+            conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
+            (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).
         from_scratch: Build the architecture of `name` with random weights.
         scoring: "extended" runs each prompt once for all its completions, "dense" once per completion. "auto" uses
             "extended" if the model supports it, else "dense".

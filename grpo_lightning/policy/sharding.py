@@ -114,7 +114,7 @@ class FullyShard(Sharding):
             part.reshard()
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Gather all shards of a parameter; return a parameter that a forward pass has left gathered as it is."""
+        """Gather all shards of a parameter, unless a forward pass has left the parameter gathered."""
         value: Tensor = parameter.detach()
         return value.full_tensor() if hasattr(value, "full_tensor") else value
 

@@ -105,7 +105,7 @@ def naming_extra() -> Iterator[None]:
 
 
 def origin(loader: PolicySettings) -> dict[str, Any]:
-    """Arguments of `from_pretrained` other than the name; the policy's `revision` is not that of `tokenizer`."""
+    """Arguments of `from_pretrained` other than the name; `revision` does not apply to a separate `tokenizer`."""
     return {
         "revision": "main" if loader.tokenizer else loader.revision,
         "trust_remote_code": loader.trust_remote_code,

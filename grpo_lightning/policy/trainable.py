@@ -81,8 +81,8 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> None:
     In a policy with adapters, only the trained weights stay in the state dict, because quantised layers write scales
     and codes next to their weights. In a policy without adapters, buffers stay as well.
 
-    A weight is only dropped if it is frozen both now and when the state dict is taken. A weight that is frozen later
-    has been trained before, and a weight that is unfrozen later will be trained, so the state dict keeps both. Loading
+    A weight is dropped only if it is frozen both when this function is called and when the state dict is taken. A
+    weight that is frozen or unfrozen in between is trained in a part of the run, so the state dict keeps it. Loading
     does not report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
@@ -180,7 +180,7 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    It is that of the trainer's or DeepSpeed's precision if this is bf16 or fp16, otherwise that of the weights.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration, or else the dtype of the weights.
 
     Args:
         settings: The policy's settings, which give the dtype of the weights.

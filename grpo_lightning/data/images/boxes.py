@@ -13,13 +13,14 @@ LARGEST = 1e9
 """Maximum absolute value of a coordinate, in pixels."""
 
 Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
-"""Coordinate system of the ground-truth boxes in the column `solution`, and whether they are checked.
+"""Coordinate system of the ground-truth boxes in the column `solution`, and which solutions are checked.
 
-`original`: pixels of the image; every row with an image must have a box. `norm1000`: as if every image were 1000 wide
-and 1000 high (VLM-R1's InternVL data); every row with an image must have a box. `check_solution` converts these boxes
-to pixels once for the whole run, so `gold_coordinates` of rewards, metrics and callbacks must stay at `original`.
-`auto`: pixels, for rows with one image whose solution is four numbers; other solutions are not checked. `none`:
-solutions are not checked.
+- `original`: pixels of the image. Every row with an image must have a box.
+- `norm1000`: as if every image were 1000 wide and 1000 high (VLM-R1's InternVL data). Every row with an image must have
+  a box. `check_solution` converts the box to pixels once for the whole run, so `gold_coordinates` of rewards, metrics
+  and callbacks must stay at `original`.
+- `auto`: pixels, in rows with one image whose solution is four numbers. Other solutions are not checked.
+- `none`: no solution is checked.
 """
 
 NORM = 1000

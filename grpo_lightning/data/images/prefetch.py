@@ -51,7 +51,7 @@ class ImageReader:
 
     Args:
         num_workers: Threads that read images in advance; with 0, each image is read when it is used. To bound the
-            memory (3 MB per megapixel), at most `READ_AHEAD` images per thread are kept until their use.
+            memory (3 MB per megapixel), at most `READ_AHEAD` images per thread are in memory before their use.
     """
 
     def __init__(self, num_workers: int = 0) -> None:

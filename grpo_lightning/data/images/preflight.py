@@ -136,10 +136,10 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 
 
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
-    """Read every unique image once.
+    """Check every unique image, and get its size.
 
-    Each rank reads the pixels of its share of the images, and only the headers of the other images. If one rank
-    cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same rows.
+    The images are divided among the ranks: a rank reads the pixels of its images, and only the headers of the others.
+    If one rank cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same rows.
 
     Args:
         images: References to the images, the same on every rank.
