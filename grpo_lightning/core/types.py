@@ -168,7 +168,7 @@ class MicroBatch:
     """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, of the policy at the start of the cycle; None until computed."""
+    """[B, T] float32, of the policy that sampled the tokens; None until computed."""
 
     ref_logprobs: Tensor | None = None
     """[B, T] float32, of the reference; None until computed, or without a reference."""
