@@ -276,8 +276,8 @@ def same_output(given: str, expected: str, tolerance: float) -> bool:
 def same_word(given: str, expected: str, tolerance: float) -> bool:
     """Whether two words are equal as text, or as decimal numbers.
 
-    Decimal numbers are equal if |given - expected| <= tolerance * max(1, |expected|). Only an `expected` with a point or
-    an exponent is compared as a number; integers and all other words must be equal as text.
+    Decimal numbers are equal if |given - expected| <= tolerance * max(1, |expected|). Only an `expected` with a point
+    or an exponent is compared as a number; integers and all other words must be equal as text.
     """
     if given == expected:
         return True
