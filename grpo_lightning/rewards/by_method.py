@@ -222,7 +222,12 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError if `default` is unknown, or as `inner_reward`; ImportError if its package is missing."""
+        """Make the methods.
+
+        Raises:
+            ValueError: If `default` is unknown, or a method takes whole groups or has its own weight or failure policy.
+            ImportError: If the package that `default` needs is missing.
+        """
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
         for name, make in shipped_methods().items():

@@ -24,7 +24,7 @@ class BatchPlan:
     """Batch arithmetic of a cycle: one rollout and the optimizer steps trained on it.
 
     Args:
-        batch_size: Prompts per rank and rollout; with shared groups, per team of ranks.
+        batch_size: Prompts per rank and rollout; if ranks share groups, per team of `ranks_per_group` ranks.
         num_generations: Completions per prompt.
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
@@ -134,7 +134,7 @@ def plan_run(
 ) -> RunPlan:
     """Compute the length of a run.
 
-        rollouts per epoch = ceil(prompts / (batch_size x ranks))
+        rollouts per epoch = ceil(prompts / prompts per rollout)
         steps per epoch = rollouts per epoch x updates_per_rollout x num_iterations
 
     Args:

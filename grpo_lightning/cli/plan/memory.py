@@ -54,6 +54,8 @@ class Part(NamedTuple):
     name: str
     num_bytes: int
     moments: frozenset[Moment]
+    """The phases of a cycle in which the part is in memory."""
+
     how: str
     """Explanation of the size."""
 
@@ -65,7 +67,7 @@ class Part(NamedTuple):
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
-    """Bytes at one moment, on the device or on the CPU."""
+    """Bytes in one phase of a cycle, on the device or on the CPU."""
     return sum(part.num_bytes for part in parts if moment in part.moments and part.is_on_cpu == is_on_cpu)
 
 
@@ -141,7 +143,7 @@ class Division:
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """Sharding of each state by `trainer.strategy` over W ranks.
+    """Over how many ranks `trainer.strategy` shards weights, gradients and optimizer states, in a run of W ranks.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -221,13 +223,13 @@ def optimizer_bytes(
 ) -> tuple[float, list[str]]:
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
-    AdamW keeps two numbers as wide as the weight: 8 bytes for a 32-bit weight. Optimizers that factorize matrices need
-    fewer bytes per weight for the larger matrices of a model.
+    AdamW keeps two numbers as wide as the weight: 8 bytes for a 32-bit weight. For optimizers that factorize matrices
+    the result is too high, because they need fewer bytes per weight for the larger matrices of a model.
 
     Args:
         factory: Function that makes the optimizer.
-        settings: `model.optimizer` of the config, which names its class.
-        width: Bytes per weight that the optimizer updates.
+        settings: `model.optimizer` of the config, which names the optimizer's class.
+        width: Bytes of a weight in the precision in which the optimizer updates it.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
     if "8bit" in name:  # 8-bit optimizers can step on GPUs only
@@ -315,7 +317,7 @@ class MemorySettings:
     is_eager: bool = False
     has_reference: bool = True
     accumulates: bool = False
-    """True with several micro-batches per step: the gradients of the first exist during the passes of all others."""
+    """True with several micro-batches per step: gradients of earlier micro-batches then exist during later ones."""
 
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
@@ -420,12 +422,12 @@ def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def share(num_bytes: float, ranks: int = 1) -> int:
-    """Bytes of one rank's share, rounded up."""
+    """Bytes on one rank of memory that is divided among `ranks`, rounded up."""
     return math.ceil(num_bytes / ranks)
 
 
 def format_ranks(ranks: int) -> str:
-    """Format the number of ranks that share a part; empty for one rank."""
+    """Format the number of ranks among which memory is divided; empty for one rank."""
     return f", over {ranks} ranks" if ranks > 1 else ""
 
 
