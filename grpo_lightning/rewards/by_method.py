@@ -253,7 +253,7 @@ class ByMethod(Reward):
     def __call__(
         self, completions: Sequence[Content], **available: Any
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score each row by its method. Args: completions: [B]. Returns: [B].
+        """Score each row by its method. Args: completions: [B]. Returns: [B] values, awaitable if a method is async.
 
         Raises:
             ValueError: If a row names an unknown method, a column is missing for a method, or a method returns the

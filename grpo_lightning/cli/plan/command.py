@@ -184,7 +184,7 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into the flags of `plan` itself and the flags of `fit`.
 
     Raises:
-        ValueError: If a flag is not positive, or a flag is a misspelt flag of `plan`.
+        ValueError: If the value of a flag is not positive, or a flag is a misspelt flag of `plan`.
     """
     parser = plan_parser()
     own, fit_args = parser.parse_known_args(args)

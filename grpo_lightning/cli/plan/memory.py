@@ -152,8 +152,8 @@ def division_of(strategy: Any, world_size: int) -> Division:
     | ZeRO stage 2        | 1       | W         | W         |
     | ZeRO stage 3, FSDP2 | W       | W         | W         |
 
-    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also has gradient buckets: PyTorch's default is
-    `gradient_as_bucket_view=False`.
+    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also keeps a copy of the gradients in buckets, because
+    PyTorch's default is `gradient_as_bucket_view=False`.
 
     Args:
         strategy: A name, or a class path and its arguments. "..._offload" offloads optimizer and weights to the CPU.

@@ -94,13 +94,13 @@ _PROBLEMS = {
 
 
 class Sandbox:
-    """Runs one program any number of times, each time in a new process that the program's launcher forks.
+    """Runs one program any number of times. A launcher process is started once, and forks a new process for each run.
 
     Args:
         program: Python code, untrusted.
         limits: Limits of each run.
-        tests: The test code for `judge`, each test as the fields of `code_rows.Code`; the program's process never holds
-            it.
+        tests: The test code for `judge`: one dictionary per test, with the fields of `code_rows.Code`. The process that
+            runs the program never holds it.
 
     Raises:
         SandboxError: If the launcher does not start, or the kernel lacks what the sandbox needs.
@@ -117,7 +117,7 @@ class Sandbox:
         """Start the launcher. Raises: SandboxError if it does not."""
         ours, theirs = multiprocessing.Pipe()
         tests = os.memfd_create("tests") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDONLY)
-        folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher removes it while it stands in it
+        folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher's working folder, which it removes at once
         try:
             if self._tests:
                 os.write(tests, self._tests)
@@ -128,7 +128,8 @@ class Sandbox:
                 ],
                 pass_fds=[theirs.fileno(), tests],
                 cwd=folder,
-                # Sets have the same order in every run. Clusters may need the path for the interpreter's own library.
+                # The hash seed gives sets the same order in every run. On some clusters, the interpreter needs the
+                # library path to start.
                 env={"PYTHONHASHSEED": "0"}
                 | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                 stdin=subprocess.DEVNULL,

@@ -98,7 +98,8 @@ _OPEN, _OPENAT, _PRLIMIT, _KILL, _TGKILL = (2, None), (257, 56), (302, 261), (62
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 
 _CLONE_THREAD = 0x10000
-_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # duplicate; flags. Not F_SETOWN and F_SETSIG, which signal other processes.
+# Duplicate a descriptor, get and set flags; but not F_SETOWN and F_SETSIG, with which a process can signal others.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, FIOCLEX
 _ACCESS_MODE, _O_CREAT, _O_TRUNC = 0o3, 0o100, 0o1000
 
@@ -167,7 +168,7 @@ class Isolation:
     def end_with(self, parent: int) -> None:
         """Have the kernel kill this process when its parent ends."""
         self._check(self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-        if os.getppid() != parent:  # it has ended before
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
     def _drop_privileges(self) -> None:
@@ -183,8 +184,9 @@ class Isolation:
     def _make_ruleset(self) -> int:
         """Make the Landlock ruleset: nothing but reading the standard library. Returns: its file descriptor."""
         abi = self.landlock_abi
-        bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)  # 5 adds one, 4 and 6 other fields
-        fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]  # no TCP; own scope
+        # Versions 2, 3 and 5 of Landlock each add a right to files; versions 4 (TCP) and 6 (signals) add other fields.
+        bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)
+        fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]
         attributes = struct.pack(f"{len(fields)}Q", *fields)
         ruleset: int = self._check(self._libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
         for path in readable_paths():

@@ -201,7 +201,7 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
 
 def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Perform a request in the program's process. Returns: its answer. Raises: whatever the program raises."""
+    """Perform a request in the program's process. Returns: the answer. Raises: whatever the program raises."""
     target = find(request["target"], "")
     if request["do"] == "get":
         return {"value": encode(getattr(target, request["name"]), keep)}
