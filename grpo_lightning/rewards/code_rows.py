@@ -314,7 +314,7 @@ def is_close(given: float, expected: float, tolerance: float) -> bool:
     """Whether |given - expected| <= tolerance * max(1, |expected|); infinities are equal to themselves only."""
     try:
         difference = abs(given - expected)
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer larger than any float
         return False
     return given == expected or (math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected)))
 

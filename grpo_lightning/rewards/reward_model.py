@@ -69,7 +69,7 @@ class Classifier:
         revision = self.revision if self.tokenizer is None else "main"
         with naming(f"RewardModel.{'model' if self.tokenizer is None else 'tokenizer'}", str(found)):
             tokenizer = AutoTokenizer.from_pretrained(str(found), revision=revision)
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # transformers' result without files
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers returns without files
             raise ValueError(f"The reward model {found!r} has no tokenizer: set RewardModel.tokenizer.")
         return tokenizer  # type: ignore[no-any-return]
 

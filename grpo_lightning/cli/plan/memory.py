@@ -63,7 +63,7 @@ class Part(NamedTuple):
     """False if tensors of the run have exactly this size."""
 
     is_on_cpu: bool = False
-    """True if the part is in CPU memory. Each device of a node adds such a part."""
+    """True if the part is in CPU memory. A node's CPU memory then holds the part once for each device of the node."""
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
@@ -232,7 +232,7 @@ def optimizer_bytes(
         width: Bytes of a weight in the precision in which the optimizer updates it.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
-    if "8bit" in name:  # 8-bit optimizers can step on GPUs only
+    if "8bit" in name:  # 8-bit optimizers cannot step on every CPU
         paged = ["a paged optimizer moves its states to the CPU when memory is short; here they count on the device"]
         return BYTES_OF_8_BIT, paged * name.startswith("Paged")
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]

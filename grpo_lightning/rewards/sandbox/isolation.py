@@ -85,7 +85,7 @@ _HARMLESS: dict[str, tuple[int, int | None]] = {
         "wait4": (61, 260),
         "waitid": (247, 95),
     },
-    # who and when
+    # ids, clocks, random numbers
     **{"getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175)},
     **{"getgid": (104, 176), "getegid": (108, 177), "getgroups": (115, 158), "getresuid": (118, 148)},
     **{"getresgid": (120, 150), "getpgid": (121, 155), "getpgrp": (111, None), "getsid": (124, 156)},
@@ -184,7 +184,8 @@ class Isolation:
     def _make_ruleset(self) -> int:
         """Make the Landlock ruleset: nothing but reading the standard library. Returns: its file descriptor."""
         abi = self.landlock_abi
-        # Versions 2, 3 and 5 of Landlock each add a right to files; versions 4 (TCP) and 6 (signals) add other fields.
+        # Versions 2, 3 and 5 of Landlock each add a right to files. Version 4 adds a field for TCP, and version 6 one
+        # for signals and abstract sockets.
         bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)
         fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]
         attributes = struct.pack(f"{len(fields)}Q", *fields)
