@@ -94,7 +94,7 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show decoding progress, as there may be only one batch."""
+        """Show the tokens sampled so far: the bar counts batches, and there may be only one."""
         if self.bar is not None and (done % 8 == 0 or done == total):
             self.bar.set_postfix_str(f"token {done}/{total}")
 
@@ -186,9 +186,9 @@ class BeforeAfter(L.Callback):
 
 
 def validation_loader(trainer: L.Trainer) -> Any:
-    """The data module's loader of all validation prompts, so that `limit_val_batches` does not apply.
+    """The loader of the validation prompts: the data module's, to which `limit_val_batches` does not apply.
 
-    If there is no data module, it is the trainer's loader.
+    Without a data module, it is the trainer's loader.
     """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()

@@ -43,8 +43,8 @@ class CompletionLog(L.Callback):
     prompts, whatever the number of ranks.
 
     Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
-    worst completions and a few others. Both loggers get the images of the best, worst and other completions' prompts,
-    if rank 0 sampled the completions: the images of other ranks are not available.
+    worst completions and a few others. Both loggers get the images in the prompts of these completions, but only of
+    completions that rank 0 sampled: the images of other ranks are not available.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
@@ -161,7 +161,8 @@ def groups_of_lines(rollout: Rollout, when: Mapping[str, int]) -> list[list[str]
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     """Iterate over the records of a rollout's completions, in order.
 
-    If a `log_extra` column has the name of another field of the line or of the table, it is written as `extra/<name>`.
+    A `log_extra` column that has the name of another field, or of a column of the Weights & Biases table, is renamed to
+    `extra/<name>`.
     """
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None

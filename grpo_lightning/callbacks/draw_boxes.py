@@ -59,11 +59,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Panel:
-    """One image with its boxes. The image is scaled down, because ranks send their panels to each other."""
+    """One image of the picture, with its boxes. Ranks send their panels to each other, so the image is scaled down."""
 
     title: str
     png: bytes
-    """The image, scaled down."""
+    """The scaled image."""
 
     size: tuple[int, int]
     """Width and height of the original image in pixels."""
@@ -173,7 +173,7 @@ class DrawBoxes(L.Callback):
         return run_folder(trainer, self.dirpath) / "boxes"
 
     def choose(self, trainer: L.Trainer) -> list[Prompt]:
-        """This rank's share of the first prompts that have a ground-truth box."""
+        """Choose the prompts that this rank draws; all ranks together draw the first ones with a ground-truth box."""
         loader = trainer.test_dataloaders if trainer.testing else validation_loader(trainer)
         is_shared = isinstance(loader, PromptSource)  # every rank knows all prompts; with other loaders, only its own
         prompts = known_prompts(loader.prompts) if isinstance(loader, PromptSource) else prompts_of(loader)

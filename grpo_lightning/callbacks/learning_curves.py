@@ -75,7 +75,7 @@ class LearningCurves(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record metrics that the last step logged after this callback's `on_train_batch_end` (`time/update`)."""
+        """Record what the last step logged only after this callback's `on_train_batch_end` (`time/update`)."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.note(trainer)
 

@@ -58,11 +58,11 @@ class NewestCheckpoints(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last step, as Hugging Face's Trainer does.
+        """At the end of the last epoch, save the last step, as Hugging Face's Trainer does.
 
         `on_train_end` would be too late: by then, `WeightAveraging` has replaced the weights by their average, and no
-        run could resume from the average. With `save_only_model`, `on_train_end` saves the average, because no run
-        resumes from such a checkpoint.
+        run could resume from the average. With `save_only_model` no run resumes from the checkpoint anyway, so
+        `on_train_end` saves the average.
         """
         super().on_train_epoch_end(trainer, pl_module)
         if not self.save_weights_only and is_last_epoch(trainer):

@@ -214,9 +214,9 @@ def holds(tree: Any, keys: Sequence[str]) -> bool:
 
 
 def unset_argument(settings: Any, key: str = "") -> str | None:
-    """Error message for a required constructor argument without a type annotation and without a value; None if none is.
+    """Error message if a required constructor argument without a type annotation is not set; None if all are set.
 
-    The parser refuses a missing argument that has an annotation, but passes None for a missing argument without one.
+    The parser refuses a missing argument if it is annotated. For a missing argument without annotation it passes None.
 
     Args:
         settings: Parsed settings: objects with `class_path` and `init_args`, lists, and plain values.

@@ -396,7 +396,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag below a key of type `Any`. The parser itself would accept the flag."""
+    """Error message for a flag `--key.name` if `key` takes a single value of any type; the parser would accept it."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])

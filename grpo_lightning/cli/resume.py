@@ -185,10 +185,10 @@ def differences(
     *,
     is_whole: bool = True,
 ) -> list[str]:
-    """Format differing settings as lines `key: before -> now`, for groups that are in both `before` and `now`.
+    """Format differing settings as lines `key: before -> now`, for sections that are in both `before` and `now`.
 
     Args:
-        before: Settings of the checkpoint in the groups "model" and "data".
+        before: Settings of the checkpoint, in the sections "model" and "data".
         now: Settings of this command line.
         defaults: Values that apply if a setting is null, by dotted key.
         is_whole: False if `before` may be incomplete: then only keys that are in both `before` and `now` are compared.

@@ -147,9 +147,9 @@ def default_loggers() -> list[dict[str, Any]]:
 def place(trainer: Namespace, folder: Path) -> None:
     """Make the Trainer and its loggers write into the run's folder, except loggers with a name or folder of their own.
 
-    If loggers are set but none writes metrics.csv, such a logger is added. Lightning saves checkpoints in the folder of
-    the first logger, so a logger that writes files is moved to the front. With W&B as the first logger, the folder of
-    the checkpoints would be named by the id of the W&B run.
+    If loggers are set but none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the
+    folder of the first logger, so a logger that writes files is moved to the front. With W&B as the first logger, the
+    folder of the checkpoints would be named by the id of the W&B run.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -183,7 +183,7 @@ def place_logger(logger: Namespace, folder: Path) -> None:
     """Make a logger write into the run's folder, unless the recipe sets a folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
-    A logger other than W&B whose `save_dir` the recipe sets then has a separate folder per run in this `save_dir`.
+    If the recipe sets only the `save_dir` of a logger other than W&B, it writes to `<save_dir>/<name>/<version>`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":

@@ -177,7 +177,7 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Compares two expressions; a `Reward`, so that a `WorkerPool` can run it. Its import and first call are slow."""
+    """Compares two expressions. It is a `Reward` so that a `WorkerPool` can run it; importing math-verify is slow."""
 
     def __reduce__(self) -> Any:
         """Unpickle by calling `_ready_comparison`, which builds the parsers in the worker."""

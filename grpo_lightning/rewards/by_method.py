@@ -222,7 +222,12 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Raises: ValueError if `default` is unknown, or as `inner_reward`; ImportError if its package is missing."""
+        """Make the methods.
+
+        Raises:
+            ValueError: If `default` is unknown, or a method takes whole groups or has its own weight or failure policy.
+            ImportError: If the package that `default` needs is missing.
+        """
         made: dict[str, RewardLike] = {}
         self._missing: dict[str, str] = {}
         for name, make in shipped_methods().items():
@@ -248,7 +253,7 @@ class ByMethod(Reward):
     def __call__(
         self, completions: Sequence[Content], **available: Any
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score each row by its method. Args: completions: [B]. Returns: [B].
+        """Score each row by its method. Args: completions: [B]. Returns: [B] values, awaitable if a method is async.
 
         Raises:
             ValueError: If a row names an unknown method, a column is missing for a method, or a method returns the

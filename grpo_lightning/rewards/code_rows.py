@@ -9,10 +9,11 @@
 | MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
-A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`, or `"function_call"` with `fn_name`: without a type,
-it is a call if it names a function. LiveCodeBench calls them `testtype`, `stdin` and `functional`.
+A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`, or of the type `"function_call"` with the function's
+name in `fn_name`. A case without a type is a call if it names a function. In LiveCodeBench the key is `testtype`, the
+types are `stdin` and `functional`, and the function's name is in `metadata`.
 
-A column may also hold the JSON text of its value.
+Instead of an object or a list, a column may hold its JSON text.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Stdin:
 
 @dataclass(frozen=True)
 class Call:
-    """The program defines `function`, which must return one of `accepted`."""
+    """The program defines `function`, which must return one of `accepted` when called with `arguments`."""
 
     function: str
     arguments: list[Any]
@@ -71,13 +72,13 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
     """Read the tests in a value of a data row.
 
     Args:
-        value: In one of the formats above.
+        value: The value of a column, in one of the formats that this module's docstring lists.
         column: The column's name, for errors.
-        setup: Code that test code starts with.
+        setup: Code to run before test code.
         entry_point: The argument of the test code's `check`, as Python code.
 
     Raises:
-        ValueError: If it has another format.
+        ValueError: If `value` has another format.
     """
     try:
         return list(_read(value, setup, entry_point))
@@ -86,7 +87,7 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
 
 
 def read_code(value: Any, column: str) -> str:
-    """Read code from a column: text, a list of lines, or None. Raises: ValueError for others."""
+    """Read code from a column: text, a list of lines, or None. Raises: ValueError for values of other types."""
     value = _listed(value)
     lines = [value or ""] if isinstance(value, str | None) else value
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -95,7 +96,7 @@ def read_code(value: Any, column: str) -> str:
 
 
 class _FormatError(Exception):
-    """What is wrong with a value, as the end of a sentence about its column."""
+    """Says what is wrong with a value, as the end of a sentence that starts with "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
@@ -118,7 +119,7 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
 
 
 def _from_text(text: str) -> Any:
-    """Parse JSON; a text that is no JSON is test code."""
+    """Parse a text that starts like JSON ("{" or "["); other texts are test code and are returned unchanged."""
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
@@ -177,7 +178,7 @@ def _case(case: Mapping[str, Any]) -> Test:
 
 
 def _lines(value: Any) -> str:
-    """Text, or a list of lines. Raises: _FormatError."""
+    """Join a list of lines; text is returned unchanged. Raises: _FormatError."""
     if isinstance(value, list) and all(isinstance(line, str | int | float) for line in value):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
@@ -195,7 +196,7 @@ def _listed(value: Any) -> Any:
 
 
 def _code(setup: str, code: str, entry_point: str | None) -> Code:
-    """Analyse test code: which names the program has to define. Raises: _FormatError."""
+    """Find the names in test code that the program has to define. Raises: _FormatError."""
     try:
         tree = ast.parse(f"{setup}\n{code}")
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -258,7 +259,7 @@ def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare printed texts, word by word in each line; blank lines and the width of spaces do not count.
+    """Compare printed texts, word by word in each line; blank lines and the number of spaces do not count.
 
     Args:
         given: The program's output.
@@ -273,9 +274,10 @@ def same_output(given: str, expected: str, tolerance: float) -> bool:
 
 
 def same_word(given: str, expected: str, tolerance: float) -> bool:
-    """Whether two words are equal, or decimal numbers with |given - expected| <= tolerance * max(1, |expected|).
+    """Whether two words are equal as text, or as decimal numbers.
 
-    Only where `expected` has a point or an exponent; integers and all other words must be equal.
+    Decimal numbers are equal if |given - expected| <= tolerance * max(1, |expected|). Only an `expected` with a point
+    or an exponent is compared as a number; integers and all other words must be equal as text.
     """
     if given == expected:
         return True
@@ -288,7 +290,7 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
-    """Compare a returned value with one from JSON: tuples are lists, keys are text, and floats may differ.
+    """Compare a returned value with one from JSON: tuples equal lists, keys are compared as text, floats may differ.
 
     Args:
         given: A value of builtin types.
@@ -312,7 +314,7 @@ def is_close(given: float, expected: float, tolerance: float) -> bool:
     """Whether |given - expected| <= tolerance * max(1, |expected|); infinities are equal to themselves only."""
     try:
         difference = abs(given - expected)
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer larger than any float
         return False
     return given == expected or (math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected)))
 
@@ -326,7 +328,7 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Bytes beyond which an output cannot be right; the factor is for spaces and the encoding of values."""
+    """The most bytes that a test accepts as output: room for spaces, and for the encoding of values."""
     texts: Sequence[str] = (
         [test.expected] if isinstance(test, Stdin) else [json.dumps(value) for value in test.accepted]
     )

@@ -3,13 +3,13 @@
 Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`) in which the kernel refuses files, sockets,
 processes and signals, and they cannot read the expected answers:
 
-- Standard output and returned values are compared in the reward's process.
-- Test code (`assert f(1) == 2`) runs in a process of its own, and calls the program's functions through pipes. The
-  values that it gets are new objects of builtin types. An exit status, a patched `==` or a patched builtin of the
-  program therefore passes no test.
+- Standard output and returned values are compared with the expected ones in the reward's process.
+- Test code (`assert f(1) == 2`) runs in a process of its own, and calls the program's functions through pipes. It gets
+  copies of the returned values, made of builtin types, so a program cannot pass by patching `==` or a builtin, or by
+  ending its process with status 0.
 
-A program can still do what the tests do not exclude: recognise their arguments, or print the answers that the prompt
-shows.
+A program can still pass without solving the problem: it can recognise the arguments of the tests, or print answers that
+the prompt shows.
 """
 
 from __future__ import annotations
@@ -54,47 +54,51 @@ class Result:
 
     value: float | None
     text: str
-    """For the log of completions."""
+    """What the log of completions shows: the number of passed tests, and the reason of the first failure."""
 
     timed_out: bool = False
     problem: str = ""
-    """Why the program is not scorable."""
+    """Why the program is not scorable; empty if it is."""
 
 
 class CodeTests(Reward):
     """The fraction of the row's tests that the completion's Python program passes, 0 to 1.
 
-    The program is the last fenced block of the text after the reasoning with the language python, otherwise the last
-    without a language, otherwise the text in `<answer>...</answer>`; a fence that is not closed counts only as text. A
-    completion without a program gets 0.
+    `python_program` finds the program in the completion. A completion without a program gets 0.
 
-    A test of standard input and output passes if the program ends with status 0 and prints the expected words, line by
-    line. A call passes if it returns the expected value. Test code passes if it does not raise. `code_rows` lists the
-    formats of data sets; function and class names in test code refer to the program, arguments and values are copied.
+    There are three kinds of tests; `code_rows` lists the data formats:
 
-    Each test runs in a new process, in a sandbox: no file, no network, no other process, only the standard library. It
-    needs Linux on x86_64 or aarch64 with Landlock (5.13 or later), and no privileges; a run without it is refused.
+    - Standard input and output: passes if the program ends with status 0 and prints the expected words, line by line.
+    - A call: passes if the program's function returns the expected value.
+    - Test code (`assert f(1) == 2`): passes if it raises nothing. It can use the program's functions and classes by
+      name; arguments and returned values are copied between the processes of the test and of the program.
 
-    Logs `code_tests/no_program` and `code_tests/timed_out`, fractions of completions, and a column `code_tests` with
-    the reason of the first failure next to the completions.
+    Each test runs in a new process, in a sandbox without network and other processes, in which of all files only the
+    standard library and the system's shared libraries can be read. The sandbox needs Linux 5.13 or later with Landlock,
+    on x86_64 or aarch64, and no privileges. A run on another system is refused.
+
+    Logs the fractions of completions without a program (`code_tests/no_program`) and with a test that ran out of time
+    (`code_tests/timed_out`). The log of completions gets a column `code_tests`: the number of passed tests, and the
+    reason of the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
             `[public_tests, private_tests]` (code_contests), `[test_list]` (MBPP), `[test]` (HumanEval). A column
-            without a value is skipped; a row without any is not scorable.
-        setup_column: The data column with code that test code starts with: `test_setup_code` or `test_imports` (MBPP).
+            without a value is skipped; a row without a value in any of them is not scorable.
+        setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
         entry_point_column: The data column with the function to pass to `check`: `entry_point` (HumanEval).
-        score: "fraction", or "all": 1 if all tests pass, else 0.
-        max_tests: Run only the first tests of a row; null runs all.
-        timeout_seconds: Time limit of a test, in wall time and (rounded up) in CPU time. After the first test that
-            exceeds it, the other tests of the program count as failed.
-        call_seconds: Time for all programs of a call (the G completions of a prompt), in which each gets an equal part
-            of what is left; tests that do not run in time count as failed. Keep it below
+        score: "fraction" of the tests that pass, or "all": 1 if all tests pass, else 0.
+        max_tests: Run only this many tests of a row, from the first; null runs all.
+        timeout_seconds: Time limit of a test, in wall time and (up to one second more) in CPU time. After the first
+            test that exceeds it, the remaining tests of the program count as failed.
+        call_seconds: Time for all programs of a call (the G completions of a prompt). Each program gets an equal part
+            of the time that is left; tests that do not run in that time count as failed. Keep `call_seconds` below
             `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most this, absolutely or relative to the expected
-            one; integers must be equal. 0 compares them as text.
-        preamble: Code that every program starts with. The default is what LeetCode problems rely on.
+            number. Printed integers must be equal as text. With 0, printed decimal numbers must be, too.
+        preamble: Code that every program starts with. The default imports the type names that LeetCode solutions use
+            without importing them.
         allow_file_reads: Also run where the kernel has no Landlock. Programs can then read every file of this user:
             set it only in a container that holds nothing secret.
     """
@@ -153,16 +157,17 @@ class CodeTests(Reward):
 
         Args:
             completions: [B].
-            log_extra: The run's logging function.
-            log_metric: The run's logging function.
+            log_extra: Logs a column of the log of completions.
+            log_metric: Logs a metric.
             columns: [B] values of each data column.
 
         Returns:
-            [B] values, 0 to 1; None where the row has no tests, or a test cannot be run.
+            [B] values, 0 to 1; None where the row has no tests, or where test code passes an argument that cannot be
+            copied to the program.
 
         Raises:
             ValueError: If a row's tests are in no known format.
-            SandboxError: If the sandbox does not work.
+            SandboxError: If the sandbox itself fails, through no fault of a program.
         """
         rows = [{name: columns[name][row] for name in self.required_columns} for row in range(len(completions))]
         programs = [python_program(completion_text(completion)) for completion in completions]
@@ -196,7 +201,7 @@ class CodeTests(Reward):
         self._tests({name: columns.get(name) for name in self.required_columns})
 
     def _tests(self, row: Mapping[str, Any]) -> list[Test]:
-        """Read the tests of a row; none if it has no value in any column. Raises: ValueError as a call does."""
+        """Read the tests of a row; none if all its columns are empty. Raises: ValueError if the format is unknown."""
         setup = "" if self.setup_column is None else read_code(row[self.setup_column], self.setup_column)
         entry_point = None if self.entry_point_column is None else row[self.entry_point_column]
         if entry_point is not None and not isinstance(entry_point, str):
@@ -208,7 +213,7 @@ class CodeTests(Reward):
         return tests[: self.max_tests]
 
     def _run_all(self, programs: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[Result | None]:
-        """Run the programs one after the other; equal programs of a row once. Returns: [B], None without tests."""
+        """Run programs one by one, equal programs of a row once. Returns: [B], None where a row has no tests."""
         stop = time.monotonic() + self.call_seconds
         results: list[Result | None] = []
         known: dict[str | None, Result | None] = {}
@@ -223,7 +228,7 @@ class CodeTests(Reward):
         return results
 
     def _run(self, program: str | None, tests: Sequence[Test], seconds: float) -> Result:
-        """Run a program on tests. Args: seconds: time for all of them."""
+        """Run a program on tests. Args: seconds: time for all tests together."""
         if program is None:
             return Result(0.0, "no program")
         stop = time.monotonic() + seconds
@@ -267,16 +272,21 @@ class CodeTests(Reward):
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a row has no value."""
+    """Whether the value of a column is missing: None or blank text."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def python_program(text: str) -> str | None:
     """Extract the program of a completion; None if there is none.
 
-    The last closed fenced block with the language python in the text after the reasoning, otherwise the last without a
-    language, otherwise the content of the last `<answer>...</answer>`. (open-r1 and ms-swift read the last python block
-    of the whole text, verl the last one after the reasoning.)
+    Only the text after the reasoning counts, and only fenced blocks that are closed. The program is the first of these
+    that exists:
+
+    1. the last block with the language python,
+    2. the last block without a language,
+    3. if there is no block at all, the content of the last `<answer>...</answer>`.
+
+    (open-r1 and ms-swift read the last python block of the whole text, verl the last one after the reasoning.)
     """
     text = after_reasoning(text)
     blocks = fenced_blocks(text)
@@ -290,8 +300,8 @@ def python_program(text: str) -> str | None:
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """The closed fenced blocks of a text: language in lower case, and content.
 
-    A fence stands at the start of a line, or behind a tag or colon (`<answer>```python`); the closing one may be
-    followed by a tag.
+    An opening fence stands at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence
+    stands at the start of a line, and a tag may follow it.
     """
     blocks: list[tuple[str, str]] = []
     language, start, fence = "", -1, ""

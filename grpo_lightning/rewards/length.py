@@ -76,7 +76,7 @@ class SoftOverlong(Reward):
         self.max_length = max_length
 
     def check(self, max_completion_length: int) -> None:
-        """Check the length limit. Raises: ValueError unless `cache_length` is below it."""
+        """Check that `cache_length` is below the length limit. Raises: ValueError if it is not."""
         self._limit(max_completion_length)
 
     def __call__(
@@ -127,7 +127,7 @@ class Cosine(Reward):
         max_len: int | None = None,
         accuracy: RewardLike | None = None,
     ) -> None:
-        """Raises: ValueError if a value is not finite or `max_len` is below 1; as `inner_reward` for `accuracy`."""
+        """Raises: ValueError if a value is not finite, `max_len` is below 1, or `inner_reward` refuses `accuracy`."""
         self.correct = (min_len_correct, max_len_correct)
         self.wrong = (min_len_wrong, max_len_wrong)
         if not all(math.isfinite(value) for value in (*self.correct, *self.wrong)):

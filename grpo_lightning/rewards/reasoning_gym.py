@@ -59,7 +59,7 @@ class ReasoningGym(Reward):
             task: [B] names; None for rows without a task.
             task_config: [B] the tasks' settings as JSON.
             entry: [B] the items in the format of `write_entry`.
-            log_metric: The run's logging function.
+            log_metric: Logs a metric.
 
         Returns:
             [B] values, 0 to 1; None where the row has no task, `failed_value` where the verifier fails.

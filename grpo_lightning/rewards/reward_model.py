@@ -69,7 +69,7 @@ class Classifier:
         revision = self.revision if self.tokenizer is None else "main"
         with naming(f"RewardModel.{'model' if self.tokenizer is None else 'tokenizer'}", str(found)):
             tokenizer = AutoTokenizer.from_pretrained(str(found), revision=revision)
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # transformers' result without files
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers returns without files
             raise ValueError(f"The reward model {found!r} has no tokenizer: set RewardModel.tokenizer.")
         return tokenizer  # type: ignore[no-any-return]
 
@@ -161,8 +161,8 @@ class RewardModel(Reward):
         revision: Branch, tag or commit of the model on the hub.
         batch_size: Sequences per forward pass; sequences of similar length are in the same pass.
         max_length: Maximum number of tokens of a sequence; null uses the limit of model and tokenizer.
-        dtype: Precision of the weights; "auto" uses the precision of the checkpoint. In bfloat16, neighbouring scores
-            near 10 differ by 0.06.
+        dtype: Precision of the weights; "auto" uses the precision of the checkpoint. In bfloat16, a score near 10 is
+            rounded to a multiple of 0.06.
         device: The device for all ranks, such as "cpu" or "cuda:1"; null uses the device of the policy on each rank.
         offload: Keep the weights on the CPU between calls; each call then transfers them to the device and back.
     """
@@ -208,7 +208,7 @@ class RewardModel(Reward):
         self._place = self.device or torch.device("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the loaded model and tokenizer, which are loaded again on use."""
+        """The state for pickling, without model and tokenizer: an unpickled copy loads them again on first use."""
         return vars(self) | {"_tokenizer": None, "_loaded": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewardModel:

@@ -78,9 +78,9 @@ class RewardSet:
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Check that prompts have the columns that the rewards need, source by source, and record the columns.
+        """Check that prompts have the columns that the rewards need, dataset by dataset, and record the columns.
 
-        A reward is checked against the sources to which it applies (`Prompt.rewards`).
+        A reward is checked against the datasets to which it applies (`Prompt.rewards`).
 
         Raises:
             ValueError: If a column is missing or has the name of a reward argument; if prompts name an unknown reward
@@ -261,10 +261,10 @@ def _format_problems(found: Mapping[tuple[str | int, str], str]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Prompts of one mixture entry to which the same rewards apply."""
+    """The prompts of one dataset to which the same rewards apply."""
 
     name: str
-    """Name of the mixture entry; may be empty."""
+    """Name of the dataset; may be empty."""
 
     columns: tuple[str, ...]
     """Union of the columns of the prompts."""
@@ -281,7 +281,7 @@ class Source:
 
 
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
-    """Group prompts into sources, in order of appearance.
+    """Group prompts into sources, by dataset and by the rewards that apply, in order of appearance.
 
     Raises:
         ValueError: If the rewards of a prompt are a string instead of a list of names.

@@ -158,7 +158,8 @@ class Scoring:
         """Wait for all rewards; if the failure of one stops the run, cancel the others.
 
         Raises:
-            RuntimeError: If a reward failed and its `on_error` is "raise"; the cause is chained.
+            RuntimeError: If a call raised an error, timed out or its worker crashed, and the reward's `on_error` is
+                "raise"; the cause is chained.
             ValueError: If a reward returned an invalid value or the wrong number of values and its `on_error` is
                 "raise", or if a reward logs a metric under a reserved name.
         """

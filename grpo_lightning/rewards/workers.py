@@ -309,7 +309,7 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the workers have loaded the rewards; a reward that only this process can load will run here.
+        """Wait until the supervisor has loaded the rewards; a reward that it cannot load will run in this process.
 
         Raises:
             RuntimeError: If loading times out, or the supervisor ends while it loads the rewards.

@@ -24,7 +24,7 @@ class BatchPlan:
     """Batch arithmetic of a cycle: one rollout and the optimizer steps trained on it.
 
     Args:
-        batch_size: Prompts per rank and rollout; with shared groups, per team of ranks.
+        batch_size: Prompts per rank and rollout; if ranks share groups, per team of `ranks_per_group` ranks.
         num_generations: Completions per prompt.
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
@@ -134,7 +134,7 @@ def plan_run(
 ) -> RunPlan:
     """Compute the length of a run.
 
-        rollouts per epoch = ceil(prompts / (batch_size x ranks))
+        rollouts per epoch = ceil(prompts / prompts per rollout)
         steps per epoch = rollouts per epoch x updates_per_rollout x num_iterations
 
     Args:
@@ -196,12 +196,16 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
         P = b W S / G,   batch_size = P / gcd(P, W),   ranks_per_group = W / gcd(P, W)
         updates_per_rollout = S / A,   accumulate_grad_batches = A
 
-    b is the number of completions per device and micro-step, A the number of micro-steps per update, S the number of
-    micro-steps for which the script samples at once, and G the number of completions per prompt. If S is below A, the
-    script samples several times with the same weights; in this package these samples form one rollout, so A replaces S.
-    P is the number of prompts of a rollout, and W the number of ranks. If W does not divide P, ranks share groups. A
-    rank needs at least one completion of a group: if W / gcd(P, W) is above G, no rank shares groups, and `batch_size`
-    is rounded to at least one prompt per rank.
+    - b: completions per device and micro-step
+    - W: ranks
+    - G: completions per prompt
+    - A: micro-steps per update
+    - S: micro-steps for which the script samples at once. If S is below A, the script samples several times with the
+      same weights; in this package these samples form one rollout, so A replaces S.
+    - P: prompts of a rollout
+
+    If W does not divide P, ranks share groups. Each rank then needs at least one completion of a group: if
+    W / gcd(P, W) is above G, ranks do not share groups, and `batch_size` is P / W, rounded to at least 1.
 
     Args:
         script: The script's flags, `trainer` and `version`, as `command.parse_script` returns them.

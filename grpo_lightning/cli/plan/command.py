@@ -42,8 +42,8 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     Raises:
         ValueError: If a setting is invalid for training or cannot be translated.
         SystemExit: With status 1, after the plan, if the run does not fit.
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. Also if the
-            policy does not exist; then the batch arithmetic has been printed before.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. If the policy
+            does not exist, and data.prepare is not set; the batch arithmetic is printed before this error.
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate
@@ -184,7 +184,7 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into the flags of `plan` itself and the flags of `fit`.
 
     Raises:
-        ValueError: If a flag is not positive, or a flag is a misspelt flag of `plan`.
+        ValueError: If the value of a flag is not positive, or a flag is a misspelt flag of `plan`.
     """
     parser = plan_parser()
     own, fit_args = parser.parse_known_args(args)

@@ -54,6 +54,8 @@ class Part(NamedTuple):
     name: str
     num_bytes: int
     moments: frozenset[Moment]
+    """The phases of a cycle in which the part is in memory."""
+
     how: str
     """Explanation of the size."""
 
@@ -61,11 +63,11 @@ class Part(NamedTuple):
     """False if tensors of the run have exactly this size."""
 
     is_on_cpu: bool = False
-    """True if the part is in CPU memory. Each device of a node adds such a part."""
+    """True if the part is in CPU memory. A node's CPU memory then holds the part once for each device of the node."""
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
-    """Bytes at one moment, on the device or on the CPU."""
+    """Bytes in one phase of a cycle, on the device or on the CPU."""
     return sum(part.num_bytes for part in parts if moment in part.moments and part.is_on_cpu == is_on_cpu)
 
 
@@ -141,7 +143,7 @@ class Division:
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """Sharding of each state by `trainer.strategy` over W ranks.
+    """Over how many ranks `trainer.strategy` shards weights, gradients and optimizer states, in a run of W ranks.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -150,8 +152,8 @@ def division_of(strategy: Any, world_size: int) -> Division:
     | ZeRO stage 2        | 1       | W         | W         |
     | ZeRO stage 3, FSDP2 | W       | W         | W         |
 
-    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also has gradient buckets: PyTorch's default is
-    `gradient_as_bucket_view=False`.
+    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also keeps a copy of the gradients in buckets, because
+    PyTorch's default is `gradient_as_bucket_view=False`.
 
     Args:
         strategy: A name, or a class path and its arguments. "..._offload" offloads optimizer and weights to the CPU.
@@ -221,16 +223,16 @@ def optimizer_bytes(
 ) -> tuple[float, list[str]]:
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
-    AdamW keeps two numbers as wide as the weight: 8 bytes for a 32-bit weight. Optimizers that factorize matrices need
-    fewer bytes per weight for the larger matrices of a model.
+    AdamW keeps two numbers as wide as the weight: 8 bytes for a 32-bit weight. For optimizers that factorize matrices
+    the result is too high, because they need fewer bytes per weight for the larger matrices of a model.
 
     Args:
         factory: Function that makes the optimizer.
-        settings: `model.optimizer` of the config, which names its class.
-        width: Bytes per weight that the optimizer updates.
+        settings: `model.optimizer` of the config, which names the optimizer's class.
+        width: Bytes of a weight in the precision in which the optimizer updates it.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
-    if "8bit" in name:  # 8-bit optimizers can step on GPUs only
+    if "8bit" in name:  # 8-bit optimizers cannot step on every CPU
         paged = ["a paged optimizer moves its states to the CPU when memory is short; here they count on the device"]
         return BYTES_OF_8_BIT, paged * name.startswith("Paged")
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
@@ -315,7 +317,7 @@ class MemorySettings:
     is_eager: bool = False
     has_reference: bool = True
     accumulates: bool = False
-    """True with several micro-batches per step: the gradients of the first exist during the passes of all others."""
+    """True with several micro-batches per step: gradients of earlier micro-batches then exist during later ones."""
 
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
@@ -420,12 +422,12 @@ def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def share(num_bytes: float, ranks: int = 1) -> int:
-    """Bytes of one rank's share, rounded up."""
+    """Bytes on one rank of memory that is divided among `ranks`, rounded up."""
     return math.ceil(num_bytes / ranks)
 
 
 def format_ranks(ranks: int) -> str:
-    """Format the number of ranks that share a part; empty for one rank."""
+    """Format the number of ranks among which memory is divided; empty for one rank."""
     return f", over {ranks} ranks" if ranks > 1 else ""
 
 

@@ -170,7 +170,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products: all matrices except embeddings. A head counts even if it is tied to them."""
+    """Weights used in matrix products: all matrices except embeddings. A head tied to the embeddings counts."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}

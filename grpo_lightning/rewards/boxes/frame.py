@@ -96,8 +96,8 @@ class BoxReward(Reward):
         Args:
             completions: [B].
             image_views: [B] the images of each prompt.
-            log_metric: The run's logging function.
-            columns: [B] each, the data columns.
+            log_metric: Logs a metric.
+            columns: [B] values of each data column.
 
         Returns:
             [B] in [0, 1], None where the row is not scorable.
@@ -123,7 +123,7 @@ class BoxReward(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground-truth boxes, also against the image if its size is known. Raises: ValueError as a call."""
+        """Check the ground-truth boxes, also against the image if its size is known. Raises: ValueError if invalid."""
         right = self.right(columns.get(self.answer_column))
         if right is None:
             return

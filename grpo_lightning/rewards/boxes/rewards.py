@@ -148,10 +148,11 @@ class DetectionReward(BoxReward):
 class DetectionMAP(DetectionReward):
     """COCO's mean average precision of the objects listed in an answer (VLM-R1's `map`, `od_ap` and `od_ap50`).
 
-    The last `<answer>...</answer>` of a completion must be JSON, in ```json fences or bare: a list of
-    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or `None`. If neither the answer nor the ground truth lists an
-    object, the reward is 1; if only one of the two lists objects, the reward is 0. An object without a label or without
-    four numbers is a false positive. Labels are compared case-insensitively.
+    The answer of a completion is the content of its last `<answer>...</answer>`; without these tags, the text after
+    `</think>`. It must have a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be `None`. If neither
+    the answer nor the ground truth lists an object, the reward is 1; if only one of the two lists objects, the reward
+    is 0. An object without a label or without four numbers is a false positive. Labels are compared
+    case-insensitively.
 
     Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the
     order in which the answer lists them. A wrong object that is listed after the last correct object of its label

@@ -2,8 +2,8 @@
 
 with Sandbox(program, Limits(memory_bytes=2**29), test_codes) as sandbox:
     ended = sandbox.run_main(b"3 4", seconds=5, max_output=1000)
-    value = sandbox.call("add", [3, 4], seconds=5, max_output=1000)
-    verdict = sandbox.judge(0, seconds=5)
+    ended, value, why = sandbox.call("add", [3, 4], seconds=5, max_output=1000)
+    ended, outcome, why = sandbox.judge(0, seconds=5)
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ START_SECONDS = 30.0
 """Time limit for the start of a launcher, which takes 0.03 s on an idle machine."""
 
 GRACE_SECONDS = 5.0
-"""How much later than its limit a launcher may answer, before it is killed."""
+"""A launcher that has not answered this long after the time limit of a job is killed."""
 
-# Stubs in the place of the parent packages, which would import torch.
+# Empty modules replace the parent packages, which would import torch.
 START_LAUNCHER = """
 import sys, types
 sys.path[:] = [path for path in sys.path if path]
@@ -45,7 +45,7 @@ main(*map(int, sys.argv[2:]))
 
 
 class SandboxError(RuntimeError):
-    """The sandbox does not work; no fault of the program."""
+    """The sandbox itself does not work; the program is not the cause."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,21 @@ class Limits:
     """Python code that every program starts with."""
 
     allow_file_reads: bool = False
-    """Run programs even if the kernel has no Landlock, and they can read files."""
+    """Run programs even if the kernel has no Landlock; they can then read files."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended."""
+    """How a job ended: one run of the program, or of test code."""
 
     how: str
     """"exit", "timeout", "output" (too long), "threads" (too many) or "lost" (its launcher was killed)."""
 
     status: int = 0
-    """Exit status, or minus the signal that ended it."""
+    """Exit status of the process, or minus the number of the signal that ended it."""
 
     output: bytes = b""
+    """Standard output of the program, or the answer to a call, or the verdict of test code."""
 
     @property
     def problem(self) -> str:
@@ -93,12 +94,13 @@ _PROBLEMS = {
 
 
 class Sandbox:
-    """A launcher for one program; each job runs in a fresh process.
+    """Runs one program any number of times. A launcher process is started once, and forks a new process for each run.
 
     Args:
-        program: Python code: untrusted.
-        limits: Limits of each job.
-        tests: Test codes for `judge`; the program's process never holds them.
+        program: Python code, untrusted.
+        limits: Limits of each run.
+        tests: The test code for `judge`: one dictionary per test, with the fields of `code_rows.Code`. The process that
+            runs the program never holds it.
 
     Raises:
         SandboxError: If the launcher does not start, or the kernel lacks what the sandbox needs.
@@ -115,7 +117,7 @@ class Sandbox:
         """Start the launcher. Raises: SandboxError if it does not."""
         ours, theirs = multiprocessing.Pipe()
         tests = os.memfd_create("tests") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDONLY)
-        folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher removes it while it stands in it
+        folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher's working folder, which it removes at once
         try:
             if self._tests:
                 os.write(tests, self._tests)
@@ -126,7 +128,8 @@ class Sandbox:
                 ],
                 pass_fds=[theirs.fileno(), tests],
                 cwd=folder,
-                # Sets have the same order in every run. Clusters may need the path for the interpreter's own library.
+                # The hash seed gives sets the same order in every run. On some clusters, the interpreter needs the
+                # library path to start.
                 env={"PYTHONHASHSEED": "0"}
                 | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
                 stdin=subprocess.DEVNULL,
@@ -159,7 +162,7 @@ class Sandbox:
         Args:
             stdin: Its standard input.
             seconds: Time limit.
-            max_output: Most bytes of standard output.
+            max_output: A program that prints more bytes than this is stopped.
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -172,13 +175,13 @@ class Sandbox:
         """Load the program and call one of its functions, or the method of that name of its class `Solution`.
 
         Args:
-            function: Its name.
-            arguments: Plain values.
-            seconds: Time limit, for both.
-            max_output: Most bytes of the encoded value.
+            function: The name of the function or method.
+            arguments: Positional arguments, of builtin types.
+            seconds: Time limit for loading and calling together.
+            max_output: Limit for the encoded value, in bytes.
 
         Returns:
-            (How the job ended, the value, ""), or with None and why there is no value.
+            (how the job ended, the returned value, ""); without a value (how the job ended, None, the reason).
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -200,15 +203,15 @@ class Sandbox:
             return ended, None, "its answer is malformed"
 
     def judge(self, index: int, *, seconds: float) -> tuple[Ended, str, str]:
-        """Run a test code on the program's functions.
+        """Run test code that calls the program's functions.
 
         Args:
-            index: Of the test code.
+            index: Index of the test in the constructor's `tests`.
             seconds: Time limit.
 
         Returns:
-            How the job ended; "passed", "failed", or "unsupported" (the test passes a value that is not plain data);
-            and why.
+            (how the job ended, outcome, reason). The outcome is "passed", "failed" or, if the test passes an argument
+            that cannot be copied to the program, "unsupported".
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -248,7 +251,12 @@ class Sandbox:
         return Ended(status["ended"], status["status"], output)
 
     def _ask(self, header: dict[str, Any], body: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Send a message and wait for the answer. Raises: SandboxError after `seconds`; EOFError or OSError."""
+        """Send a message and wait for the answer.
+
+        Raises:
+            SandboxError: If there is no answer within `seconds`.
+            EOFError, OSError: If the launcher has ended.
+        """
         self._control.send_bytes(json.dumps(header).encode() + b"\n" + body)
         if not self._control.poll(seconds):
             raise SandboxError(f"the launcher of programs did not answer within {seconds:g} s.")
@@ -278,10 +286,11 @@ def check_sandbox(limits: Limits) -> list[str]:
     """Start a sandbox and try to break out of it.
 
     Returns:
-        What the sandbox does not prevent: nothing, or "read a file" if `limits.allow_file_reads`.
+        What the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and `limits.allow_file_reads`
+        is set; otherwise [].
 
     Raises:
-        SandboxError: If it does not start, or prevents less.
+        SandboxError: If the sandbox does not start, or does not prevent something else.
     """
     with Sandbox(PROBE, limits) as sandbox:
         ended = sandbox.run_main(b"", seconds=START_SECONDS, max_output=1000)

@@ -1,7 +1,7 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
-After `Isolation.enter` a process can compute, start threads, read its open pipes, and read Python's standard library
-and the system's shared libraries. The kernel refuses everything else:
+After `Isolation.enter` a process can compute, start threads, use its open pipes, and read Python's standard library and
+the system's shared libraries. The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|
@@ -12,9 +12,10 @@ and the system's shared libraries. The kernel refuses everything else:
 | signal or trace another process, or change its limits | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Both work without privileges and in containers. Landlock needs Linux 5.13. Without it (`allow_file_reads`) a program can
-read every file that its user can read; all else holds. What remains visible: the names, sizes and dates of files
-(`stat`), the time, and the load of the machine.
+Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. Without Landlock (only with
+`allow_file_reads`) a program can read every file that its user can read, `/proc` included; the other rows of the table
+still hold. In every case a program sees the names, sizes and dates of files (`stat`), the time, and the load of the
+machine.
 
 This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
 """
@@ -32,7 +33,7 @@ MAX_THREADS = 64
 """Threads of a program; the launcher stops a program that starts more."""
 
 STACK_BYTES = 64 * 2**20
-"""Stack of the main thread: contest programs recurse deeply."""
+"""Stack of the main thread, large because contest programs recurse deeply."""
 
 MAX_FILES = 64
 """Open file descriptors."""
@@ -84,7 +85,7 @@ _HARMLESS: dict[str, tuple[int, int | None]] = {
         "wait4": (61, 260),
         "waitid": (247, 95),
     },
-    # who and when
+    # ids, clocks, random numbers
     **{"getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175)},
     **{"getgid": (104, 176), "getegid": (108, 177), "getgroups": (115, 158), "getresuid": (118, 148)},
     **{"getresgid": (120, 150), "getpgid": (121, 155), "getpgrp": (111, None), "getsid": (124, 156)},
@@ -97,7 +98,8 @@ _OPEN, _OPENAT, _PRLIMIT, _KILL, _TGKILL = (2, None), (257, 56), (302, 261), (62
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 
 _CLONE_THREAD = 0x10000
-_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # duplicate; flags. Not F_SETOWN and F_SETSIG, which signal other processes.
+# Duplicate a descriptor, get and set flags; but not F_SETOWN and F_SETSIG, with which a process can signal others.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, FIOCLEX
 _ACCESS_MODE, _O_CREAT, _O_TRUNC = 0o3, 0o100, 0o1000
 
@@ -107,13 +109,14 @@ class IsolationError(RuntimeError):
 
 
 class Isolation:
-    """The sandbox, prepared once; every child process enters it with `enter`.
+    """The sandbox, prepared once by the launcher; every child process of the launcher enters it with `enter`.
 
     Args:
-        allow_file_reads: Go on without Landlock where the kernel lacks it: files are then readable.
+        allow_file_reads: Go on without Landlock if the kernel lacks it; programs can then read files.
 
     Raises:
-        IsolationError: If the system has no seccomp for this architecture, or no Landlock.
+        IsolationError: If this is not 64-bit Linux on x86_64 or aarch64, or if the kernel has no Landlock and
+            `allow_file_reads` is false.
     """
 
     def __init__(self, *, allow_file_reads: bool = False) -> None:
@@ -132,11 +135,11 @@ class Isolation:
         self._drop_privileges()
 
     def enter(self, memory_bytes: int, cpu_seconds: int) -> None:
-        """Restrict this process for good. It must have one thread.
+        """Restrict this process, which must have only one thread, for the rest of its life.
 
         Args:
-            memory_bytes: Address space beyond what the process has now.
-            cpu_seconds: CPU time; the kernel kills the process after it.
+            memory_bytes: Address space that the process may reserve in addition to what it has now.
+            cpu_seconds: CPU time after which the kernel kills the process.
 
         Raises:
             OSError: If the kernel refuses.
@@ -165,11 +168,11 @@ class Isolation:
     def end_with(self, parent: int) -> None:
         """Have the kernel kill this process when its parent ends."""
         self._check(self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-        if os.getppid() != parent:  # it has ended before
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities; root keeps the one to read, which Landlock restricts to the standard library."""
+        """Drop all capabilities. With Landlock, root keeps the one to read files, which Landlock restricts."""
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
         header = struct.pack("Ii", 0x20080522, 0)
@@ -181,8 +184,10 @@ class Isolation:
     def _make_ruleset(self) -> int:
         """Make the Landlock ruleset: nothing but reading the standard library. Returns: its file descriptor."""
         abi = self.landlock_abi
-        bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)  # 5 adds one, 4 and 6 other fields
-        fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]  # no TCP; own scope
+        # Versions 2, 3 and 5 of Landlock each add a right to files. Version 4 adds a field for TCP, and version 6 one
+        # for signals and abstract sockets.
+        bits = 13 + sum(abi >= version for version in (2, 3)) + (abi >= 5)
+        fields = [(1 << bits) - 1, *([0b11] if abi >= 4 else []), *([0b11] if abi >= 6 else [])]
         attributes = struct.pack(f"{len(fields)}Q", *fields)
         ruleset: int = self._check(self._libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
         for path in readable_paths():
@@ -192,7 +197,7 @@ class Isolation:
         return ruleset
 
     def _allow(self, ruleset: int, path: str, access: int) -> None:
-        """Allow an access below a path, if it exists."""
+        """Allow an access to a path and, if it is a folder, to everything in it; a missing path is skipped."""
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # none of the paths exists on all systems
@@ -212,7 +217,7 @@ class Isolation:
 
 
 def architecture() -> str:
-    """The architecture. Raises: IsolationError if this is not Linux on x86_64 or aarch64."""
+    """The architecture. Raises: IsolationError if this is not 64-bit Linux on x86_64 or aarch64."""
     machine = os.uname().machine if hasattr(os, "uname") else "another architecture"
     if sys.platform != "linux" or machine not in _AUDIT_ARCH or struct.calcsize("P") != 8:
         raise IsolationError(f"programs run on 64-bit Linux on x86_64 or aarch64 only, got {sys.platform} on {machine}")
@@ -245,12 +250,13 @@ Instruction = tuple[int, int, int, int]
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
     """Assemble the seccomp filter: a list of allowed system calls, some for certain arguments only.
 
-    All others return EPERM; `clone3`, whose arguments a filter cannot see, returns ENOSYS, so that libc uses `clone`.
+    All other system calls fail with EPERM, except `clone3`: a filter cannot see its arguments, so it fails with ENOSYS,
+    after which libc uses `clone`.
 
     Args:
         arch: "x86_64" or "aarch64".
-        pid: This process, the only one that it may signal.
-        has_landlock: Without Landlock, files cannot be opened for writing, not even `/dev/null`.
+        pid: Id of this process, the only process that it may signal.
+        has_landlock: Whether Landlock is on. If not, no file can be opened for writing, not even `/dev/null`.
     """
     column = list(_AUDIT_ARCH).index(arch)
     code: list[Instruction] = [
@@ -303,9 +309,10 @@ def _no_pointer(number: int) -> list[Instruction]:
 
 
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
-    """Allow opening for reading without truncation; with Landlock, which knows the path, also for writing.
+    """Allow opening files for reading; with Landlock, which restricts writing by path, also for writing.
 
-    Landlock before Linux 6.2 does not know truncation, and a file that is opened for reading can be truncated.
+    Opening for reading with O_TRUNC is refused, because it truncates the file and Landlock before Linux 6.2 does not
+    check truncation.
     """
     if has_landlock:
         return [

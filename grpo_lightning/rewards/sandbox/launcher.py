@@ -1,19 +1,19 @@
-"""Launcher of sandboxed programs: a small process that forks one child per test.
+"""Launcher of sandboxed programs: a small process that forks one or two children per test.
 
-A fresh interpreter without site packages starts it (`sandbox/client.py`), so that its memory holds neither the data nor
-the environment of the training run, and a child starts in a millisecond. The program is executed in children only,
+It runs in a new interpreter without site packages (`sandbox/client.py` starts it), so its memory holds neither the data
+nor the environment of the training run, and a child starts in a millisecond. Only the children execute the program,
 after `Isolation.enter`:
 
     reward worker  -- program, input -->  launcher  -- fork -->  program
                   <- status, output -              -- fork -->  tests (only for tests that are Python code)
 
-Jobs:
+The reward worker sends jobs of three kinds:
 
 - "main" runs the program as `__main__` with a standard input, and returns its standard output.
-- "call" loads the program, and sends it one request (`sandbox/values.py`).
+- "call" loads the program, and sends it one request, which calls a function (`sandbox/values.py`).
 - "judge" loads the program in one child, and runs test code in another, which calls the program's functions through
-  pipes. The test code comes from a file descriptor that only the second child reads: neither the launcher nor the
-  program ever hold it in memory.
+  pipes. The test code comes from a file descriptor that only the second child reads, so neither the launcher nor the
+  program ever holds it in memory.
 
 This module imports only the standard library and its siblings.
 """
@@ -45,17 +45,17 @@ PRELOADED = (
 """Modules that the launcher imports once for all children."""
 
 PROGRAM, TESTS = 0, 1
-"""What a child does."""
+"""Whether a child runs the program or the tests."""
 
 TICK_SECONDS = 0.01
 """Interval at which the threads of a program are counted."""
 
 VERDICT_BYTES = 65536
-"""Longest verdict of the tests."""
+"""Most bytes of the tests' verdict."""
 
 
 class Child(BaseException):
-    """Unwinds the launcher's stack in a forked child, which then does its task, and ends like any interpreter."""
+    """Raised in a forked child to leave the launcher's loop; the child then does its task and ends normally."""
 
     def __init__(self, task: Callable[[], None]) -> None:
         self.task = task
@@ -77,7 +77,7 @@ def main(control: int, tests: int, parent: int) -> None:
 
 
 def _serve_jobs(control: int, tests: int, parent: int) -> Callable[[], None]:
-    """Serve jobs. Returns: a task that does nothing. Raises: Child in a forked child."""
+    """Serve jobs. Returns: in the launcher, a task that does nothing. Raises: Child in a forked child."""
     os.rmdir(os.getcwd())
     os.environ.clear()
     try:
@@ -129,7 +129,7 @@ class Launcher:
 
     Args:
         isolation: The sandbox.
-        setup: `memory_bytes` and `preamble`: code that every program starts with.
+        setup: `memory_bytes`, the limit of each child, and `preamble`, code that every program starts with.
         source: The program.
         tests: File descriptor of the test code.
     """
@@ -138,17 +138,19 @@ class Launcher:
         self.isolation, self.setup, self.source, self.tests = isolation, setup, source, tests
         self.process = os.getpid()
         self.entered = mmap.mmap(-1, 2)
-        """1 once a child is in the sandbox, for the program and for its tests; the child then unmaps it."""
+        """One byte each for PROGRAM and TESTS, shared with the children: 1 once that child is in the sandbox."""
 
     def run(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a job.
 
         Args:
-            job: `kind`, `seconds` and `max_output` in bytes; for "judge" the `place` and `size` of the test code.
-            body: The standard input, or the request.
+            job: `kind`; `seconds`, the time limit; `max_output`, in bytes; for "judge" also `place` and `size`, the
+                offset and length of the test code in the file.
+            body: The standard input ("main"), or the request ("call").
 
         Returns:
-            (`ended`: "exit", "timeout", "output" or "threads", and `status`: exit status or minus the signal; output).
+            A dictionary, and the output. `ended` is "exit", "timeout", "output" or "threads"; `status` is the exit
+            status, or minus the number of the signal that ended the child.
 
         Raises:
             OSError: If a child could not be started.
@@ -197,7 +199,10 @@ class Launcher:
         return found
 
     def _fork(self, role: int, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
-        """Fork a sandboxed child with these file descriptors as 0, 1, 2, ...; None is `/dev/null`."""
+        """Fork a child that enters the sandbox, with the `wanted` file descriptors as 0, 1, ...; None is `/dev/null`.
+
+        Returns: in the launcher, the child's process id. Raises: Child in the child.
+        """
         self.entered[role] = 0
         pid = os.fork()
         if pid:
@@ -223,7 +228,7 @@ class Launcher:
         raise Child(task)
 
     def _run_main(self) -> None:
-        """Run the program as a script; the interpreter then ends as always: threads, exit handlers, open files."""
+        """Run the program as a script. The child then ends as any script: threads, exit handlers, open files."""
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["program.py"]
@@ -248,13 +253,16 @@ class Launcher:
         exec(compile(self.source, "program.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
     def _watch(self, pid: int, exchange: Exchange, program: int, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Wait for a child, and end it at its limits.
+        """Wait until a child ends, and kill it if it exceeds a limit.
 
         Args:
             pid: The child that writes the output.
             exchange: Its input and output.
-            program: The child that runs the program, of which threads are counted.
+            program: The child that runs the program, whose threads are counted.
             seconds: Time limit.
+
+        Returns:
+            As `run`.
 
         Raises:
             OSError: If the child did not enter the sandbox.
@@ -307,14 +315,14 @@ class Exchange:
             self._poller.register(give, select.POLLOUT)
 
     def __enter__(self) -> None:
-        """Open: the pipes are."""
+        """Do nothing: the pipes are open already."""
 
     def __exit__(self, *_: object) -> None:
         os.close(self.take)
         self._close_input()
 
     def step(self, seconds: float) -> str:
-        """Wait until something can be read or written, and do that. Returns: "output" if it is too long."""
+        """Wait for the pipes, and read or write once. Returns: "output" if the output is too long, otherwise ""."""
         for descriptor, _ in self._poller.poll(seconds * 1000):
             if descriptor == self.give:
                 self._feed()
@@ -327,7 +335,7 @@ class Exchange:
         return ""
 
     def _feed(self) -> None:
-        """Write what fits."""
+        """Write as much of the input as the pipe takes now."""
         try:
             self.left = self.left[os.write(self.give, self.left[:65536]) :]
         except BlockingIOError:
@@ -398,8 +406,9 @@ def run_test(test: dict[str, Any], ask: Callable[[dict[str, Any]], Any]) -> tupl
     """Run test code.
 
     Args:
-        test: `setup` and `code`, Python code; `names`, those that the program defines; `modules` to import.
-        ask: Sends a request to the program.
+        test: `setup` and `code`, Python code to run one after the other; `names`, the names that the program defines;
+            `modules`, the modules to import.
+        ask: Sends a request to the program and returns its answer.
 
     Returns:
         ("passed", ""), ("failed", why) or ("unsupported", why).

@@ -1,8 +1,8 @@
-"""Plain values between processes: JSON of exact builtin types, and calls of functions in another process.
+"""Copy values of builtin types between processes as JSON, and call functions in another process.
 
-A program's return values reach the tests only in this form: as new objects of builtin types, without methods of the
-program's own. A value of any other type stays in the program's process and is represented by a `Remote`, which can be
-passed back, called, iterated over and have attributes, but never equals anything.
+The values that a program returns reach the tests only as such copies, without methods that the program defines. An
+object of any other type stays in the program's process, and the tests get a `Remote` for it. They can call it, iterate
+over it, read and set its attributes, and pass it back to the program; comparing it raises an error.
 
 | type | JSON |
 |---|---|
@@ -13,7 +13,7 @@ passed back, called, iterated over and have attributes, but never equals anythin
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
 | dict | `["d", [[key, value], ...]]` |
 | range | `["r", [start, stop, step]]` |
-| all others | `["o", place, type]` |
+| all others | `["o", place, type]`: the object's index among those that the program's process keeps, its type's name |
 
 This module imports only the standard library, because it runs in the launcher (`sandbox/launcher.py`).
 """
@@ -29,10 +29,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_ITEMS = 1_000_000
-"""Items taken from an iterator of the program."""
+"""Most items taken from an iterator of the program."""
 
 MAX_FRAME = 16 * 2**20
-"""Bytes of one message between the tests and the program."""
+"""Most bytes of one message between the tests and the program."""
 
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
@@ -42,7 +42,7 @@ class PlainError(Exception):
 
 
 class ProgramError(Exception):
-    """An exception of the program's own type, or a value of the program that cannot be used like that."""
+    """Raised in the tests: the program ended, raised an exception of its own type, or returned what cannot be used."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
@@ -50,10 +50,10 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
     Args:
         value: Any object.
-        keep: Called with an object that is not plain; returns its encoding, or raises.
+        keep: Called with every part of `value` that is of no type in the table; returns its encoding, or raises.
 
     Raises:
-        RecursionError: If it is nested too deeply, or contains itself.
+        RecursionError: If `value` is nested too deeply, or contains itself.
     """
     if value is None or value is True or value is False:
         return value
@@ -86,11 +86,11 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
     """Decode a value.
 
     Args:
-        data: What `encode` returned: untrusted.
-        find: Called with the place and type of an object that is not plain; returns the object, or raises.
+        data: What `encode` returned, in another process that is not trusted.
+        find: Called with place and type of every `["o", place, type]`; returns the object, or raises.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, RecursionError: If it is no such encoding.
+        ValueError, TypeError, KeyError, IndexError, RecursionError: If `data` is not an encoding of a value.
     """
     if data is None or isinstance(data, bool | str):
         return data
@@ -113,7 +113,7 @@ def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raises: PlainError, for `encode` and `decode` where only plain values are allowed."""
+    """Raise PlainError. Given to `encode` and `decode` where only the builtin types of the table are allowed."""
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 
@@ -121,20 +121,25 @@ def refuse(value: Any, *_: Any) -> Any:
 
 
 def write_frame(descriptor: int, data: Any) -> None:
-    """Write JSON behind its length in 4 bytes. Raises: OSError if the other end is closed."""
+    """Write a value as `pack_frame` does. Raises: OSError if the other end is closed."""
     left = memoryview(pack_frame(data))
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def pack_frame(data: Any) -> bytes:
-    """JSON behind its length in 4 bytes."""
+    """The JSON text of a value, preceded by the text's length in 4 bytes."""
     text = json.dumps(data).encode()
     return struct.pack("!i", len(text)) + text
 
 
 def read_frame(descriptor: int, limit: int = MAX_FRAME) -> Any:
-    """Read JSON behind its length. Raises: EOFError at the end; ValueError if it is too long, or not JSON."""
+    """Read what `write_frame` wrote.
+
+    Raises:
+        EOFError: If the other end is closed.
+        ValueError: If the text is longer than `limit` bytes, or not JSON.
+    """
     (size,) = struct.unpack("!i", read_exactly(descriptor, 4))
     if not 0 <= size <= limit:
         raise ValueError(f"a message of {size} bytes is longer than {limit}")
@@ -157,13 +162,13 @@ def read_exactly(descriptor: int, size: int) -> bytes:
 
 
 def serve(namespace: dict[str, Any], problem: BaseException | None, requests: int, answers: int) -> None:
-    """Call the functions of a program for another process, until it closes its end.
+    """Call the functions of a program for another process, until that process closes its end of the pipe.
 
     Args:
         namespace: The program's global names.
-        problem: The exception that ended the program early; every request is answered with it.
-        requests: File descriptor.
-        answers: File descriptor.
+        problem: The exception that ended the program early, which then answers every request; None if there was none.
+        requests: File descriptor to read requests from.
+        answers: File descriptor to write answers to.
     """
     kept: list[Any] = []
 
@@ -196,7 +201,7 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
 
 def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Perform a request in the program's process. Returns: its answer. Raises: whatever the program raises."""
+    """Perform a request in the program's process. Returns: the answer. Raises: whatever the program raises."""
     target = find(request["target"], "")
     if request["do"] == "get":
         return {"value": encode(getattr(target, request["name"]), keep)}
@@ -218,16 +223,16 @@ def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str]
 
 
 class Remote:
-    """An object of the program, by its global name or its place in the program's process.
+    """Stands for an object of the program, which it names by its global name or its index in the program's process.
 
-    Comparisons and truth raise: only plain values decide a test.
+    Comparing it, or using it as a condition, raises: only values of builtin types decide a test.
     """
 
     def __init__(self, ask: Callable[[dict[str, Any]], Any], place: str | int, kind: str) -> None:
         object.__setattr__(self, "_remote", (ask, place, kind))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it. Raises: what the program raises; PlainError if an argument is not plain."""
+        """Call the object. Raises: what the program raises; PlainError if an argument cannot be copied."""
         ask, place, _ = _parts(self)
         sent = [encode(list(arguments), _send), encode(keywords, _send)]
         answer = ask({"do": "call", "target": place, "arguments": sent[0], "keywords": sent[1]})
@@ -244,7 +249,7 @@ class Remote:
         ask({"do": "set", "target": place, "name": name, "value": encode(value, _send)})
 
     def __iter__(self) -> Iterator[Any]:
-        """Take up to `MAX_ITEMS` items at once."""
+        """Get up to `MAX_ITEMS` items from the program in one request."""
         ask, place, _ = _parts(self)
         return iter(_receive(ask({"do": "iterate", "target": place})["value"], ask))
 
@@ -261,13 +266,13 @@ class Remote:
 
 
 def _parts(remote: Remote) -> tuple[Callable[[dict[str, Any]], Any], str | int, str]:
-    """How to ask the program, and which object this is."""
+    """The function that asks the program, the object's name or index, and the name of its type."""
     parts: tuple[Callable[[dict[str, Any]], Any], str | int, str] = object.__getattribute__(remote, "_remote")
     return parts
 
 
 def _not_plain(remote: Remote) -> ProgramError:
-    """The error for an object of the program where a plain value is needed."""
+    """The error for an object of the program where a value of a builtin type is needed."""
     return ProgramError(f"the program returned an object of type {_parts(remote)[2]!r}, which is not plain data")
 
 
@@ -285,7 +290,7 @@ def _receive(data: Any, ask: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _update(argument: Any, new: Any) -> None:
-    """Give a list, dictionary or set of the tests the items that it has in the program. Raises: ProgramError."""
+    """Repeat in the tests what a call changed in an argument: replace its items by new ones. Raises: ProgramError."""
     if type(argument) is not type(new) or not isinstance(argument, list | dict | set):
         raise ProgramError("the program's answer is malformed")
     argument.clear()
@@ -296,8 +301,8 @@ def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
     """A function that sends a request to the program and returns its answer, or raises the program's exception.
 
     Args:
-        requests: File descriptor.
-        answers: File descriptor.
+        requests: File descriptor to write requests to.
+        answers: File descriptor to read answers from.
     """
 
     def ask(request: dict[str, Any]) -> Any:
@@ -318,7 +323,7 @@ def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
 
 
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """The exception that an answer reports: of the same builtin type, or a `ProgramError`."""
+    """The exception that an answer reports, of the same builtin type if it has one, otherwise a `ProgramError`."""
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError:
