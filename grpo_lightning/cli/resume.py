@@ -88,10 +88,10 @@ def is_requeued() -> bool:
 
 
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
-    """Checkpoint folders of a recipe outside `runs/<run name>/version_<N>/checkpoints`.
+    """Folders of a recipe's checkpoints that the command line did not choose.
 
-    These are the `dirpath` of each ModelCheckpoint in the recipe, and the folder that Lightning derives from the
-    recipe's first logger: `save_dir/name/version/checkpoints`.
+    The command line chooses `runs/<run name>/version_<N>/checkpoints`. A recipe can set others: the `dirpath` of each
+    ModelCheckpoint, and the folder that Lightning derives from the first logger, `save_dir/name/version/checkpoints`.
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]

@@ -287,7 +287,7 @@ def dppo_surrogate(
     *,
     max_ratio: float = 20.0,
 ) -> Tensor:
-    """DPPO: limits how far the probability of a token may move, where PPO limits the ratio.
+    """DPPO: limits how far the policy may move at a token by the change of probability; PPO limits the ratio.
 
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
@@ -302,7 +302,8 @@ def dppo_surrogate(
         old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Masked tokens have the ratio 1, whatever their log-probs.
         advantages: [B, 1].
-        outside: [B, T] bool, True where one of the two results of `leaves_trust_region` is True.
+        outside: [B, T] bool, True at tokens whose probability has changed too much, in either direction
+            (`leaves_trust_region`).
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:

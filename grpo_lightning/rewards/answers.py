@@ -1,4 +1,6 @@
-r"""Extract answers from text: in answer tags, `\boxed{}`, after `####`, announced, bold, on the last line.
+r"""Extract the answer from a text: from answer tags, from `\boxed{}`, after `####`, after "the answer is", ...
+
+Other places are bold text and the last line.
 
 Other functions of this module find the number in an answer, or the option that it chooses. Completions are untrusted
 text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that look only a

@@ -84,8 +84,8 @@ class RewardSet:
 
         Raises:
             ValueError: If a column is missing or has the name of a reward argument; if prompts name an unknown reward
-                or only rewards of weight 0; or if they name a method in `accu_reward_method`, but none of their rewards
-                reads this column. The message names the sources.
+                or only rewards of weight 0; or if prompts have the column `accu_reward_method`, but none
+                of their rewards reads it. The message names the datasets.
         """
         sources = sources_of(prompts)
         check_sources(sources, self.rewards, self._weights)
