@@ -1,7 +1,6 @@
-r"""Extract the answer from a text: from answer tags, from `\boxed{}`, after `####`, after "the answer is", ...
+r"""Extract the answer from a text.
 
-Other places are bold text and the last line.
-
+The answer may be in answer tags, in `\boxed{}`, after `####`, after "the answer is", in bold, or on the last line.
 Other functions of this module find the number in an answer, or the option that it chooses. Completions are untrusted
 text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that look only a
 few characters ahead.
