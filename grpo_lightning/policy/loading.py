@@ -21,6 +21,7 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
+from grpo_lightning.policy.lora import trained_adapter
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scorer import Scorer
@@ -30,6 +31,7 @@ from grpo_lightning.policy.tokenizer import check_image_family, load_processor, 
 from grpo_lightning.policy.trainable import check_num_layers, dtype_name, limit_training
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class PolicyLoader(PolicySettings):
 
     @classmethod
     def of(
-        cls, policy: str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig, tokenizer: Any = None
+        cls, policy: str | Path | PolicyLoader | PreTrainedModel | PeftModel | PretrainedConfig, tokenizer: Any = None
     ) -> PolicyLoader:
         """Make a loader for a policy given as name, folder, model, config or settings.
 
@@ -102,12 +104,13 @@ class PolicyLoader(PolicySettings):
         encoder = self.load_encoder()
         attention = self.choose_attention(compute_dtype or dtype_name(self), device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
-        refuse_non_causal(model)
-        disable_dropout(model)
-        disable_router_loss(model)
-        fix_frequencies(model, longest_row or num_positions(encoder.config) or 0)
+        base = base_model(model)
+        refuse_non_causal(base)
+        disable_dropout(base)
+        disable_router_loss(base)
+        fix_frequencies(base, longest_row or num_positions(encoder.config) or 0)
         if self.activation_checkpointing == "layers":
-            checkpoint_layers(model)
+            checkpoint_layers(base)
         model = limit_training(model, self, sharding)
         check_in_step(model, sharding)
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
@@ -162,8 +165,8 @@ class PolicyLoader(PolicySettings):
         from transformers import PreTrainedModel
 
         sharding = sharding or Sharding()
-        if isinstance(self.model, PreTrainedModel):
-            return self.model.eval()
+        if isinstance(self.model, PreTrainedModel) or self.has_adapters_in_memory:
+            return self.model.eval()  # type: ignore[no-any-return]
         config = self.load_config()
         auto_class = auto_class_of(config)
         options: dict[str, Any] = {
@@ -186,7 +189,7 @@ class PolicyLoader(PolicySettings):
 
 
 if TYPE_CHECKING:
-    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
+    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PeftModel | PretrainedConfig
 else:
     # The types allowed in a recipe. The loader comes first: the parser reports the error of the first type.
     PolicyLike = PolicyLoader | str
@@ -352,18 +355,27 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         check_quantization(loader.quantization)
     if loader.lora is not None:
         loader.lora.check()
-        if loader.lora.dropout:
-            log.warning(
-                "policy.lora.dropout is %g: dropout alone changes the log-probs of the update, so importance ratios "
-                "are not 1 before the first update.",
-                loader.lora.dropout,
-            )
+        warn_of_dropout("policy.lora.dropout", loader.lora.dropout)
+    if loader.has_adapters_in_memory:
+        config = loader.model.peft_config[trained_adapter(loader.model)]
+        warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
     config = loader.load_config()
     check_image_family(loader, config)
     if loader.freeze_vision_modules:
         known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
         check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def warn_of_dropout(name: str, rate: float) -> None:
+    """Warn if adapters have dropout."""
+    if rate:
+        log.warning(
+            "%s is %g: dropout alone changes the log-probs of the update, so importance ratios are not 1 before the "
+            "first update.",
+            name,
+            rate,
+        )
 
 
 def check_in_step(model: Any, sharding: Sharding) -> None:

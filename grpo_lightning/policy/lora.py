@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,6 @@ from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.lora_targets import language_layers, missing_adapter_reason, targets
 
 log = logging.getLogger(__name__)
-
-TRAINED = "default"
-"""peft's name of the adapter that is trained."""
 
 STARTING = "reference"
 """peft's name of the frozen copy of the initial adapter, which the reference runs with."""
@@ -105,7 +104,7 @@ def adapter_config(adapter: str) -> Any:
         ValueError: If the adapter is not LoRA; if it trains biases or full layers, which cannot be switched off for the
             reference; or if its initialisation changed the base's weights and they cannot be recomputed.
     """
-    from peft import LoraConfig, PeftConfig
+    from peft import PeftConfig
 
     try:
         config = PeftConfig.from_pretrained(adapter)
@@ -115,23 +114,38 @@ def adapter_config(adapter: str) -> Any:
         else:
             reason = f"there is no folder {Path(adapter).resolve()}, and it is not on the hub"
         raise FileNotFoundError(f"policy.lora.adapter {adapter!r} cannot be loaded: {reason}.") from error
+    check_config(config, f"policy.lora.adapter {adapter!r}")
+    return config
+
+
+def check_config(config: Any, subject: str) -> None:
+    """Check that an adapter can be trained, with a reference that runs without it or with its first weights.
+
+    Args:
+        config: peft's config of the adapter.
+        subject: The adapter in the error message.
+
+    Raises:
+        ValueError: See `adapter_config`.
+    """
+    from peft import LoraConfig
+
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"policy.lora.adapter {adapter!r} has type {config.peft_type}; it must be LoRA.")
+        raise ValueError(f"{subject} has type {config.peft_type}; it must be LoRA.")
     full_layers = config.modules_to_save or config.trainable_token_indices
     if full_layers or config.bias != "none":
         others = f"full layers ({full_layers})" if full_layers else f"biases (bias: {config.bias})"
         raise ValueError(
-            f"policy.lora.adapter {adapter!r} trains {others} next to its matrices. Merge it into its base "
+            f"{subject} trains {others} next to its matrices. Merge it into its base "
             "(merge_and_unload), and train a new adapter on the result."
         )
     if str(config.init_lora_weights).lower().startswith(BASE_IS_LOST):
         raise ValueError(
-            f"policy.lora.adapter {adapter!r} was initialised with {config.init_lora_weights}, which changed its "
+            f"{subject} was initialised with {config.init_lora_weights}, which changed its "
             "base's weights, and they cannot be recomputed. Save it as plain LoRA (peft's save_pretrained with "
             "path_initial_model_for_weight_conversion), or merge it into its base where it was trained "
             "(merge_and_unload)."
         )
-    return config
 
 
 def add_adapters(model: Any, lora: LoRA) -> Any:
@@ -149,8 +163,8 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
 
     if next(adapter_layers(model), None) is not None:
         raise ValueError(
-            "The policy already has adapters: give its base, and the folder of the adapter as lora.adapter. If it got "
-            "them from an earlier run in this process, load it again."
+            "The policy already has adapters: give the PeftModel without policy.lora, or its base and the folder of "
+            "the adapter as lora.adapter. If it got them from an earlier run in this process, load it again."
         )
     # Seeded, because every rank must make the same A (of which sharded strategies keep a different shard on each rank),
     # and a resumed run must start with this A again.
@@ -172,21 +186,167 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
                 task_type="CAUSAL_LM",
             )
             adapted = get_peft_model(model, config)
-    set_dropout(adapted, lora.dropout)
+    return finish_adapters(adapted, lora.dropout)
+
+
+def finish_adapters(adapted: Any, dropout: float) -> Any:
+    """Set the dropout of the trained adapter, log what is trained, and return the model in eval mode."""
+    set_dropout(adapted, dropout)
     sizes = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
     names = sorted({name.rpartition(".")[2] for name, module in adapted.named_modules() if is_adapter_layer(module)})
     log.info("LoRA: %s trainable parameters, next to %s.", f"{sum(sizes):,}", ", ".join(names))
     return adapted.eval()
 
 
-def add_starting_adapter(policy: Any, adapter: str) -> None:
-    """Add a frozen copy of the initial adapter, for the reference, next to the trained adapter."""
-    config = adapter_config(adapter)
-    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Loading the trained adapter already did this.
+def check_given(model: Any) -> None:
+    """Check that a model with adapters, given in memory, can be trained as it is.
+
+    Args:
+        model: Any model with peft's `peft_config`, for example the result of `get_peft_model`.
+
+    Raises:
+        ValueError: If the model is not a `PeftModel` around a transformers model; if it has several adapters, an
+            adapter that is not LoRA, or a kind of LoRA that is not supported (see `adapter_config`); if the adapter is
+            inactive, merged or frozen; or if weights other than the adapter's are trainable.
+    """
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"The policy is a {type(model).__name__} that already has adapters: give the PeftModel around it (the "
+            "result of get_peft_model or PeftModel.from_pretrained), or load it again without adapters."
+        )
+    names = list(model.peft_config)
+    if len(names) != 1:
+        raise ValueError(
+            f"The policy has {len(names)} adapters ({', '.join(names)}), and one is trained: keep only that one "
+            "(delete_adapter of the others), or load it again if it comes from an earlier run in this process."
+        )
+    (name,) = names
+    config, subject = model.peft_config[name], f"The adapter {name!r} of the policy"
+    check_config(config, subject)
+    base = model.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(f"The base of the PeftModel is a {type(base).__name__}; it must be a transformers model.")
+    if name == STARTING:
+        raise ValueError(f"{subject} has the name of the reference's adapter: give it another (adapter_name).")
+    check_state(model, name)
+
+
+def check_state(model: Any, name: str) -> None:
+    """Raise ValueError unless exactly the weights of the adapter `name` of a `PeftModel` are trainable and in use."""
+    base, layers, subject = model.get_base_model(), list(adapter_layers(model)), f"The adapter {name!r} of the policy"
+    if kinds := {type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()}:
+        raise ValueError(f"{subject} is not plain LoRA but has layers of {', '.join(sorted(kinds))}.")
+    if any(layer._disable_adapters or name not in layer.active_adapters for layer in layers):
+        raise ValueError(f"{subject} is inactive: activate it (enable_adapter_layers, set_adapter({name!r})).")
+    if any(layer.merged_adapters for layer in layers):
+        raise ValueError(f"{subject} is merged into its base: take it out again (unmerge_adapter).")
+    own = {id(weight) for layer in layers for weight in layer_weights(layer, name)}
+    if any(not weight.requires_grad for weight in model.parameters() if id(weight) in own):
+        raise ValueError(
+            f"{subject} is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True), or call "
+            f"set_adapter({name!r})."
+        )
+    others = [key for key, weight in model.named_parameters() if weight.requires_grad and id(weight) not in own]
+    if others:
+        raise ValueError(
+            f"{len(others)} weights of the policy outside its adapter are trainable, for example {others[0]}, and the "
+            "reference could not run without their changes: freeze them (requires_grad_(False))."
+        )
+    adapted = {id(layer.base_layer) for layer in layers}
+    embeddings, head = (unwrapped(module) for module in (base.get_input_embeddings(), base.get_output_embeddings()))
+    if adapted & {id(embeddings), id(head)} and getattr(head, "weight", None) is embeddings.weight:
+        raise ValueError(
+            f"{subject} adapts embeddings that are tied to the output head; merged, it would change both. Leave out "
+            "embeddings and head (target_modules)."
+        )
+
+
+def unwrapped(module: Any) -> Any:
+    """The layer under peft's wrapper, or the module itself."""
+    return module.base_layer if is_adapter_layer(module) else module
+
+
+@torch.no_grad()
+def adds_nothing(policy: nn.Module) -> bool:
+    """True if the trained adapter is at its zero start: the policy equals its base, because B A is 0 in all layers."""
+    name = trained_adapter(policy)
+
+    def is_zero(layer: Any, kind: str) -> bool:
+        return not any(bool(weight.any()) for weight in weights_of(layer, kind, name))
+
+    # A bias is part of `lora_B`. In an adapter of embeddings, A starts at 0.
+    return all(
+        is_zero(layer, "lora_B") and (is_zero(layer, "lora_embedding_A") or is_zero(layer, "lora_embedding_B"))
+        for layer in adapter_layers(policy)
+    )
+
+
+def add_starting_adapter(policy: Any) -> None:
+    """Add a frozen copy of the trained adapter, for the reference; call it before training.
+
+    The layers of the trained adapter must not be sharded yet.
+    """
+    name = trained_adapter(policy)
+    config = copy.deepcopy(policy.peft_config[name])
+    # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Making the trained adapter already did this.
     config.init_lora_weights, config.inference_mode = False, True
-    policy.add_adapter(STARTING, config)
-    policy.load_adapter(adapter, STARTING, is_trainable=False)
+    with torch.random.fork_rng():
+        policy.add_adapter(STARTING, config)
+    with torch.no_grad():
+        for layer in adapter_layers(policy):
+            for new, given in zip(layer_weights(layer, STARTING), layer_weights(layer, name), strict=True):
+                new.copy_(given).requires_grad_(False)
     set_dropout(policy, 0.0, STARTING)
+
+
+def describe_adapter(policy: Any) -> dict[str, Any]:
+    """Name and peft config of the trained adapter as plain values, from which `rebuild_adapter` makes its layers."""
+    name = trained_adapter(policy)
+    config = policy.peft_config[name].to_dict()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    return {"name": name, "config": json.loads(json.dumps(plain))}
+
+
+def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
+    """Add the layers of an adapter to a model; the adapter's weights are not those of the run yet.
+
+    Args:
+        model: The unsharded base, whose layers are replaced in place. The result wraps it.
+        description: Result of `describe_adapter`.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    config: Any = PeftConfig.from_peft_type(**description["config"])  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng():
+        adapted: Any = get_peft_model(model, config, adapter_name=description["name"])
+    return finish_adapters(adapted, 0.0)
+
+
+def is_adapted(model: Any) -> bool:
+    """True for a model with adapters."""
+    return hasattr(model, "peft_config")
+
+
+def trained_adapter(policy: Any) -> str:
+    """The name by which peft knows the adapter that is trained."""
+    names: Iterator[str] = iter(policy.peft_config)
+    return next(name for name in names if name != STARTING)
+
+
+def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
+    """Iterate over the weights of an adapter in one of its layers."""
+    for kind in layer.adapter_layer_names:
+        yield from weights_of(layer, kind, adapter)
+
+
+def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
+    """Iterate over one kind of weights of an adapter in one of its layers, for example "lora_A"."""
+    parts = getattr(layer, kind)
+    if adapter in parts:
+        yield from parts[adapter].parameters() if isinstance(parts[adapter], nn.Module) else [parts[adapter]]
 
 
 class UpdateDropout(nn.Dropout):
@@ -201,11 +361,12 @@ class UpdateDropout(nn.Dropout):
         return nn.functional.dropout(input, self.p, self.training and torch.is_grad_enabled())
 
 
-def set_dropout(policy: nn.Module, rate: float, adapter: str = TRAINED) -> None:
-    """Set the dropout of an adapter, whatever dropout it was saved with."""
+def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
+    """Set the dropout of an adapter (None: the trained one), whatever dropout it was saved with."""
+    adapter = adapter or trained_adapter(policy)
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
-    policy.peft_config[adapter].lora_dropout = rate  # type: ignore[union-attr, index]
+    policy.peft_config[adapter].lora_dropout = rate
 
 
 @contextlib.contextmanager
@@ -236,7 +397,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()
-    if str(configs[TRAINED].init_lora_weights).lower().startswith(BASE_IS_COMPUTED):
+    if str(configs[trained_adapter(policy)].init_lora_weights).lower().startswith(BASE_IS_COMPUTED):
         computed = {id(weight) for layer in adapter_layers(policy) for weight in layer.base_layer.parameters()}
     for name, weight in policy.named_parameters():
         is_given = weight.is_floating_point() and id(weight) not in computed

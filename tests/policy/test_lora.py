@@ -283,11 +283,12 @@ def test_adapters_on_adapters_are_refused():
     model = tiny_model("qwen2")
     one, other = (loader_of(model=model) for _ in range(2))
     adapted = one.load().model
-    with pytest.raises(ValueError, match=r"already has adapters: give its base.*earlier run .*, load it again"):
+    with pytest.raises(ValueError, match=r"already has adapters: give the PeftModel.*earlier run .*, load it again"):
         other.load()
-    for given in (model, adapted):
-        with pytest.raises(ValueError, match=r"already has adapters\. Give its base.*earlier run .*, load it again"):
-            loader_of(model=given)
+    with pytest.raises(ValueError, match=r"already has adapters: give the PeftModel around it.*load it again"):
+        loader_of(model=model)
+    with pytest.raises(ValueError, match=r"policy.lora .* adds adapters, and the policy given is a PeftModel"):
+        loader_of(model=adapted)
 
 
 def test_dropout_is_warned_of(caplog):
