@@ -24,6 +24,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 KINDS = ["lora", "starting adapter", "freeze_layers"]
+MORE = ["dora", "copies"]
 GIVEN = ["given", "given, trained"]
 """A `PeftModel` in memory: with a new adapter, or with a saved one."""
 
@@ -60,6 +61,9 @@ def module_of(folder, kind="lora", *, beta=0.1, lr=1e-2, **options):
     settings = {
         "lora": {"lora": LoRA(rank=2)},
         "dropout": {"lora": LoRA(rank=2, dropout=0.5)},
+        "dora": {"lora": LoRA(rank=2, use_dora=True, use_rslora=True)},
+        "copies": {"lora": LoRA(rank=2, modules_to_save=["embed_tokens", "lm_head"])},
+        "dora, dropout": {"lora": LoRA(rank=2, use_dora=True, dropout=0.5)},
         "starting adapter": {"lora": LoRA(adapter=str(folder / "adapter"))},
         "freeze_layers": {"freeze_layers": 2},
     }[kind]
@@ -67,7 +71,7 @@ def module_of(folder, kind="lora", *, beta=0.1, lr=1e-2, **options):
     return make_module(policy=policy, objective=Objective(beta=beta), lr=lr, **options)
 
 
-@pytest.mark.parametrize("kind", only(KINDS, [*KINDS, *GIVEN]))
+@pytest.mark.parametrize("kind", only([*KINDS, "copies"], [*KINDS, *GIVEN, *MORE]))
 def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     module, history = module_of(folder, kind), History()
     fit(module, max_steps=3, callbacks=[history])
@@ -81,7 +85,7 @@ def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     assert kl[-1] > 1e-5
 
 
-@pytest.mark.parametrize("kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN]))
+@pytest.mark.parametrize("kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN, *MORE, "dora, dropout"]))
 def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     """Inside a cycle of two updates, run through twice."""
 
@@ -111,7 +115,7 @@ def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
     assert are_equal(run("killed", resume=True), whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(KINDS, [*KINDS, "dora"]))
 def test_a_checkpoint_is_the_trained_weights_and_their_optimizer(folder, kind, tmp_path):
     """AdamW keeps two numbers a weight, and a counter a tensor; the rest is a few KiB."""
     module = module_of(folder, kind)

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import check_ranges
-from grpo_lightning.policy.lora_targets import language_layers, missing_adapter_reason, targets
+from grpo_lightning.policy.lora_targets import (
+    check_saved,
+    language_layers,
+    missing_adapter_reason,
+    saved_modules,
+    targets,
+)
+from grpo_lightning.policy.precision import compute_like
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +54,13 @@ class LoRA:
             before the first update.
         target_modules: Suffixes of layer names, for example `q_proj`; None selects every linear layer of the language
             model except its output head.
+        use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4), so
+            that a larger rank does not make the adapter's output smaller.
+        use_dora: Train the magnitude of each row of W + s B A next to its direction (DoRA, arXiv:2402.09353, equation
+            5), with s = alpha / rank: the row is scaled to a norm that is trained and starts at the norm of W's row.
+        modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
+            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Refused for weights
+            that are tied to others.
         adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
             layers. The reference is then the base with the initial adapter.
     """
@@ -55,23 +69,29 @@ class LoRA:
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: list[str] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: list[str] | None = None
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        names = self.target_modules
+        def is_list(names: Any) -> bool:
+            return names is None or (not isinstance(names, str) and bool(names) and all(names))
+
         limits = [
             ("rank", self.rank >= 1, "at least 1"),
             ("alpha", self.alpha > 0, "above 0"),
             ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1"),
             (
                 "target_modules",
-                names is None or (not isinstance(names, str) and bool(names) and all(names)),
+                is_list(self.target_modules),
                 "a list of suffixes of layer names, or null for all linear layers",
             ),
+            ("modules_to_save", is_list(self.modules_to_save), "a list of suffixes of module names, or null for none"),
         ]
         check_ranges("policy.lora", self, limits)
         if self.adapter is not None:
-            for name in ("rank", "alpha", "target_modules"):
+            for name in ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save"):
                 if getattr(self, name) != getattr(LoRA, name):
                     raise ValueError(
                         f"policy.lora.{name} ({getattr(self, name)}) is set, but policy.lora.adapter ({self.adapter}) "
@@ -101,8 +121,8 @@ def adapter_config(adapter: str) -> Any:
 
     Raises:
         FileNotFoundError: If the adapter cannot be found.
-        ValueError: If the adapter is not LoRA; if it trains biases or full layers, which cannot be switched off for the
-            reference; or if its initialisation changed the base's weights and they cannot be recomputed.
+        ValueError: If the adapter is not LoRA; if it trains biases or single embeddings, which cannot be switched off
+            for the reference; or if its initialisation changed the base's weights and they cannot be recomputed.
     """
     from peft import PeftConfig
 
@@ -132,9 +152,9 @@ def check_config(config: Any, subject: str) -> None:
 
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{subject} has type {config.peft_type}; it must be LoRA.")
-    full_layers = config.modules_to_save or config.trainable_token_indices
-    if full_layers or config.bias != "none":
-        others = f"full layers ({full_layers})" if full_layers else f"biases (bias: {config.bias})"
+    tokens = config.trainable_token_indices
+    if tokens or config.bias != "none":
+        others = f"embeddings of tokens ({tokens})" if tokens else f"biases (bias: {config.bias})"
         raise ValueError(
             f"{subject} trains {others} next to its matrices. Merge it into its base "
             "(merge_and_unload), and train a new adapter on the result."
@@ -156,7 +176,8 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
         lora: Settings of the adapters.
 
     Raises:
-        ValueError: If the model already has adapters, or a name in `target_modules` matches none of its layers.
+        ValueError: If the model already has adapters, or a name in `target_modules` or `modules_to_save` matches no
+            layer, or a layer that cannot be trained.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers.pytorch_utils import Conv1D
@@ -173,29 +194,70 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
         if lora.adapter is not None:
             config = adapter_config(lora.adapter)
+            saved_modules(model, config.modules_to_save, f"The adapter {lora.adapter!r}: modules_to_save")
             adapted = PeftModel.from_pretrained(model, lora.adapter, config=config, is_trainable=True)
         else:
-            layers = targets(model, lora.target_modules)
+            saved = saved_modules(model, lora.modules_to_save)
+            layers = targets(model, lora.target_modules, saved)
             if reason := missing_adapter_reason(model, language_layers(model)):
                 log.info("LoRA: %s.", reason)
             config = LoraConfig(
                 r=lora.rank,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]
                 target_modules=list(layers),
+                use_rslora=lora.use_rslora,
+                use_dora=lora.use_dora,
+                modules_to_save=lora.modules_to_save,
                 fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
                 task_type="CAUSAL_LM",
             )
             adapted = get_peft_model(model, config)
+            reset_magnitudes(adapted)
     return finish_adapters(adapted, lora.dropout)
+
+
+def reset_magnitudes(adapted: Any) -> None:
+    """Set DoRA's magnitudes to the norms of the base's rows, in float32, so that the policy equals its base.
+
+    peft computes the norms in the dtype of the base: rounded to 16 bits, they would change every layer's output.
+    """
+    name = trained_adapter(adapted)
+    for layer in adapter_layers(adapted):
+        if name in layer.lora_magnitude_vector:
+            set_magnitude(layer, layer.lora_magnitude_vector[name], name)
+
+
+def set_magnitude(layer: Any, magnitude: Any, adapter: str) -> None:
+    """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A."""
+    A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    magnitude.update_layer(base_layer=layer.get_base_layer(), lora_A=A, lora_B=B, scaling=layer.scaling[adapter])
 
 
 def finish_adapters(adapted: Any, dropout: float) -> Any:
     """Set the dropout of the trained adapter, log what is trained, and return the model in eval mode."""
     set_dropout(adapted, dropout)
+    widen_copies(adapted)
     sizes = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
-    names = sorted({name.rpartition(".")[2] for name, module in adapted.named_modules() if is_adapter_layer(module)})
-    log.info("LoRA: %s trainable parameters, next to %s.", f"{sum(sizes):,}", ", ".join(names))
+    names, copied = (
+        sorted({name.rpartition(".")[2] for name, module in adapted.named_modules() if is_kind(module)})
+        for is_kind in (is_adapter_layer, is_copied)
+    )
+    copies = f", and copies of {', '.join(copied)}" if copied else ""
+    log.info("LoRA: %s trainable parameters, next to %s%s.", f"{sum(sizes):,}", ", ".join(names), copies)
     return adapted.eval()
+
+
+def widen_copies(adapted: Any) -> None:
+    """Keep trained copies of layers (`modules_to_save`) in float32, because updates of 16-bit weights would be lost.
+
+    The copies still compute in the dtype of their originals, so that the policy starts as its base, bit for bit.
+    """
+    name = trained_adapter(adapted)
+    for module in adapted.modules():
+        if is_copied(module) and name in module.modules_to_save:
+            dtypes = {weight.dtype for weight in module.original_module.parameters()}
+            if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
+                compute_like(module.modules_to_save[name].to(torch.float32), module.original_module)
 
 
 def check_given(model: Any) -> None:
@@ -237,13 +299,15 @@ def check_given(model: Any) -> None:
 def check_state(model: Any, name: str) -> None:
     """Raise ValueError unless exactly the weights of the adapter `name` of a `PeftModel` are trainable and in use."""
     base, layers, subject = model.get_base_model(), list(adapter_layers(model)), f"The adapter {name!r} of the policy"
-    if kinds := {type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()}:
-        raise ValueError(f"{subject} is not plain LoRA but has layers of {', '.join(sorted(kinds))}.")
-    if any(layer._disable_adapters or name not in layer.active_adapters for layer in layers):
+    kinds = {type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()}
+    if others := sorted(kind for kind in kinds if not kind.startswith("Dora")):
+        raise ValueError(f"{subject} is neither plain LoRA nor DoRA: it has layers of {', '.join(others)}.")
+    switched = list(switched_modules(model))
+    if any(module._disable_adapters or name not in module.active_adapters for module in switched):
         raise ValueError(f"{subject} is inactive: activate it (enable_adapter_layers, set_adapter({name!r})).")
     if any(layer.merged_adapters for layer in layers):
         raise ValueError(f"{subject} is merged into its base: take it out again (unmerge_adapter).")
-    own = {id(weight) for layer in layers for weight in layer_weights(layer, name)}
+    own = {id(weight) for module in switched for weight in layer_weights(module, name)}
     if any(not weight.requires_grad for weight in model.parameters() if id(weight) in own):
         raise ValueError(
             f"{subject} is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True), or call "
@@ -262,6 +326,9 @@ def check_state(model: Any, name: str) -> None:
             f"{subject} adapts embeddings that are tied to the output head; merged, it would change both. Leave out "
             "embeddings and head (target_modules)."
         )
+    for key, module in model.named_modules():
+        if is_copied(module):
+            check_saved(model, key, module.original_module, f"{subject}: modules_to_save")
 
 
 def unwrapped(module: Any) -> Any:
@@ -271,17 +338,33 @@ def unwrapped(module: Any) -> Any:
 
 @torch.no_grad()
 def adds_nothing(policy: nn.Module) -> bool:
-    """True if the trained adapter is at its zero start: the policy equals its base, because B A is 0 in all layers."""
+    """True if the trained adapter is at its zero start: the policy equals its base.
+
+    B A is 0 in all layers, DoRA's magnitudes are the norms of the base, and copied layers equal their originals.
+    """
     name = trained_adapter(policy)
 
     def is_zero(layer: Any, kind: str) -> bool:
         return not any(bool(weight.any()) for weight in weights_of(layer, kind, name))
 
+    def has_base_norms(layer: Any) -> bool:
+        if name not in layer.lora_magnitude_vector:
+            return True
+        magnitude = copy.deepcopy(layer.lora_magnitude_vector[name])
+        set_magnitude(layer, magnitude, name)
+        return torch.equal(magnitude.weight, layer.lora_magnitude_vector[name].weight)
+
+    def is_original(module: Any) -> bool:
+        trained, originals = layer_weights(module, name), module.original_module.parameters()
+        return all(torch.equal(one, other.to(one.dtype)) for one, other in zip(trained, originals, strict=True))
+
     # A bias is part of `lora_B`. In an adapter of embeddings, A starts at 0.
     return all(
-        is_zero(layer, "lora_B") and (is_zero(layer, "lora_embedding_A") or is_zero(layer, "lora_embedding_B"))
+        is_zero(layer, "lora_B")
+        and (is_zero(layer, "lora_embedding_A") or is_zero(layer, "lora_embedding_B"))
+        and has_base_norms(layer)
         for layer in adapter_layers(policy)
-    )
+    ) and all(map(is_original, filter(is_copied, policy.modules())))
 
 
 def add_starting_adapter(policy: Any) -> None:
@@ -293,12 +376,15 @@ def add_starting_adapter(policy: Any) -> None:
     config = copy.deepcopy(policy.peft_config[name])
     # PiSSA, OLoRA and LoftQ subtract the initial adapter from the base. Making the trained adapter already did this.
     config.init_lora_weights, config.inference_mode = False, True
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
     with torch.random.fork_rng():
         policy.add_adapter(STARTING, config)
     with torch.no_grad():
-        for layer in adapter_layers(policy):
-            for new, given in zip(layer_weights(layer, STARTING), layer_weights(layer, name), strict=True):
+        for module in switched_modules(policy):
+            for new, given in zip(layer_weights(module, STARTING), layer_weights(module, name), strict=True):
                 new.copy_(given).requires_grad_(False)
+    for weight in trained:  # peft freezes trained copies of layers when another adapter is added
+        weight.requires_grad_(True)
     set_dropout(policy, 0.0, STARTING)
 
 
@@ -337,7 +423,7 @@ def trained_adapter(policy: Any) -> str:
 
 
 def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
-    """Iterate over the weights of an adapter in one of its layers."""
+    """Iterate over the weights of an adapter in one of its layers, or in a copied layer."""
     for kind in layer.adapter_layer_names:
         yield from weights_of(layer, kind, adapter)
 
@@ -376,7 +462,7 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
     peft's own switches also turn off `requires_grad` of the trained adapter. A sharded strategy whose first forward
     pass runs in that state would never train the adapter.
     """
-    layers = list(adapter_layers(policy))
+    layers = list(switched_modules(policy))
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
     for layer in layers:
         layer._disable_adapters = adapter is None
@@ -408,6 +494,25 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 def adapter_layers(model: nn.Module) -> Iterator[Any]:
     """Iterate over the layers with adapters."""
     return (module for module in model.modules() if is_adapter_layer(module))
+
+
+def switched_modules(model: nn.Module) -> Iterator[Any]:
+    """Iterate over the modules that run differently with an adapter: layers with adapters, and copied layers."""
+    return (module for module in model.modules() if is_adapter_layer(module) or is_copied(module))
+
+
+def running_module(module: Any) -> Any:
+    """The layer that runs when `module` is called: of a copied layer, the original or the copy; else the module."""
+    if not is_copied(module):
+        return module
+    active = module.active_adapters[:1]
+    is_off = module._disable_adapters or not active or active[0] not in module.modules_to_save
+    return module.original_module if is_off else module.modules_to_save[active[0]]
+
+
+def is_copied(module: nn.Module) -> bool:
+    """True for peft's wrapper of a layer and its trained copies (`modules_to_save`)."""
+    return hasattr(module, "modules_to_save") and hasattr(module, "original_module")
 
 
 def is_adapter_layer(module: nn.Module) -> bool:

@@ -107,17 +107,77 @@ MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Model types whose kernels read the weight of `out_proj` without calling this layer: peft refuses the layer."""
 
 
-def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
+def saved_modules(
+    model: Any, names: Iterable[str] | None, setting: str = "policy.lora.modules_to_save"
+) -> dict[str, nn.Module]:
+    """Select the modules that are trained completely, by name.
+
+    Args:
+        model: The base model.
+        names: Suffixes of module names to select; None selects none.
+        setting: Name of the setting in error messages.
+
+    Raises:
+        ValueError: If a suffix matches no module, or a module whose weights are tied to others or quantised; or if
+            peft, which compares suffixes of characters, would select other modules too.
+    """
+    found: dict[str, nn.Module] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for end in names or ():
+        matched = {name: module for name, module in modules.items() if f".{name}".endswith(f".{end}")}
+        if not matched:
+            ends = sorted({name.rpartition(".")[2] for name, module in modules.items() if not any(module.children())})
+            raise ValueError(f"{setting}: no module of the policy ends in {end!r}. Available: {', '.join(ends)}.")
+        if more := [name for name in modules if name.endswith(end) and name not in matched]:
+            raise ValueError(
+                f"{setting}: peft takes {end!r} for {more[0]} as well. Give a longer name: {next(iter(matched))!r}."
+            )
+        for name, module in matched.items():
+            check_saved(model, name, module, setting)
+        found |= matched
+    if inside := next((name for name in found for other in found if name.startswith(f"{other}.")), None):
+        raise ValueError(f"{setting}: {inside} is part of another module of the list. Remove it.")
+    return found
+
+
+def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
+    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, or quantised.
+
+    Args:
+        model: The policy.
+        name: Name of the module.
+        module: The module.
+        setting: Name of the setting in error messages.
+    """
+    own = {id(weight) for weight in module.parameters()}
+    if any(not weight.is_floating_point() for weight in module.parameters()):
+        raise ValueError(f"{setting}: the weights of {name} are quantised, which cannot be trained. Remove it.")
+    if not own:
+        raise ValueError(f"{setting}: {name} has no weights to train. Remove it.")
+    parts = set(module.modules())
+    inside = {key for key, part in model.named_modules(remove_duplicate=False) if part in parts}
+    for key, weight in model.named_parameters(remove_duplicate=False):
+        if id(weight) in own and key.rpartition(".")[0] not in inside:
+            raise ValueError(
+                f"{setting}: {name} is tied to {key} (tie_word_embeddings). Its copy would be trained alone, and the "
+                "exported model would tie the two again. Remove it; or untie the policy before training: give the head "
+                "weights of its own, set tie_word_embeddings to false in its config, and save it."
+            )
+
+
+def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
     """Select the layers that get adapters, by name: linear layers of the language model, except its output head.
 
     Args:
         model: The base model.
         names: Suffixes of layer names to select; None selects all layers that can have an adapter.
+        saved: Names of modules that are trained completely, and therefore get no adapter.
 
     Raises:
         ValueError: If a suffix matches no layer, or a layer that cannot have an adapter, such as the output head.
     """
-    layers = language_layers(model)
+    prefixes = tuple(f"{name}." for name in saved)
+    layers = {name: layer for name, layer in language_layers(model).items() if not f"{name}.".startswith(prefixes)}
     taken = names_mistaken_for_experts(model, layers)
     if names is None:
         return {name: layer for name, layer in layers.items() if name not in taken}

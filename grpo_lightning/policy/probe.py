@@ -20,6 +20,7 @@ from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import accepts, attention_kernel, base_model, compute_device, evaluating, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache
+from grpo_lightning.policy.lora import running_module
 from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
 from grpo_lightning.policy.sharding import gathered_dtypes
 
@@ -304,6 +305,7 @@ def no_slices_reason(model: nn.Module) -> str | None:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
         return f"{type(base).__name__} does not declare its head (get_output_embeddings)"
+    head = running_module(head)
     if next(head.children(), None) is not None:
         # Sharded weights are gathered per module, and the number of slices differs between ranks.
         return f"its head, {type(head).__name__}, consists of several modules"

@@ -39,6 +39,7 @@ from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.policy.hf import base_model, known_arguments, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
+from grpo_lightning.policy.lora import running_module
 from grpo_lightning.policy.vision import place, seeing
 
 ScoringPath = Literal["extended", "dense"]
@@ -370,7 +371,7 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         scale: Factor by which the model multiplies its head's output. `logits` already multiplies by this factor,
             and the model then multiplies the result of `forward` by it: the caller must undo the second multiplication.
     """
-    head, config = base_model(model).get_output_embeddings(), text_config(model)
+    head, config = running_module(base_model(model).get_output_embeddings()), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)
     settings = vars(config)  # bypasses the config's type checks, some of which do not allow None
     cap = settings.get("final_logit_softcapping")

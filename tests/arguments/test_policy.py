@@ -218,6 +218,27 @@ def test_target_modules():
         assert found == (ends if names is None else set(names))
 
 
+@case(LoRA, "use_rslora")
+def test_use_rslora():
+    """alpha / sqrt(16) is 4 times alpha / 16."""
+    torch.testing.assert_close(
+        delta(adapted(use_rslora=True)), 4 * delta(adapted(use_rslora=False)), rtol=1e-4, atol=1e-5
+    )
+
+
+@case(LoRA, "use_dora")
+def test_use_dora():
+    counts = [len(trained_names(lora=LoRA(rank=2, use_dora=kind))) for kind in (False, True)]
+    assert counts == [2 * 7 * 2, 2 * 7 * 3]
+
+
+@case(LoRA, "modules_to_save")
+def test_modules_to_save():
+    for names in (None, ["lm_head"]):
+        found = [name for name in trained_names(lora=LoRA(rank=2, modules_to_save=names)) if "lora_" not in name]
+        assert found == ([] if names is None else ["base_model.model.lm_head.modules_to_save.default.weight"])
+
+
 @case(LoRA, "adapter")
 def test_adapter(tmp_path):
     adapted(rank=2).save_pretrained(tmp_path)

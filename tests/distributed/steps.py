@@ -156,6 +156,10 @@ CASES: dict[str, Case] = {
     "lora, kl, accumulate 4, clipped": Case(
         policy={"lora": LORA, "activation_checkpointing": "layers"}, steps=2, accumulate=4, clip=0.5, lr=0.1
     ),
+    "dora, kl": Case(
+        policy={"lora": LORA | {"use_dora": True, "use_rslora": True}}, steps=2, updates=2, accumulate=2, lr=0.01
+    ),
+    "copies, kl": Case(policy={"lora": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}}, steps=2, lr=0.01),
     "reference follows": Case(
         objective={"beta": 0.04}, sync={"every_n_steps": 2, "mixup_alpha": 0.6}, steps=4, accumulate=2, lr=0.1
     ),
