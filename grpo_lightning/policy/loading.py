@@ -21,7 +21,8 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
-from grpo_lightning.policy.lora import trained_adapter
+from grpo_lightning.policy.lora import adapter_config, trained_adapter
+from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scorer import Scorer
@@ -112,6 +113,8 @@ class PolicyLoader(PolicySettings):
         if self.activation_checkpointing == "layers":
             checkpoint_layers(base)
         model = limit_training(model, self, sharding)
+        if self.head_dtype == "float32":
+            use_float32_head(model)
         check_in_step(model, sharding)
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
@@ -343,8 +346,8 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy would shard quantised weights, the adapter cannot be used, the model does not
-            support a setting of images or vision, or more layers are to be frozen than the model has.
+        ValueError: If the strategy cannot shard the weights (quantised, or DoRA's), the adapter cannot be used, the
+            model does not support a setting of images or vision, or more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -359,12 +362,27 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     if loader.has_adapters_in_memory:
         config = loader.model.peft_config[trained_adapter(loader.model)]
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
+    if sharding.gathers_by_module and uses_dora(loader):
+        raise ValueError(
+            "The adapter is DoRA (use_dora), and the strategy is ZeRO-3, which gathers the weights of a layer only "
+            "while the layer itself runs: DoRA needs them to compute the norms of their rows. Use fsdp2 or zero2, or "
+            "plain LoRA."
+        )
     config = loader.load_config()
     check_image_family(loader, config)
     if loader.freeze_vision_modules:
         known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
         check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def uses_dora(loader: PolicySettings) -> bool:
+    """True if the policy's adapter trains magnitudes (DoRA)."""
+    if loader.has_adapters_in_memory:
+        return bool(loader.model.peft_config[trained_adapter(loader.model)].use_dora)
+    if loader.lora is None or loader.lora.adapter is None:
+        return loader.lora is not None and loader.lora.use_dora
+    return bool(adapter_config(loader.lora.adapter).use_dora)
 
 
 def warn_of_dropout(name: str, rate: float) -> None:

@@ -29,6 +29,7 @@ from grpo_lightning.policy.lora import (
     is_adapted,
     using_adapter,
 )
+from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding, is_partitioned
 
@@ -110,6 +111,8 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         disable_router_loss(model)
         if (length := fixed_length(policy)) is not None:
             fix_frequencies(model, length)
+        if loader.head_dtype == "float32":
+            use_float32_head(model)
         return FrozenCopy(model.requires_grad_(False).eval())
     return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
 

@@ -36,6 +36,8 @@ class PolicySettings:
             the tokenizer or processor of `name`.
         dtype: Dtype of the weights. Keep float32 unless the strategy keeps float32 master weights: at GRPO's learning
             rates, updates of bfloat16 weights are lost to rounding.
+        head_dtype: "float32" computes the logits in float32, from float32 weights and hidden states, whatever the
+            precision of the run: in sampling, scoring and the reference. "auto" computes them in the run's precision.
         attention: Attention kernel; "auto" uses flash_attention_2 if it is installed and supports the model, and the
             run computes in 16 bits on CUDA (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights);
             otherwise the model's default (mostly sdpa).
@@ -70,6 +72,7 @@ class PolicySettings:
         model: Any = None,
         tokenizer: Any = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        head_dtype: Literal["auto", "float32"] = "auto",
         attention: Attention = "auto",
         from_scratch: bool = False,
         scoring: Literal["auto", "extended", "dense"] = "auto",
@@ -111,6 +114,7 @@ class PolicySettings:
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
+        self.head_dtype = head_dtype
         self.attention = attention
         self.from_scratch = from_scratch
         self.scoring = scoring

@@ -174,6 +174,15 @@ def test_quantization(monkeypatch):
     assert asked == ["4bit", "8bit"]
 
 
+@case(PolicyLoader, "head_dtype")
+def test_head_dtype():
+    """Under bf16 autocast."""
+    for kind, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        model = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), head_dtype=kind).load().model
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert model(torch.arange(2, 14)[None]).logits.dtype == dtype
+
+
 def adapted(**settings: Any) -> torch.nn.Module:
     """A tiny model with adapters whose second matrix is 0.1 everywhere."""
     lora = LoRA(**{"target_modules": ["q_proj"]} | settings)

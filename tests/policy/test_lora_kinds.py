@@ -203,6 +203,25 @@ def test_tied_weights_are_refused(end):
         PolicyLoader(model=given, tokenizer=tiny_tokenizer())
 
 
+def test_dora_under_zero3_is_refused(tmp_path):
+    """Its layers read the weights of others, which ZeRO-3 does not gather for them."""
+
+    class ZeRO3(Sharding):
+        is_sharded = gathers_by_module = True
+
+    given = loader("dora").load().model
+    given.save_pretrained(tmp_path, save_embedding_layers=False)
+    for settings in (
+        loader("dora"),
+        loader_of(lora=LoRA(adapter=str(tmp_path))),
+        PolicyLoader(model=given, tokenizer=tiny_tokenizer()),
+    ):
+        settings.load_model = None  # it fails before weights are loaded
+        with pytest.raises(ValueError, match=r"DoRA \(use_dora\), and the strategy is ZeRO-3.* Use fsdp2 or zero2"):
+            settings.load(ZeRO3())
+    assert loader("saved").load(ZeRO3()).scorer is None
+
+
 def test_other_variants_of_lora_are_refused():
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights="mica")
     with pytest.raises(ValueError, match=r"is neither plain LoRA nor DoRA: it has layers of MiCALinearVariant"):
