@@ -362,6 +362,11 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     if loader.has_adapters_in_memory:
         config = loader.model.peft_config[trained_adapter(loader.model)]
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
+    if loader.quantization == "8bit" and uses_dora(loader):
+        raise ValueError(
+            "The adapter is DoRA (use_dora), and policy.quantization is '8bit', whose layers lose their scales when "
+            "peft reads their weights to compute norms. Set it to '4bit', or use plain LoRA."
+        )
     if sharding.gathers_by_module and uses_dora(loader):
         raise ValueError(
             "The adapter is DoRA (use_dora), and the strategy is ZeRO-3, which gathers the weights of a layer only "

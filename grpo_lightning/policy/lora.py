@@ -52,8 +52,9 @@ class LoRA:
         alpha: B A is scaled by alpha / rank.
         dropout: Fraction of A's inputs that is set to 0 during updates. Importance ratios then differ from 1 already
             before the first update.
-        target_modules: Suffixes of layer names, for example `q_proj`; None selects every linear layer of the language
-            model except its output head.
+        target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
+            the language model except its output head. An adapter of a head that is tied to the embeddings changes the
+            head only; merged exports then contain both.
         use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4), so
             that a larger rank does not make the adapter's output smaller.
         use_dora: Train the magnitude of each row of W + s B A next to its direction (DoRA, arXiv:2402.09353, equation
@@ -191,6 +192,7 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
     # and a resumed run must start with this A again.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # see `untie`
         torch.manual_seed(derived_seed(run_seed(None), "adapters"))
         if lora.adapter is not None:
             config = adapter_config(lora.adapter)
@@ -220,11 +222,19 @@ def reset_magnitudes(adapted: Any) -> None:
     """Set DoRA's magnitudes to the norms of the base's rows, in float32, so that the policy equals its base.
 
     peft computes the norms in the dtype of the base: rounded to 16 bits, they would change every layer's output.
+
+    Raises:
+        ValueError: If a row of a weight is 0, because DoRA divides by its norm.
     """
     name = trained_adapter(adapted)
-    for layer in adapter_layers(adapted):
-        if name in layer.lora_magnitude_vector:
+    for key, layer in adapted.named_modules():
+        if is_adapter_layer(layer) and name in layer.lora_magnitude_vector:
             set_magnitude(layer, layer.lora_magnitude_vector[name], name)
+            if not layer.lora_magnitude_vector[name].weight.all():
+                raise ValueError(
+                    f"policy.lora.use_dora: the weight of {key} has rows of zeros, and DoRA divides by the norms of "
+                    "rows. Leave this layer out (policy.lora.target_modules), or set use_dora to false."
+                )
 
 
 def set_magnitude(layer: Any, magnitude: Any, adapter: str) -> None:
@@ -298,7 +308,7 @@ def check_given(model: Any) -> None:
 
 def check_state(model: Any, name: str) -> None:
     """Raise ValueError unless exactly the weights of the adapter `name` of a `PeftModel` are trainable and in use."""
-    base, layers, subject = model.get_base_model(), list(adapter_layers(model)), f"The adapter {name!r} of the policy"
+    layers, subject = list(adapter_layers(model)), f"The adapter {name!r} of the policy"
     kinds = {type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()}
     if others := sorted(kind for kind in kinds if not kind.startswith("Dora")):
         raise ValueError(f"{subject} is neither plain LoRA nor DoRA: it has layers of {', '.join(others)}.")
@@ -319,21 +329,28 @@ def check_state(model: Any, name: str) -> None:
             f"{len(others)} weights of the policy outside its adapter are trainable, for example {others[0]}, and the "
             "reference could not run without their changes: freeze them (requires_grad_(False))."
         )
-    adapted = {id(layer.base_layer) for layer in layers}
-    embeddings, head = (unwrapped(module) for module in (base.get_input_embeddings(), base.get_output_embeddings()))
-    if adapted & {id(embeddings), id(head)} and getattr(head, "weight", None) is embeddings.weight:
-        raise ValueError(
-            f"{subject} adapts embeddings that are tied to the output head; merged, it would change both. Leave out "
-            "embeddings and head (target_modules)."
-        )
     for key, module in model.named_modules():
         if is_copied(module):
             check_saved(model, key, module.original_module, f"{subject}: modules_to_save")
 
 
-def unwrapped(module: Any) -> Any:
-    """The layer under peft's wrapper, or the module itself."""
-    return module.base_layer if is_adapter_layer(module) else module
+def untie(policy: Any) -> None:
+    """Untie embeddings and head of a policy before merging, if one of them has an adapter: the other must not change.
+
+    Args:
+        policy: Model with adapters; the head and the config of its base are changed in place.
+    """
+    base = policy.get_base_model()
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    if not any(map(is_adapter_layer, ends)):
+        return
+    embeddings, head = (end.base_layer if is_adapter_layer(end) else end for end in ends)
+    if head.weight is not embeddings.weight:
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    base.config.tie_word_embeddings = base.config.get_text_config(decoder=True).tie_word_embeddings = False
+    if hasattr(base, "all_tied_weights_keys"):  # from which transformers 5 saves one of each pair
+        base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 @torch.no_grad()

@@ -166,32 +166,30 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
 
 
 def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Select the layers that get adapters, by name: linear layers of the language model, except its output head.
+    """Select the layers that get adapters, by name: linear layers of the language model, and its output head if named.
 
     Args:
         model: The base model.
-        names: Suffixes of layer names to select; None selects all layers that can have an adapter.
+        names: Suffixes of layer names to select; None selects all layers that can have an adapter, except the head.
         saved: Names of modules that are trained completely, and therefore get no adapter.
 
     Raises:
-        ValueError: If a suffix matches no layer, or a layer that cannot have an adapter, such as the output head.
+        ValueError: If a suffix matches no layer, or a layer that cannot have an adapter.
     """
     prefixes = tuple(f"{name}." for name in saved)
     layers = {name: layer for name, layer in language_layers(model).items() if not f"{name}.".startswith(prefixes)}
     taken = names_mistaken_for_experts(model, layers)
     if names is None:
         return {name: layer for name, layer in layers.items() if name not in taken}
-    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
     head = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if module is head]
+    layers |= {
+        name: module
+        for name, module in model.named_modules()
+        if module is head and isinstance(module, nn.Linear) and not f"{name}.".startswith(prefixes)
+    }
+    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
     for end in names:
         matched = [name for name in layers if f".{name}".endswith(f".{end}")]
-        if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
-            raise ValueError(
-                f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
-                "tied to the embeddings, which merging would also change, and scoring runs it in slices. Remove it, "
-                f"or train all weights (without policy.lora). Available: {', '.join(known)}."
-            )
         if not matched:
             raise ValueError(
                 f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. Available: "

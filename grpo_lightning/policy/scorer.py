@@ -324,7 +324,8 @@ class SlicedHead:
             is_recomputed = len(places) > self.chunk_size and torch.is_grad_enabled()
             score = self.score_slice
             if is_recomputed:
-                score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+                drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # also of its head
+                score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=drops)
             scores = torch.cat([score(logits, *part) for part in slices])
             scattered = scores.new_zeros(mask.numel(), 2).index_copy(0, places, scores)
             return scattered.view(*mask.shape, 2).clone()  # a copy, because sharded models warn about views

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
-from grpo_lightning.policy.lora import is_adapted, rebuild_adapter, trained_adapter
+from grpo_lightning.policy.lora import is_adapted, rebuild_adapter, trained_adapter, untie
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
@@ -127,6 +127,7 @@ def export(
         num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
     if is_adapted(model) and not adapter:
+        untie(model)
         # Merged into a copy: unmerging would not restore trained weights exactly.
         model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
     elif dtype is not None:

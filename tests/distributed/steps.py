@@ -160,6 +160,7 @@ CASES: dict[str, Case] = {
         policy={"lora": LORA | {"use_dora": True, "use_rslora": True}}, steps=2, updates=2, accumulate=2, lr=0.01
     ),
     "copies, kl": Case(policy={"lora": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}}, steps=2, lr=0.01),
+    "lora of the head": Case(policy={"lora": LORA | {"target_modules": ["q_proj", "lm_head"]}}, steps=2, lr=0.01),
     "float32 head, kl": Case(policy={"head_dtype": "float32"}, steps=2, accumulate=2),
     "reference follows": Case(
         objective={"beta": 0.04}, sync={"every_n_steps": 2, "mixup_alpha": 0.6}, steps=4, accumulate=2, lr=0.1
