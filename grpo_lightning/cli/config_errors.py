@@ -59,6 +59,7 @@ OTHER_NAMES = {
     "lora_r": "model.policy.lora.rank",
     "lora_rank": "model.policy.lora.rank",
     "lora_target_modules": "model.policy.lora.target_modules",
+    "lora_target_parameters": "model.policy.lora.target_parameters",
     "loss_type": "model.objective.aggregate",
     "lr_scheduler_type": "model.scheduler",
     "mask_truncated_completions": "model.overlong_filter",

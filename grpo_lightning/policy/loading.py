@@ -362,6 +362,12 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     if loader.has_adapters_in_memory:
         config = loader.model.peft_config[trained_adapter(loader.model)]
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
+    if sharding.is_sharded and adapts_experts(loader):
+        raise ValueError(
+            "The adapter changes tensors of experts (target_parameters), and the strategy shards the weights: peft "
+            "replaces such a tensor while its layer runs, which sharded weights do not follow. Use ddp or zero2, or "
+            "adapt linear layers only."
+        )
     if loader.quantization == "8bit" and uses_dora(loader):
         raise ValueError(
             "The adapter is DoRA (use_dora), and policy.quantization is '8bit', whose layers lose their scales when "
@@ -379,6 +385,15 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
         check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def adapts_experts(loader: PolicySettings) -> bool:
+    """True if the policy's adapter changes tensors of experts (`target_parameters`)."""
+    if loader.has_adapters_in_memory:
+        return bool(loader.model.peft_config[trained_adapter(loader.model)].target_parameters)
+    if loader.lora is None or loader.lora.adapter is None:
+        return loader.lora is not None and bool(loader.lora.target_parameters)
+    return bool(adapter_config(loader.lora.adapter).target_parameters)
 
 
 def uses_dora(loader: PolicySettings) -> bool:

@@ -19,6 +19,7 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.lora_targets import (
     check_saved,
+    expert_targets,
     language_layers,
     missing_adapter_reason,
     saved_modules,
@@ -40,6 +41,13 @@ BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
 """Initialisations whose base peft recomputes when loading; the rounding of this computation depends on the machine."""
 
 
+OF_ADAPTERS = (
+    *("rank", "alpha", "target_modules", "target_parameters"),
+    *("use_rslora", "use_dora", "modules_to_save"),
+)
+"""Settings of `LoRA` that a saved adapter has itself."""
+
+
 @dataclass
 class LoRA:
     """Low-rank adapters (arXiv:2106.09685): a layer W computes W + alpha / rank * B A, and only A and B are trained.
@@ -55,6 +63,9 @@ class LoRA:
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
             the language model except its output head. An adapter of a head that is tied to the embeddings changes the
             head only; merged exports then contain both.
+        target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`: mixtures of experts
+            store all experts of a layer in one tensor. Every expert gets an A and a B of its own. None adapts no
+            experts.
         use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4), so
             that a larger rank does not make the adapter's output smaller.
         use_dora: Train the magnitude of each row of W + s B A next to its direction (DoRA, arXiv:2402.09353, equation
@@ -70,6 +81,7 @@ class LoRA:
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: list[str] | None = None
+    target_parameters: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     modules_to_save: list[str] | None = None
@@ -88,16 +100,27 @@ class LoRA:
                 is_list(self.target_modules),
                 "a list of suffixes of layer names, or null for all linear layers",
             ),
+            (
+                "target_parameters",
+                is_list(self.target_parameters),
+                "a list of suffixes of tensor names, or null for none",
+            ),
             ("modules_to_save", is_list(self.modules_to_save), "a list of suffixes of module names, or null for none"),
         ]
         check_ranges("policy.lora", self, limits)
         if self.adapter is not None:
-            for name in ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save"):
+            for name in OF_ADAPTERS:
                 if getattr(self, name) != getattr(LoRA, name):
                     raise ValueError(
                         f"policy.lora.{name} ({getattr(self, name)}) is set, but policy.lora.adapter ({self.adapter}) "
                         "has its own. Remove the setting."
                     )
+
+        if self.use_dora and self.target_parameters:
+            raise ValueError(
+                f"policy.lora.use_dora is true, and policy.lora.target_parameters ({self.target_parameters}) names "
+                "experts, whose adapters have no DoRA in peft. Remove one of the two."
+            )
 
     def check(self) -> None:
         """Check that adapters can be added, before weights are loaded.
@@ -201,12 +224,14 @@ def add_adapters(model: Any, lora: LoRA) -> Any:
         else:
             saved = saved_modules(model, lora.modules_to_save)
             layers = targets(model, lora.target_modules, saved)
-            if reason := missing_adapter_reason(model, language_layers(model)):
+            experts = expert_targets(model, lora.target_parameters, saved)
+            if not experts and (reason := missing_adapter_reason(model, language_layers(model))):
                 log.info("LoRA: %s.", reason)
             config = LoraConfig(
                 r=lora.rank,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]
                 target_modules=list(layers),
+                target_parameters=list(experts) or None,
                 use_rslora=lora.use_rslora,
                 use_dora=lora.use_dora,
                 modules_to_save=lora.modules_to_save,
@@ -244,7 +269,16 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str) -> None:
 
 
 def finish_adapters(adapted: Any, dropout: float) -> Any:
-    """Set the dropout of the trained adapter, log what is trained, and return the model in eval mode."""
+    """Set the dropout of the trained adapter, log what is trained, and return the model in eval mode.
+
+    Raises:
+        ValueError: If adapters of experts are to have dropout.
+    """
+    if dropout and any(map(is_expert_adapter, adapter_layers(adapted))):
+        raise ValueError(
+            f"policy.lora.dropout is {dropout}, and adapters of experts have none: they change the experts' weights, "
+            "not their outputs. Set it to 0, or leave the experts out (policy.lora.target_parameters)."
+        )
     set_dropout(adapted, dropout)
     widen_copies(adapted)
     sizes = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
@@ -530,6 +564,11 @@ def running_module(module: Any) -> Any:
 def is_copied(module: nn.Module) -> bool:
     """True for peft's wrapper of a layer and its trained copies (`modules_to_save`)."""
     return hasattr(module, "modules_to_save") and hasattr(module, "original_module")
+
+
+def is_expert_adapter(layer: Any) -> bool:
+    """True for peft's wrapper of an expert tensor, whose layer runs with W + s B A in place of W."""
+    return hasattr(layer, "parameter_name")
 
 
 def is_adapter_layer(module: nn.Module) -> bool:

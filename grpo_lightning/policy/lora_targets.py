@@ -31,17 +31,42 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 def expert_tensors(model: Any) -> list[str]:
     """Names of parameters that hold all experts of a layer in one tensor; only linear layers can have adapters."""
+    return sorted({name.rpartition(".")[2] for name in all_experts(model)})
+
+
+def all_experts(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters by name that hold all experts of a layer in one tensor, [experts, ..., ...]."""
     if not _has_experts(model.get_decoder().config.to_dict()):
-        return []
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for module in language_modules(model).values()
-            if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-            for name, weight in module.named_parameters(recurse=False)
-            if len(full_shape(weight)) == 3
-        }
-    )
+        return {}
+    return {
+        f"{path}.{name}": weight
+        for path, module in language_modules(model).items()
+        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        for name, weight in module.named_parameters(recurse=False)
+        if len(full_shape(weight)) == 3
+    }
+
+
+def expert_targets(model: Any, names: Iterable[str] | None, saved: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """Select the expert tensors that get adapters, by name.
+
+    Args:
+        model: The base model.
+        names: Suffixes of tensor names; None selects none.
+        saved: Names of modules that are trained completely, and therefore get no adapter.
+
+    Raises:
+        ValueError: If a suffix matches no expert tensor.
+    """
+    prefixes = tuple(f"{name}." for name in saved)
+    experts = {name: weight for name, weight in all_experts(model).items() if not name.startswith(prefixes)}
+    names = list(names or ())
+    for end in names:
+        if not any(f".{name}".endswith(f".{end}") for name in experts):
+            ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
+            available = f"Available: {', '.join(ends)}." if ends else "The policy has no tensors of experts: remove it."
+            raise ValueError(f"policy.lora.target_parameters: no expert tensor ends in {end!r}. {available}")
+    return {name: weight for name, weight in experts.items() if any(f".{name}".endswith(f".{end}") for end in names)}
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:

@@ -227,6 +227,15 @@ def test_target_modules():
         assert found == (ends if names is None else set(names))
 
 
+@case(LoRA, "target_parameters")
+def test_target_parameters():
+    for names in (None, ["experts.gate_up_proj"]):
+        settings = LoRA(rank=2, target_modules=["q_proj"], target_parameters=names)
+        model = PolicyLoader(model=tiny_model("qwen3_moe"), tokenizer=tiny_tokenizer(), lora=settings).load().model
+        found = {name.split(".lora_")[0].rpartition(".")[2] for name, w in model.named_parameters() if w.requires_grad}
+        assert found == ({"q_proj"} if names is None else {"q_proj", "experts"})
+
+
 @case(LoRA, "use_rslora")
 def test_use_rslora():
     """alpha / sqrt(16) is 4 times alpha / 16."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
 from grpo_lightning.policy.lora import LoRA, adapter_config
-from grpo_lightning.policy.lora_targets import saved_modules, targets
+from grpo_lightning.policy.lora_targets import expert_targets, saved_modules, targets
 from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
@@ -207,7 +207,10 @@ def count_adapters(model: Any, lora: LoRA) -> int:
         layers: list[Any] = list(targets(model, lora.target_modules, saved).values())
         rows = [layer.weight.shape[1 if isinstance(layer, Conv1D) else 0] for layer in layers]
         copies = sum(count(module.parameters()) for module in saved.values())
-        return sum(lora.rank * sum(layer.weight.shape) for layer in layers) + sum(rows) * lora.use_dora + copies
+        experts = expert_targets(model, lora.target_parameters, saved).values()
+        matrices = sum(sum(layer.weight.shape) for layer in layers)
+        matrices += sum(len(weight) * sum(weight.shape[1:]) for weight in experts)
+        return lora.rank * matrices + sum(rows) * lora.use_dora + copies
     from peft import get_peft_model
 
     config = adapter_config(lora.adapter)

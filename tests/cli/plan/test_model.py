@@ -123,6 +123,14 @@ def test_adapters_are_those_of_the_run(family, names):
     assert found.num_adapters == count(weight for weight in real.parameters() if weight.requires_grad)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_are_those_of_the_run(family):
+    lora = LoRA(rank=3, target_parameters=["experts.down_proj", "experts.gate_up_proj"])
+    real = add_adapters(tiny_model(family), lora)
+    found = sizes(tiny_model(family).config, lora=lora)
+    assert found.num_adapters == count(weight for weight in real.parameters() if weight.requires_grad)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_magnitudes_and_copies_are_those_of_the_run(family):
     model = tiny_model(family, tie_word_embeddings=False)
