@@ -362,10 +362,10 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     if loader.has_adapters_in_memory:
         config = loader.model.peft_config[trained_adapter(loader.model)]
         warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
-    if sharding.is_sharded and adapts_experts(loader):
+    if sharding.gathers_by_module and adapts_experts(loader):
         raise ValueError(
-            "The adapter changes tensors of experts (target_parameters), and the strategy shards the weights: peft "
-            "replaces such a tensor while its layer runs, which sharded weights do not follow. Use ddp or zero2, or "
+            "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3, which gathers the "
+            "weights of a layer only while the layer itself runs: peft changes them before. Use fsdp2 or zero2, or "
             "adapt linear layers only."
         )
     if loader.quantization == "8bit" and uses_dora(loader):

@@ -13,6 +13,7 @@ from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.training.export import export
 from tests.exports import difference
+from tests.marks import only
 from tests.module_runs import are_equal, fit, make_module, weights_of
 from tests.policy.adapters import loader_of, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
@@ -55,7 +56,7 @@ def test_every_expert_has_its_own_matrices(family):
         torch.testing.assert_close(logits(policy), logits(want), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", only(["qwen3_moe"], FAMILIES))
 def test_both_scoring_paths_give_the_same_gradients(family):
     model = loader_of(family, lora()).load().model
     train(model)
@@ -67,7 +68,7 @@ def test_both_scoring_paths_give_the_same_gradients(family):
     assert sum("experts" in name for name in want) == 4 * 2 * 2
 
 
-@pytest.mark.parametrize("start", ["new", "trained"])
+@pytest.mark.parametrize("start", only(["trained"], ["new", "trained"]))
 def test_the_reference_is_what_the_run_began_with(start, tmp_path):
     settings = loader_of("qwen3_moe", lora())
     if start == "trained":
@@ -87,6 +88,7 @@ def test_the_reference_is_what_the_run_began_with(start, tmp_path):
         assert torch.equal(logits(model), began)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_is_exported(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     tiny_model("qwen3_moe", **sizes).save_pretrained(tmp_path / "policy")
@@ -127,10 +129,8 @@ def test_what_experts_cannot_have():
     with pytest.raises(ValueError, match=r"policy.lora.dropout is 0.1, and adapters of experts have none"):
         loader_of("qwen3_moe", lora(dropout=0.1)).load()
 
-    class Sharded(Sharding):
-        is_sharded = True
+    class ZeRO3(Sharding):
+        is_sharded = gathers_by_module = True
 
-    with pytest.raises(
-        ValueError, match=r"tensors of experts .*, and the strategy shards the weights.* Use ddp or zero2"
-    ):
-        loader_of("qwen3_moe", lora()).load(Sharded())
+    with pytest.raises(ValueError, match=r"tensors of experts .*, and the strategy is ZeRO-3.* Use fsdp2 or zero2"):
+        loader_of("qwen3_moe", lora()).load(ZeRO3())

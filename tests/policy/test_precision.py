@@ -12,6 +12,7 @@ from grpo_lightning.policy.precision import compute_like, use_float32_head
 from grpo_lightning.policy.reference import frozen_copy, make_reference
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.rollout import sampler
+from tests.marks import only
 from tests.module_runs import fit, make_module
 from tests.policy.adapters import IDS, logits, train
 from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
@@ -72,7 +73,7 @@ def test_a_copy_of_such_a_layer_has_its_own_weights():
 # --------------------------------------------------------------------------------------------------------- float32 head
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", only(["gemma3"], ["qwen2", "gemma3", "gpt2"]))
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_in_float32_nothing_changes(family, is_tied):
     want = logits(tiny_model(family, tie_word_embeddings=is_tied))
@@ -112,6 +113,7 @@ def test_log_probs_under_autocast_are_closer_to_those_of_float32():
     assert errors["float32"] < 0.9 * errors["auto"], errors
 
 
+@pytest.mark.slow
 def test_sampled_log_probs_are_those_of_a_float32_head(monkeypatch):
     dtypes = set()
     run = sampler.log_distribution
@@ -128,7 +130,7 @@ def test_sampled_log_probs_are_those_of_a_float32_head(monkeypatch):
     assert BF16 in dtypes
 
 
-@pytest.mark.parametrize("kind", ["whole", "lora", "copies"])
+@pytest.mark.parametrize("kind", only(["whole"], ["whole", "lora", "copies"]))
 def test_the_reference_has_such_a_head_too(kind):
     lora = {"lora": LoRA(rank=2), "copies": LoRA(rank=2, modules_to_save=["lm_head"])}.get(kind)
     settings = loader(tiny_model("qwen2", dtype=BF16), lora=lora)
@@ -151,6 +153,7 @@ def test_a_frozen_copy_reads_its_own_weights():
     assert logits(reference).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2, modules_to_save=["lm_head"])])
 def test_both_scoring_paths_give_the_same_gradients(lora):
     model = loader(lora=lora).load().model
