@@ -40,6 +40,7 @@ from grpo_lightning.objective import Objective, warn_of_length_weights
 from grpo_lightning.optimizers import AdamW, OptimizerFactory
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.loading import PolicyLike, PolicyLoader
+from grpo_lightning.policy.lora import describe_adapter, is_adapted
 from grpo_lightning.policy.reference import (
     FrozenCopy,
     Reference,
@@ -50,7 +51,7 @@ from grpo_lightning.policy.reference import (
 )
 from grpo_lightning.policy.scorer import Scorer
 from grpo_lightning.policy.sharding import Sharding
-from grpo_lightning.policy.trainable import keep_frozen_out_of_checkpoints
+from grpo_lightning.policy.trainable import dtype_name, keep_frozen_out_of_checkpoints
 from grpo_lightning.rewards import RewardLike, RewardSet, RewardWorkers, Scores
 from grpo_lightning.rewards.base import TrainerState
 from grpo_lightning.rewards.scoring import Scoring
@@ -114,6 +115,7 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
+            A `PeftModel` in memory trains its LoRA adapter.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
@@ -576,7 +578,7 @@ class GRPOLightningModule(L.LightningModule):
 
     def check_settings(self) -> None:
         """Check settings, and warn about doubtful ones. Raises: ValueError if one is invalid; the message names it."""
-        names, has_lora = self.reward_set.names, self.loader.lora is not None
+        names, has_lora = self.reward_set.names, self.loader.trains_adapters
         checks.check_factories(optimizer=self.optimizer_factory, scheduler=self.scheduler_factory)
         checks.check_counts(
             num_generations=self.num_generations,
@@ -720,6 +722,8 @@ class GRPOLightningModule(L.LightningModule):
         if "loops" in checkpoint:
             checkpoint["loops"]["fit_loop"] = end.loops
         checkpoint["grpo"] = {"trained": self.trained_names} | self.run.state_dict(self.trainer)
+        if is_adapted(self.policy):  # for `export`, if the policy was given in memory
+            checkpoint["grpo"]["adapter"] = describe_adapter(self.policy) | {"dtype": dtype_name(self.loader)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the weights are complete, and restore the run state."""

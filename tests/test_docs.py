@@ -42,6 +42,7 @@ THEIRS = {
     "GRPOLightningModule",
     "LightningModule",
     "ORM",
+    "PeftModel",
     "TrainingArguments",
 }
 """Names on the pages that are other packages', or no setting."""

@@ -6,18 +6,27 @@ import logging
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_lightning import GRPOLightningModule, PolicyLoader
+from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.lora_targets import targets
+from grpo_lightning.training.export import export
+from tests.exports import difference
+from tests.marks import only
 from tests.module_runs import History, are_equal, fit, make_module, vowel_share, weights_of
 from tests.test_module_resume import KillAt, KilledError, train
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 KINDS = ["lora", "starting adapter", "freeze_layers"]
+MORE = ["dora", "copies"]
+GIVEN = ["given", "given, trained"]
+"""A `PeftModel` in memory: with a new adapter, or with a saved one."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +43,27 @@ def folder(tmp_path_factory):
     return path
 
 
+def given(folder, kind="given"):
+    """A `PeftModel` in memory: with a new adapter, or with the one of the folder."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    if kind == "given, trained":
+        return PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
+    config = LoraConfig(r=2, lora_alpha=32, target_modules=list(targets(base)), task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(run_seed(None), "adapters"))  # as policy.lora makes its own
+        return get_peft_model(base, config)
+
+
 def module_of(folder, kind="lora", *, beta=0.1, lr=1e-2, **options):
+    if kind.startswith("given"):
+        policy = PolicyLoader(model=given(folder, kind), tokenizer=tiny_tokenizer())
+        return make_module(policy=policy, objective=Objective(beta=beta), lr=lr, **options)
     settings = {
         "lora": {"lora": LoRA(rank=2)},
         "dropout": {"lora": LoRA(rank=2, dropout=0.5)},
+        "dora": {"lora": LoRA(rank=2, use_dora=True, use_rslora=True)},
+        "copies": {"lora": LoRA(rank=2, modules_to_save=["embed_tokens", "lm_head"])},
+        "dora, dropout": {"lora": LoRA(rank=2, use_dora=True, dropout=0.5)},
         "starting adapter": {"lora": LoRA(adapter=str(folder / "adapter"))},
         "freeze_layers": {"freeze_layers": 2},
     }[kind]
@@ -45,11 +71,11 @@ def module_of(folder, kind="lora", *, beta=0.1, lr=1e-2, **options):
     return make_module(policy=policy, objective=Objective(beta=beta), lr=lr, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(KINDS, [*KINDS, *GIVEN, *MORE]))
 def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     module, history = module_of(folder, kind), History()
     fit(module, max_steps=3, callbacks=[history])
-    fresh = dict(module.loader.load().model.named_parameters())
+    fresh = dict(module_of(folder, kind).loader.load().model.named_parameters())
     moved = {
         name for name, weight in module.policy.named_parameters() if name in fresh and not weight.equal(fresh[name])
     }
@@ -59,7 +85,7 @@ def test_only_what_is_trained_moves_and_the_reference_stays(folder, kind):
     assert kl[-1] > 1e-5
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dropout"])
+@pytest.mark.parametrize("kind", only([*KINDS, "dropout"], [*KINDS, "dropout", *GIVEN, *MORE, "dora, dropout"]))
 def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
     """Inside a cycle of two updates, run through twice."""
 
@@ -73,7 +99,7 @@ def test_a_killed_run_resumes_bit_by_bit(folder, kind, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
-@pytest.mark.parametrize("kind", [*KINDS, "whole"])
+@pytest.mark.parametrize("kind", only([*KINDS, "whole"], [*KINDS, "whole", *GIVEN]))
 def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
     """The average is in the checkpoint, next to the current weights; frozen ones and the reference are in neither."""
 
@@ -89,7 +115,7 @@ def test_a_run_with_averaged_weights_resumes_bit_by_bit(folder, kind, tmp_path):
     assert are_equal(run("killed", resume=True), whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(KINDS, [*KINDS, "dora"]))
 def test_a_checkpoint_is_the_trained_weights_and_their_optimizer(folder, kind, tmp_path):
     """AdamW keeps two numbers a weight, and a counter a tensor; the rest is a few KiB."""
     module = module_of(folder, kind)
@@ -102,6 +128,44 @@ def test_a_checkpoint_is_the_trained_weights_and_their_optimizer(folder, kind, t
     per_tensor = 5 * 1024  # headers and alignment of the file, three tensors and a counter for each
     assert numbers < size < numbers + 40_000 + per_tensor * len(trained)
     assert size < 0.8 * 3 * sum(weight.nbytes for weight in tiny_model("qwen2", **SIZES).parameters())
+
+
+@pytest.mark.parametrize("kind", only(["given"], GIVEN))
+def test_adapters_in_memory_train_as_those_of_policy_lora(folder, kind):
+    """The same losses, KLs and weights, bit for bit."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    lora = LoRA(rank=2) if kind == "given" else LoRA(adapter=str(folder / "adapter"))
+    own = PolicyLoader(model=base, tokenizer=tiny_tokenizer(), lora=lora)
+    runs = []
+    for module in (make_module(policy=own, objective=Objective(beta=0.1), lr=1e-2), module_of(folder, kind)):
+        history = History()
+        fit(module, max_steps=3, callbacks=[history])
+        names = ("policy/loss", "policy/kl", "policy/grad_norm", "policy/entropy", "reward/mean")
+        runs.append(({name: history.of(name) for name in names}, weights_of(module)))
+    (logged, weights), (other_logged, other_weights) = runs
+    assert logged == other_logged
+    assert logged["policy/kl"][-1] > 1e-5
+    assert are_equal(weights, other_weights)
+
+
+@pytest.mark.parametrize("name", only(["mine"], ["default", "mine"]))
+def test_a_run_of_adapters_in_memory_is_exported(folder, name, tmp_path):
+    """The base is named by hand; how the adapter is made is in the checkpoint."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    policy = PolicyLoader(model=get_peft_model(base, config, adapter_name=name), tokenizer=tiny_tokenizer())
+    module = make_module(policy=policy, lr=1e-1)
+    fit(module, max_steps=2).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"does not name the policy .* set --policy NAME"):
+        export(tmp_path / "a.ckpt", tmp_path / "none")
+    export(tmp_path / "a.ckpt", tmp_path / "merged", policy=str(folder / "base"))
+    result = export(tmp_path / "a.ckpt", tmp_path / "adapter", policy=str(folder / "base"), adapter=True)
+    assert result.num_weights == sum(weight.numel() for weight in module.policy.parameters() if weight.requires_grad)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), tmp_path / "adapter")
+    assert difference(adapted, module.policy) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert difference(merged, module.policy) <= 1e-6
+    assert difference(merged, AutoModelForCausalLM.from_pretrained(folder / "base")) > 1e-3
 
 
 def test_a_checkpoint_loads_by_itself(folder, tmp_path):

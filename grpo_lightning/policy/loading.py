@@ -21,6 +21,8 @@ from grpo_lightning.core.seeding import derived_seed, run_seed
 from grpo_lightning.policy.encoder import Encoder
 from grpo_lightning.policy.families import family_of, known_family, sees_images, unknown_reason
 from grpo_lightning.policy.hf import attention_kernel, base_model, naming, num_positions, text_config
+from grpo_lightning.policy.lora import adapter_config, trained_adapter
+from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.probe import check_scorer, choose_head, choose_path
 from grpo_lightning.policy.rope import fix_frequencies
 from grpo_lightning.policy.scorer import Scorer
@@ -30,6 +32,7 @@ from grpo_lightning.policy.tokenizer import check_image_family, load_processor, 
 from grpo_lightning.policy.trainable import check_num_layers, dtype_name, limit_training
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -63,7 +66,7 @@ class PolicyLoader(PolicySettings):
 
     @classmethod
     def of(
-        cls, policy: str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig, tokenizer: Any = None
+        cls, policy: str | Path | PolicyLoader | PreTrainedModel | PeftModel | PretrainedConfig, tokenizer: Any = None
     ) -> PolicyLoader:
         """Make a loader for a policy given as name, folder, model, config or settings.
 
@@ -103,13 +106,16 @@ class PolicyLoader(PolicySettings):
         encoder = self.load_encoder()
         attention = self.choose_attention(compute_dtype or dtype_name(self), device_type, encoder.config)
         model = self.load_model(sharding, attention, device_type)
-        refuse_non_causal(model)
-        disable_dropout(model)
-        disable_router_loss(model)
-        fix_frequencies(model, longest_row or num_positions(encoder.config) or 0)
+        base = base_model(model)
+        refuse_non_causal(base)
+        disable_dropout(base)
+        disable_router_loss(base)
+        fix_frequencies(base, longest_row or num_positions(encoder.config) or 0)
         if self.activation_checkpointing == "layers":
-            checkpoint_layers(model)
+            checkpoint_layers(base)
         model = limit_training(model, self, sharding)
+        if self.head_dtype == "float32":
+            use_float32_head(model)
         check_in_step(model, sharding)
         return Policy(model, encoder, None if sharding.is_sharded else self.choose_scorer(model, encoder))
 
@@ -163,8 +169,8 @@ class PolicyLoader(PolicySettings):
         from transformers import PreTrainedModel
 
         sharding = sharding or Sharding()
-        if isinstance(self.model, PreTrainedModel):
-            return self.model.eval()
+        if isinstance(self.model, PreTrainedModel) or self.has_adapters_in_memory:
+            return self.model.eval()  # type: ignore[no-any-return]
         config = self.load_config()
         auto_class = auto_class_of(config)
         options: dict[str, Any] = {
@@ -187,7 +193,7 @@ class PolicyLoader(PolicySettings):
 
 
 if TYPE_CHECKING:
-    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PretrainedConfig
+    PolicyLike: TypeAlias = str | Path | PolicyLoader | PreTrainedModel | PeftModel | PretrainedConfig
 else:
     # The types allowed in a recipe. The loader comes first: the parser reports the error of the first type.
     PolicyLike = PolicyLoader | str
@@ -341,8 +347,8 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
     Raises:
         FileNotFoundError: If the policy's config or the initial adapter does not exist.
         ModuleNotFoundError: If a package is missing.
-        ValueError: If the strategy would shard quantised weights, the adapter cannot be used, the model does not
-            support a setting of images or vision, or more layers are to be frozen than the model has.
+        ValueError: If the strategy cannot shard the weights (quantised, or DoRA's), the adapter cannot be used, the
+            model does not support a setting of images or vision, or more layers are to be frozen than the model has.
     """
     if loader.quantization != "none":
         if sharding.is_sharded:
@@ -353,18 +359,62 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
         check_quantization(loader.quantization)
     if loader.lora is not None:
         loader.lora.check()
-        if loader.lora.dropout:
-            log.warning(
-                "policy.lora.dropout is %g: dropout alone changes the log-probs of the update, so importance ratios "
-                "are not 1 before the first update.",
-                loader.lora.dropout,
-            )
+        warn_of_dropout("policy.lora.dropout", loader.lora.dropout)
+    if loader.has_adapters_in_memory:
+        config = loader.model.peft_config[trained_adapter(loader.model)]
+        warn_of_dropout("lora_dropout of the policy's adapter", config.lora_dropout)
+    if sharding.gathers_by_module and adapts_experts(loader):
+        raise ValueError(
+            "The adapter changes tensors of experts (target_parameters), and the strategy is ZeRO-3, which gathers the "
+            "weights of a layer only while the layer itself runs: peft changes them before. Use fsdp2 or zero2, or "
+            "adapt linear layers only."
+        )
+    if loader.quantization == "8bit" and uses_dora(loader):
+        raise ValueError(
+            "The adapter is DoRA (use_dora), and policy.quantization is '8bit', whose layers lose their scales when "
+            "peft reads their weights to compute norms. Set it to '4bit', or use plain LoRA."
+        )
+    if sharding.gathers_by_module and uses_dora(loader):
+        raise ValueError(
+            "The adapter is DoRA (use_dora), and the strategy is ZeRO-3, which gathers the weights of a layer only "
+            "while the layer itself runs: DoRA needs them to compute the norms of their rows. Use fsdp2 or zero2, or "
+            "plain LoRA."
+        )
     config = loader.load_config()
     check_image_family(loader, config)
     if loader.freeze_vision_modules:
         known_family(config, "policy.freeze_vision_modules")
     if loader.freeze_layers:
         check_num_layers(loader.freeze_layers, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def adapts_experts(loader: PolicySettings) -> bool:
+    """True if the policy's adapter changes tensors of experts (`target_parameters`)."""
+    if loader.has_adapters_in_memory:
+        return bool(loader.model.peft_config[trained_adapter(loader.model)].target_parameters)
+    if loader.lora is None or loader.lora.adapter is None:
+        return loader.lora is not None and bool(loader.lora.target_parameters)
+    return bool(adapter_config(loader.lora.adapter).target_parameters)
+
+
+def uses_dora(loader: PolicySettings) -> bool:
+    """True if the policy's adapter trains magnitudes (DoRA)."""
+    if loader.has_adapters_in_memory:
+        return bool(loader.model.peft_config[trained_adapter(loader.model)].use_dora)
+    if loader.lora is None or loader.lora.adapter is None:
+        return loader.lora is not None and loader.lora.use_dora
+    return bool(adapter_config(loader.lora.adapter).use_dora)
+
+
+def warn_of_dropout(name: str, rate: float) -> None:
+    """Warn if adapters have dropout."""
+    if rate:
+        log.warning(
+            "%s is %g: dropout alone changes the log-probs of the update, so importance ratios are not 1 before the "
+            "first update.",
+            name,
+            rate,
+        )
 
 
 def check_in_step(model: Any, sharding: Sharding) -> None:

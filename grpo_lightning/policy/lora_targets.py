@@ -31,17 +31,42 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 def expert_tensors(model: Any) -> list[str]:
     """Names of parameters that hold all experts of a layer in one tensor; only linear layers can have adapters."""
+    return sorted({name.rpartition(".")[2] for name in all_experts(model)})
+
+
+def all_experts(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters by name that hold all experts of a layer in one tensor, [experts, ..., ...]."""
     if not _has_experts(model.get_decoder().config.to_dict()):
-        return []
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for module in language_modules(model).values()
-            if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-            for name, weight in module.named_parameters(recurse=False)
-            if len(full_shape(weight)) == 3
-        }
-    )
+        return {}
+    return {
+        f"{path}.{name}": weight
+        for path, module in language_modules(model).items()
+        if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        for name, weight in module.named_parameters(recurse=False)
+        if len(full_shape(weight)) == 3
+    }
+
+
+def expert_targets(model: Any, names: Iterable[str] | None, saved: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """Select the expert tensors that get adapters, by name.
+
+    Args:
+        model: The base model.
+        names: Suffixes of tensor names; None selects none.
+        saved: Names of modules that are trained completely, and therefore get no adapter.
+
+    Raises:
+        ValueError: If a suffix matches no expert tensor.
+    """
+    prefixes = tuple(f"{name}." for name in saved)
+    experts = {name: weight for name, weight in all_experts(model).items() if not name.startswith(prefixes)}
+    names = list(names or ())
+    for end in names:
+        if not any(f".{name}".endswith(f".{end}") for name in experts):
+            ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
+            available = f"Available: {', '.join(ends)}." if ends else "The policy has no tensors of experts: remove it."
+            raise ValueError(f"policy.lora.target_parameters: no expert tensor ends in {end!r}. {available}")
+    return {name: weight for name, weight in experts.items() if any(f".{name}".endswith(f".{end}") for end in names)}
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
@@ -107,31 +132,89 @@ MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Model types whose kernels read the weight of `out_proj` without calling this layer: peft refuses the layer."""
 
 
-def targets(model: Any, names: list[str] | None = None) -> dict[str, nn.Module]:
-    """Select the layers that get adapters, by name: linear layers of the language model, except its output head.
+def saved_modules(
+    model: Any, names: Iterable[str] | None, setting: str = "policy.lora.modules_to_save"
+) -> dict[str, nn.Module]:
+    """Select the modules that are trained completely, by name.
 
     Args:
         model: The base model.
-        names: Suffixes of layer names to select; None selects all layers that can have an adapter.
+        names: Suffixes of module names to select; None selects none.
+        setting: Name of the setting in error messages.
 
     Raises:
-        ValueError: If a suffix matches no layer, or a layer that cannot have an adapter, such as the output head.
+        ValueError: If a suffix matches no module, or a module whose weights are tied to others or quantised; or if
+            peft, which compares suffixes of characters, would select other modules too.
     """
-    layers = language_layers(model)
+    found: dict[str, nn.Module] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for end in names or ():
+        matched = {name: module for name, module in modules.items() if f".{name}".endswith(f".{end}")}
+        if not matched:
+            ends = sorted({name.rpartition(".")[2] for name, module in modules.items() if not any(module.children())})
+            raise ValueError(f"{setting}: no module of the policy ends in {end!r}. Available: {', '.join(ends)}.")
+        if more := [name for name in modules if name.endswith(end) and name not in matched]:
+            raise ValueError(
+                f"{setting}: peft takes {end!r} for {more[0]} as well. Give a longer name: {next(iter(matched))!r}."
+            )
+        for name, module in matched.items():
+            check_saved(model, name, module, setting)
+        found |= matched
+    if inside := next((name for name in found for other in found if name.startswith(f"{other}.")), None):
+        raise ValueError(f"{setting}: {inside} is part of another module of the list. Remove it.")
+    return found
+
+
+def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
+    """Raise ValueError if a module cannot be trained as a copy: its weights are tied to others, or quantised.
+
+    Args:
+        model: The policy.
+        name: Name of the module.
+        module: The module.
+        setting: Name of the setting in error messages.
+    """
+    own = {id(weight) for weight in module.parameters()}
+    if any(not weight.is_floating_point() for weight in module.parameters()):
+        raise ValueError(f"{setting}: the weights of {name} are quantised, which cannot be trained. Remove it.")
+    if not own:
+        raise ValueError(f"{setting}: {name} has no weights to train. Remove it.")
+    parts = set(module.modules())
+    inside = {key for key, part in model.named_modules(remove_duplicate=False) if part in parts}
+    for key, weight in model.named_parameters(remove_duplicate=False):
+        if id(weight) in own and key.rpartition(".")[0] not in inside:
+            raise ValueError(
+                f"{setting}: {name} is tied to {key} (tie_word_embeddings). Its copy would be trained alone, and the "
+                "exported model would tie the two again. Remove it; or untie the policy before training: give the head "
+                "weights of its own, set tie_word_embeddings to false in its config, and save it."
+            )
+
+
+def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """Select the layers that get adapters, by name: linear layers of the language model, and its output head if named.
+
+    Args:
+        model: The base model.
+        names: Suffixes of layer names to select; None selects all layers that can have an adapter, except the head.
+        saved: Names of modules that are trained completely, and therefore get no adapter.
+
+    Raises:
+        ValueError: If a suffix matches no layer, or a layer that cannot have an adapter.
+    """
+    prefixes = tuple(f"{name}." for name in saved)
+    layers = {name: layer for name, layer in language_layers(model).items() if not f"{name}.".startswith(prefixes)}
     taken = names_mistaken_for_experts(model, layers)
     if names is None:
         return {name: layer for name, layer in layers.items() if name not in taken}
-    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
     head = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if module is head]
+    layers |= {
+        name: module
+        for name, module in model.named_modules()
+        if module is head and isinstance(module, nn.Linear) and not f"{name}.".startswith(prefixes)
+    }
+    known = sorted({name.rpartition(".")[2] for name in layers.keys() - taken})
     for end in names:
         matched = [name for name in layers if f".{name}".endswith(f".{end}")]
-        if not matched and any(f".{name}".endswith(f".{end}") for name in heads):
-            raise ValueError(
-                f"policy.lora.target_modules: {end!r} is the output head, which gets no adapter: in many models it is "
-                "tied to the embeddings, which merging would also change, and scoring runs it in slices. Remove it, "
-                f"or train all weights (without policy.lora). Available: {', '.join(known)}."
-            )
         if not matched:
             raise ValueError(
                 f"policy.lora.target_modules: no linear layer of the language model ends in {end!r}. Available: "

@@ -21,8 +21,9 @@ from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.policy.families import unknown_reason
 from grpo_lightning.policy.hf import accepts, attention_kernel, base_model, compute_device, evaluating, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache
+from grpo_lightning.policy.lora import is_adapter_layer, running_module
 from grpo_lightning.policy.scorer import Scorer, ScoringPath, logit_scale, refuse_transformers_checkpointing
-from grpo_lightning.policy.sharding import gathered_dtypes
+from grpo_lightning.policy.sharding import gathered_dtypes, is_partitioned
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
@@ -307,7 +308,9 @@ def no_slices_reason(model: nn.Module) -> str | None:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
         return f"{type(base).__name__} does not declare its head (get_output_embeddings)"
-    if next(head.children(), None) is not None:
-        # Sharded weights are gathered per module, and the number of slices differs between ranks.
+    head = running_module(head)
+    is_gathered_by_module = not is_adapter_layer(head) or any(map(is_partitioned, head.parameters()))
+    if next(head.children(), None) is not None and is_gathered_by_module:
+        # ZeRO-3 gathers weights per module, and the number of slices differs between ranks.
         return f"its head, {type(head).__name__}, consists of several modules"
     return None

@@ -21,7 +21,15 @@ from grpo_lightning.core import ranks
 from grpo_lightning.core.types import check_ranges
 from grpo_lightning.policy.hf import attention_kernel
 from grpo_lightning.policy.loading import PolicyLoader, disable_dropout, disable_router_loss
-from grpo_lightning.policy.lora import STARTING, add_starting_adapter, base_weights, using_adapter
+from grpo_lightning.policy.lora import (
+    STARTING,
+    add_starting_adapter,
+    adds_nothing,
+    base_weights,
+    is_adapted,
+    using_adapter,
+)
+from grpo_lightning.policy.precision import use_float32_head
 from grpo_lightning.policy.rope import fix_frequencies, fixed_length
 from grpo_lightning.policy.sharding import Sharding, is_partitioned
 
@@ -89,12 +97,13 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         sharding: How the policy's weights will be sharded over the ranks; None: unsharded.
     """
     sharding = sharding or Sharding()
-    if loader.lora is not None and loader.lora.adapter is not None:
+    if is_adapted(policy):
+        starts_from_adapter = not adds_nothing(policy) if loader.lora is None else loader.lora.adapter is not None
+        if not starts_from_adapter:
+            return OtherAdapter(None)
         with sharding.building():
-            add_starting_adapter(policy, loader.lora.adapter)  # type: ignore[arg-type]
+            add_starting_adapter(policy)
         return OtherAdapter(STARTING)
-    if loader.lora is not None:
-        return OtherAdapter(None)
     if any(map(is_partitioned, policy.parameters())):
         # The policy was partitioned while it was loaded: there are no full weights to copy.
         model = loader.load_model(sharding, attention_kernel(policy))
@@ -102,6 +111,8 @@ def make_reference(policy: nn.Module, loader: PolicyLoader, sharding: Sharding |
         disable_router_loss(model)
         if (length := fixed_length(policy)) is not None:
             fix_frequencies(model, length)
+        if loader.head_dtype == "float32":
+            use_float32_head(model)
         return FrozenCopy(model.requires_grad_(False).eval())
     return FrozenCopy(frozen_copy(policy, shares_frozen=not sharding.is_sharded))
 

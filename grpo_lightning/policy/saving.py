@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.policy.lora import TRAINED
+from grpo_lightning.policy.lora import is_adapted, trained_adapter
 from grpo_lightning.policy.sharding import Sharding
 
 
@@ -33,22 +33,22 @@ def write_policy(
     options: dict[str, Any] = {} if weights is None else {"state_dict": dict(weights)}
     if is_adapted(model):
         # Otherwise peft queries the hub to see whether the vocabulary was resized.
-        options |= {"selected_adapters": [TRAINED], "save_embedding_layers": False}
+        adapter = trained_adapter(model)
+        options |= {"selected_adapters": [adapter], "save_embedding_layers": False}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="export-") as scratch:
         model.save_pretrained(scratch, **options)
         if config is not None and not is_adapted(model):
             config.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        if is_adapted(model) and adapter != "default":  # peft writes it into a subfolder
+            for path in (Path(scratch) / adapter).iterdir():
+                os.replace(path, Path(scratch) / path.name)
+            (Path(scratch) / adapter).rmdir()
         for old in folder.glob("*model*.safetensors*"):  # old shards would be loaded with the new ones
             old.unlink()
         for path in Path(scratch).iterdir():
             os.replace(path, folder / path.name)
-
-
-def is_adapted(model: Any) -> bool:
-    """True for a model with adapters."""
-    return hasattr(model, "peft_config")
 
 
 def whole_weights(policy: nn.Module, sharding: Sharding, *, keeps: bool = True) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ from grpo_lightning.core.types import MicroBatch
 from grpo_lightning.functional.logprobs import token_entropy, token_logprobs
 from grpo_lightning.policy.hf import base_model, known_arguments, text_config
 from grpo_lightning.policy.kv_cache import PrefixCache, Rows, fan_out
+from grpo_lightning.policy.lora import running_module
 from grpo_lightning.policy.vision import place, seeing
 
 ScoringPath = Literal["extended", "dense"]
@@ -324,7 +325,8 @@ class SlicedHead:
             is_recomputed = len(places) > self.chunk_size and torch.is_grad_enabled()
             score = self.score_slice
             if is_recomputed:
-                score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+                drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # also of its head
+                score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=drops)
             scores = torch.cat([score(logits, *part) for part in slices])
             scattered = scores.new_zeros(mask.numel(), 2).index_copy(0, places, scores)
             return scattered.view(*mask.shape, 2).clone()  # a copy, because sharded models warn about views
@@ -372,7 +374,7 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
             The model also multiplies the result of `forward` by it, so the caller must divide the model's output by
             `scale`.
     """
-    head, config = base_model(model).get_output_embeddings(), text_config(model)
+    head, config = running_module(base_model(model).get_output_embeddings()), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)
     settings = vars(config)  # bypasses the config's type checks, some of which do not allow None
     cap = settings.get("final_logit_softcapping")

@@ -11,8 +11,8 @@ from torch import nn
 
 from grpo_lightning.core.types import check_ranges, optional_settings
 from grpo_lightning.policy.families import refuse_remote_code
-from grpo_lightning.policy.hf import naming
-from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.hf import base_model, naming
+from grpo_lightning.policy.lora import LoRA, check_given, is_adapted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,12 +29,16 @@ class PolicySettings:
 
     Args:
         name: Hub name or local folder. Not needed when `model` is given.
-        model: A transformers model in memory, trained in place, or a config for random weights. `torch.compile(model)`
-            is trained without compilation.
+        model: A transformers model in memory, trained in place, or a config for random weights. For a `PeftModel`, its
+            one LoRA adapter is trained, and the reference is the PeftModel as it was given. `torch.compile(model)` is
+            trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
         dtype: Dtype of the weights; adapters are always float32. Without adapters, keep float32 unless the strategy
             keeps float32 master weights: at GRPO's learning rates, updates of bfloat16 weights are lost to rounding.
+        head_dtype: "float32" computes the logits in float32, from float32 weights and hidden states, whatever the
+            precision of the run: in sampling, for log-probs and in the reference. "auto" computes them in the run's
+            precision.
         attention: Attention kernel. "auto" uses the model's default (mostly sdpa), or flash_attention_2 if three
             conditions hold: it is installed, it supports the model, and the run computes in 16 bits on CUDA
             (`trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights).
@@ -69,6 +73,7 @@ class PolicySettings:
         model: Any = None,
         tokenizer: Any = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        head_dtype: Literal["auto", "float32"] = "auto",
         attention: Attention = "auto",
         from_scratch: bool = False,
         scoring: Literal["auto", "extended", "dense"] = "auto",
@@ -110,6 +115,7 @@ class PolicySettings:
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
+        self.head_dtype = head_dtype
         self.attention = attention
         self.from_scratch = from_scratch
         self.scoring = scoring
@@ -144,6 +150,16 @@ class PolicySettings:
         ]
 
     @property
+    def has_adapters_in_memory(self) -> bool:
+        """True if the policy was given as a `PeftModel`, which has its own adapters."""
+        return hasattr(self.model, "get_base_model")  # not `peft_config`, which the base of a PeftModel has as well
+
+    @property
+    def trains_adapters(self) -> bool:
+        """True if adapters are trained, and all other weights are frozen."""
+        return self.lora is not None or self.has_adapters_in_memory
+
+    @property
     def settings(self) -> dict[str, Any] | None:
         """The constructor's arguments as plain values; None if policy or tokenizer is an object in memory."""
         if self.model is not None or not isinstance(self.tokenizer, str | Path | None):
@@ -158,7 +174,7 @@ class PolicySettings:
         if isinstance(self.model, PretrainedConfig):
             return self.model
         if self.model is not None:
-            return self.model.config  # type: ignore[no-any-return]
+            return base_model(self.model).config  # type: ignore[no-any-return]
         assert self.name is not None
         with naming("model.policy", self.name):
             content, _ = PretrainedConfig.get_config_dict(self.name, revision=self.revision)
@@ -174,21 +190,20 @@ def model_or_config(given: Any) -> Any:
 
     Raises:
         ValueError: If the policy is not a transformers model or config, for example another wrapper of a model; or if
-            the model has adapters.
+            its adapters cannot be trained (`lora.check_given`).
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
-    model = getattr(given, "_orig_mod", given)
+    # Read from its modules, because a PeftModel also has the attributes of its base.
+    model = vars(given).get("_modules", {}).get("_orig_mod", given) if isinstance(given, nn.Module) else given
     if model is not given:
         log.warning(
             "The policy is torch.compile(model): it is trained without compilation, because its head and caches "
             "change from call to call."
         )
-    if hasattr(model, "peft_config"):
-        raise ValueError(
-            "The policy already has adapters. Give its base as the policy, and the folder of the adapter as "
-            "lora.adapter. If it got them from an earlier run in this process, load it again."
-        )
+    if is_adapted(model):
+        check_given(model)
+        return model
     if not isinstance(model, PretrainedConfig | PreTrainedModel):
         shown = f"a {type(model).__name__}" if isinstance(model, nn.Module) else f"{model!r:.80}"
         raise ValueError(
@@ -201,9 +216,15 @@ def model_or_config(given: Any) -> Any:
 def check_trained_settings(settings: PolicySettings) -> None:
     """Raise ValueError for conflicting settings of adapters, frozen layers and quantisation."""
     kind = settings.quantization
-    if settings.freeze_layers and settings.lora is not None:
+    if settings.has_adapters_in_memory and settings.lora is not None:
         raise ValueError(
-            f"policy.freeze_layers ({settings.freeze_layers}) and policy.lora are both set: with adapters, all layers "
+            f"policy.lora ({settings.lora}) adds adapters, and the policy given is a PeftModel, which has its own: "
+            "remove policy.lora, or give the base of the PeftModel (unload())."
+        )
+    if settings.freeze_layers and settings.trains_adapters:
+        given = "policy.lora" if settings.lora is not None else "a PeftModel"
+        raise ValueError(
+            f"policy.freeze_layers ({settings.freeze_layers}) and {given} are both set: with adapters, all layers "
             "are frozen already. Remove policy.freeze_layers."
         )
     if kind == "none":

@@ -22,6 +22,9 @@ class Sharding:
     is_sharded = False
     """True if forward passes are collective: all ranks must make the same calls."""
 
+    gathers_by_module = False
+    """True if the weights of a module are gathered only while it runs, so that other modules cannot use them."""
+
     gathered_dtype: torch.dtype | None = None
     """The dtype that weights are gathered in; None: the weights' own dtype."""
 
@@ -158,6 +161,7 @@ class Partitioned(PartitionedGradients):
     """ZeRO-3: every module's weights are gathered when it runs."""
 
     is_sharded = True
+    gathers_by_module = True
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision
 from grpo_lightning.policy.hf import text_config
-from grpo_lightning.policy.lora import add_adapters
+from grpo_lightning.policy.lora import add_adapters, finish_adapters, is_adapted, trained_adapter
 from grpo_lightning.policy.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def limit_training(model: Any, loader: PolicySettings, sharding: Sharding) -> Any:
-    """Freeze the weights of a loaded model that are not trained, and add adapters if requested."""
+    """Freeze the weights of a loaded model that are not trained, and add adapters if requested.
+
+    A model that was given with adapters keeps them, with their own dropout.
+    """
+    if is_adapted(model) and loader.has_adapters_in_memory:
+        return finish_adapters(model, model.peft_config[trained_adapter(model)].lora_dropout)
     if loader.freeze_vision_modules:
         freeze_vision(model)
     if loader.freeze_layers:
@@ -158,15 +163,24 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
     if has_masters:
         return
     name = str(precision)
-    adapters = " It converts float32 adapters as well." if settings.lora is not None else ""
+    adapters = " It converts float32 adapters as well." if settings.trains_adapters else ""
     if name in ("bf16-true", "16-true"):
         raise ValueError(
             f"trainer.precision {name!r} converts the trained weights to 16 bits, in which updates of usual learning "
             f"rates are lost to rounding, and this strategy keeps no 32-bit masters.{adapters} Set it to "
             f"{'bf16-mixed' if name == 'bf16-true' else '16-mixed'!r}, or use DeepSpeed (trainer.strategy: zero2)."
         )
+    if settings.has_adapters_in_memory:
+        narrow = {weight.dtype for weight in settings.model.parameters() if weight.requires_grad} - {torch.float32}
+        if narrow:
+            dtype = str(narrow.pop()).removeprefix("torch.")
+            raise ValueError(
+                f"The adapter of the policy is {dtype}, in which updates of usual learning rates are lost to rounding, "
+                "and this strategy keeps no 32-bit masters. Leave get_peft_model's autocast_adapter_dtype at True, or "
+                "use DeepSpeed (trainer.strategy: zero2)."
+            )
     dtype = dtype_name(settings)
-    if dtype in NARROW and settings.lora is None:
+    if dtype in NARROW and not settings.trains_adapters:
         raise ValueError(
             f"The trained weights are {dtype} (policy.dtype, or the dtype of the given model): updates below "
             f"{NARROW[dtype]:.1g} of a weight are lost to rounding, which at usual learning rates is all of them, and "

@@ -17,7 +17,7 @@ from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Group, MicroBatch
 from grpo_lightning.objective import StepCounts
 from grpo_lightning.policy.encoder import Encoder
-from grpo_lightning.policy.lora import TRAINED
+from grpo_lightning.policy.lora import is_adapted, trained_adapter
 from grpo_lightning.policy.reference import FrozenCopy, Reference
 from grpo_lightning.policy.scorer import Scorer, TokenScores
 from grpo_lightning.policy.sharding import Sharding, fsdp_modules, own_part
@@ -211,7 +211,7 @@ def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
     when it recomputes activations.
     """
     configs: Any = getattr(policy, "peft_config", {})
-    if TRAINED not in configs or not configs[TRAINED].lora_dropout:
+    if not is_adapted(policy) or not configs[trained_adapter(policy)].lora_dropout:
         yield
         return
     device = next(policy.parameters()).device

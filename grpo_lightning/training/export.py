@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from grpo_lightning.policy.families import sees_images
 from grpo_lightning.policy.hf import naming
 from grpo_lightning.policy.loading import PolicyLoader, auto_class_of
-from grpo_lightning.policy.lora import TRAINED
+from grpo_lightning.policy.lora import is_adapted, rebuild_adapter, trained_adapter, untie
 from grpo_lightning.policy.saving import original_tokenizer, write_policy
 from grpo_lightning.policy.settings import Quantization
 from grpo_lightning.policy.sharding import Sharding
@@ -107,14 +107,17 @@ def export(
         if why := RankFiles(Path(checkpoint)).why_missing(content.get("grpo")):
             log.warning("No run can resume from %s: %s. Exporting its weights, which are complete.", checkpoint, why)
         loader = policy_loader(content, Path(checkpoint), policy)
+        given = (content.get("grpo") or {}).get("adapter") if loader.lora is None else None
+        if given is not None:
+            loader.dtype = given["dtype"]
         if loader.name is not None and Path(loader.name).resolve() == folder.resolve():
             raise ValueError(f"{folder} is the folder of the policy itself: export to another one.")
-        check_adapters(loader, weights, checkpoint, asks_for_adapter=adapter)
+        check_adapters(weights, checkpoint, is_known=bool(loader.lora or given), asks_for_adapter=adapter)
         if loader.lora is not None:
             loader.lora.check()
         width = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         try:
-            tokenizer, model = original_tokenizer(loader), load_policy(loader, width)
+            tokenizer, model = original_tokenizer(loader), load_policy(loader, width, given)
         except FileNotFoundError as error:
             if policy is not None:
                 raise
@@ -123,13 +126,14 @@ def export(
             ) from error
         num_from_policy = load_trained_weights(model, weights, num_trained(content), fill_missing=fill_missing)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
-    if loader.lora is not None and not adapter:
+    if is_adapted(model) and not adapter:
+        untie(model)
         # Merged into a copy: unmerging would not restore trained weights exactly.
         model = model.merge_and_unload(safe_merge=True).to(getattr(torch, dtype or loader.dtype))
     elif dtype is not None:
         model.to(getattr(torch, dtype))
     if adapter:
-        model.peft_config[TRAINED].base_model_name_or_path = str(loader.name)
+        model.peft_config[trained_adapter(model)].base_model_name_or_path = str(loader.name)
     write_policy(model, tokenizer, folder)
     written = written or list(model.parameters())
     return Export(
@@ -178,30 +182,35 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
 
 
 def check_adapters(
-    loader: PolicyLoader, weights: Mapping[str, Tensor], checkpoint: str | Path, *, asks_for_adapter: bool
+    weights: Mapping[str, Tensor], checkpoint: str | Path, *, is_known: bool, asks_for_adapter: bool
 ) -> None:
     """Raise ValueError if the checkpoint has adapters without known settings, or lacks the expected adapters."""
     first = next((name for name in weights if ".lora_" in name), None)
-    if first is not None and loader.lora is None:
+    if first is not None and not is_known:
         raise ValueError(
             f"{checkpoint} contains LoRA adapters (for example {first}), but neither the checkpoint nor a config.yaml "
             "of its run contains their rank and alpha. Load it with GRPOLightningModule.load_from_checkpoint and a "
             "policy that has them (policy.lora)."
         )
-    if first is None and (loader.lora is not None or asks_for_adapter):
+    if first is None and (is_known or asks_for_adapter):
         raise ValueError(f"{checkpoint} contains no LoRA adapters, only full weights: remove --adapter.")
 
 
-def load_policy(loader: PolicyLoader, dtype: torch.dtype) -> Any:
+def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, Any] | None = None) -> Any:
     """Load the policy as it was before training, in the given dtype, with frozen layers and adapters as in the run.
 
     With adapters, the base weights are first rounded to the dtype of the run, then converted to the given dtype.
+
+    Args:
+        loader: The loader of the policy.
+        dtype: Dtype of the weights.
+        adapter: The checkpoint's description of the adapter, if the loader has no settings of adapters.
     """
-    if loader.lora is None:
+    if loader.lora is None and adapter is None:
         base = load_base(loader, dtype)
     else:
         base = load_base(loader, getattr(torch, loader.dtype)).to(dtype)
-    return limit_training(base, loader, Sharding())
+    return limit_training(base, loader, Sharding()) if adapter is None else rebuild_adapter(base, adapter)
 
 
 def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:

@@ -174,6 +174,15 @@ def test_quantization(monkeypatch):
     assert asked == ["4bit", "8bit"]
 
 
+@case(PolicyLoader, "head_dtype")
+def test_head_dtype():
+    """Under bf16 autocast."""
+    for kind, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        model = PolicyLoader(model=tiny_model(**SMALL), tokenizer=tiny_tokenizer(), head_dtype=kind).load().model
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert model(torch.arange(2, 14)[None]).logits.dtype == dtype
+
+
 def adapted(**settings: Any) -> torch.nn.Module:
     """A tiny model with adapters whose second matrix is 0.1 everywhere."""
     lora = LoRA(**{"target_modules": ["q_proj"]} | settings)
@@ -216,6 +225,36 @@ def test_target_modules():
     for names in (None, ["q_proj", "v_proj"]):
         found = {name.split(".lora_")[0].rpartition(".")[2] for name in trained_names(lora=LoRA(target_modules=names))}
         assert found == (ends if names is None else set(names))
+
+
+@case(LoRA, "target_parameters")
+def test_target_parameters():
+    for names in (None, ["experts.gate_up_proj"]):
+        settings = LoRA(rank=2, target_modules=["q_proj"], target_parameters=names)
+        model = PolicyLoader(model=tiny_model("qwen3_moe"), tokenizer=tiny_tokenizer(), lora=settings).load().model
+        found = {name.split(".lora_")[0].rpartition(".")[2] for name, w in model.named_parameters() if w.requires_grad}
+        assert found == ({"q_proj"} if names is None else {"q_proj", "experts"})
+
+
+@case(LoRA, "use_rslora")
+def test_use_rslora():
+    """alpha / sqrt(16) is 4 times alpha / 16."""
+    torch.testing.assert_close(
+        delta(adapted(use_rslora=True)), 4 * delta(adapted(use_rslora=False)), rtol=1e-4, atol=1e-5
+    )
+
+
+@case(LoRA, "use_dora")
+def test_use_dora():
+    counts = [len(trained_names(lora=LoRA(rank=2, use_dora=kind))) for kind in (False, True)]
+    assert counts == [2 * 7 * 2, 2 * 7 * 3]
+
+
+@case(LoRA, "modules_to_save")
+def test_modules_to_save():
+    for names in (None, ["lm_head"]):
+        found = [name for name in trained_names(lora=LoRA(rank=2, modules_to_save=names)) if "lora_" not in name]
+        assert found == ([] if names is None else ["base_model.model.lm_head.modules_to_save.default.weight"])
 
 
 @case(LoRA, "adapter")

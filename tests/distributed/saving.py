@@ -29,6 +29,7 @@ from tests.module_runs import PROMPTS
 
 IDS = torch.arange(2, 42).view(2, 20)
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": LORA}, "frozen": {"freeze_layers": 1}}
+KINDS["copies"] = {"lora": LORA | {"use_rslora": True, "modules_to_save": ["embed_tokens", "lm_head"]}}
 
 
 def make(folder: Path, kind: str) -> GRPOLightningModule:

@@ -46,7 +46,7 @@ def test_an_exported_checkpoint_has_the_log_probs_of_the_run(folder: Path, strat
     results = torch.load(folder / f"{strategy}-{kind}.pt")
     export(results["checkpoint"], tmp_path / "exported", policy=str(folder / "policy"))
     # Merged, W + BA is rounded once more: relative to the largest log-prob, which is about 6.
-    limit = TOLERANCE * (results["logprobs"].abs().max() if kind == "lora" else 1)
+    limit = TOLERANCE * (results["logprobs"].abs().max() if kind in ("lora", "copies") else 1)
     assert (logprobs_of(tmp_path / "exported") - results["logprobs"]).abs().max() <= limit
 
 
@@ -55,11 +55,11 @@ def test_weights_alone_are_exported_as_well(folder: Path, strategy: str, kind: s
     results = torch.load(folder / f"{strategy}-{kind}.pt")
     # Frozen weights: nothing but the policy says which they were.
     export(results["weights"], tmp_path / "exported", policy=str(folder / "policy"), fill_missing=kind == "frozen")
-    limit = TOLERANCE * (results["logprobs"].abs().max() if kind == "lora" else 1)
+    limit = TOLERANCE * (results["logprobs"].abs().max() if kind in ("lora", "copies") else 1)
     assert (logprobs_of(tmp_path / "exported") - results["logprobs"]).abs().max() <= limit
 
 
-@pytest.mark.parametrize("kind", only([], ["lora"]))
+@pytest.mark.parametrize("kind", only([], ["lora", "copies"]))
 def test_an_exported_adapter_has_the_log_probs_of_the_run(folder: Path, strategy: str, kind: str, tmp_path: Path):
     results = torch.load(folder / f"{strategy}-{kind}.pt")
     export(results["checkpoint"], tmp_path / "adapter", policy=str(folder / "policy"), adapter=True)

@@ -49,6 +49,9 @@ def test_two_ranks_train_what_one_does(folder: Path, strategy: str, case: str):
     expected = torch.load(folder / f"one-{case}-0.pt")
     for rank in (0, 1):
         found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
+        if (strategy, case) in steps.REFUSED:
+            assert "the strategy is ZeRO-3" in found["refused"]
+            continue
         assert found["before"].keys() == expected["before"].keys()
         assert found["trained"] == expected["trained"]
         assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)

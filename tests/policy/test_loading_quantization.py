@@ -13,6 +13,7 @@ import transformers
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader, check_quantization
 from grpo_lightning.policy.reference import fingerprint, make_reference
+from tests.marks import SLOW
 from tests.module_runs import History, fit, make_module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -86,10 +87,19 @@ def saved(folder, family):
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
 @pytest.mark.parametrize(("kind", "layer", "width"), [("4bit", "Linear4bit", 0.5), ("8bit", "Linear8bitLt", 1)])
-def test_a_quantised_policy_trains_its_adapters_on_a_cpu(tmp_path, family, kind, layer, width):
+@pytest.mark.parametrize("lora", [{}, pytest.param({"use_dora": True, "modules_to_save": ["lm_head"]}, marks=SLOW)])
+def test_a_quantised_policy_trains_its_adapters_on_a_cpu(tmp_path, family, kind, layer, width, lora):
     pytest.importorskip("bitsandbytes")
+    if kind == "8bit" and lora:
+        with pytest.raises(
+            ValueError, match=r"DoRA \(use_dora\), and policy.quantization is '8bit'.* Set it to '4bit'"
+        ):
+            PolicyLoader(saved(tmp_path, family), quantization=kind, lora=lora).load()
+        return
     history, name = History(), saved(tmp_path, family)
-    module = make_module(policy=PolicyLoader(name, quantization=kind, lora={}), lr=1e-2, objective=Objective(beta=0.1))
+    module = make_module(
+        policy=PolicyLoader(name, quantization=kind, lora=lora), lr=1e-2, objective=Objective(beta=0.1)
+    )
     fit(module, max_steps=2, callbacks=[history])
     projection = module.policy.get_base_model().model.layers[0].mlp.up_proj.base_layer
     assert type(projection).__name__ == layer

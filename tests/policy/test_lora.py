@@ -115,10 +115,12 @@ def test_targets_by_the_ends_of_their_names():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_the_head_as_a_target_is_told_why_not(family):
-    end = "q_proj" if family == "qwen2" else "c_attn"
-    with pytest.raises(ValueError, match=rf"'lm_head' is the output head, .* Remove it.*Available: .*{end}"):
-        targets(tiny_model(family), [end, "lm_head"])
+def test_the_head_gets_one_if_it_is_named(family):
+    model = tiny_model(family)
+    assert list(targets(model, ["lm_head"])) == ["lm_head"]
+    assert "lm_head" not in targets(model)
+    with pytest.raises(ValueError, match=r"ends in 'head'. Available: .*lm_head"):
+        targets(model, ["head"])
 
 
 def test_exactly_the_chosen_layers_are_wrapped():
@@ -247,7 +249,7 @@ def changed(folder, tmp_path, **settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"modules_to_save": ["lm_head"]}, r"trains full layers \(.'lm_head'.\)"),
+        ({"trainable_token_indices": [3]}, r"trains embeddings of tokens \(\[3\]\)"),
         ({"bias": "all"}, r"trains biases \(bias: all\)"),
         ({"init_lora_weights": "pissa_niter_4"}, r"initialised with pissa_niter_4, .* path_initial_model_for_weight"),
         ({"init_lora_weights": "corda", "corda_config": {}}, "initialised with corda, .* cannot be recomputed"),
@@ -283,11 +285,12 @@ def test_adapters_on_adapters_are_refused():
     model = tiny_model("qwen2")
     one, other = (loader_of(model=model) for _ in range(2))
     adapted = one.load().model
-    with pytest.raises(ValueError, match=r"already has adapters: give its base.*earlier run .*, load it again"):
+    with pytest.raises(ValueError, match=r"already has adapters: give the PeftModel.*earlier run .*, load it again"):
         other.load()
-    for given in (model, adapted):
-        with pytest.raises(ValueError, match=r"already has adapters\. Give its base.*earlier run .*, load it again"):
-            loader_of(model=given)
+    with pytest.raises(ValueError, match=r"already has adapters: give the PeftModel around it.*load it again"):
+        loader_of(model=model)
+    with pytest.raises(ValueError, match=r"policy.lora .* adds adapters, and the policy given is a PeftModel"):
+        loader_of(model=adapted)
 
 
 def test_dropout_is_warned_of(caplog):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters
+from grpo_lightning.policy.lora import LoRA, adapter_layers, add_adapters, is_expert_adapter
 from grpo_lightning.policy.lora_targets import (
+    expert_targets,
     expert_tensors,
     language_layers,
     language_modules,
@@ -52,6 +53,19 @@ def test_what_is_planned_is_what_peft_adapts(kind):
     assert {name for name, module in before.items() if id(module) in adapted} == planned
     assert len(adapted) == len(planned)
     assert {name.rpartition(".")[2] for name in planned} >= ATTENTION
+
+
+@pytest.mark.parametrize("kind", models())
+def test_the_experts_that_are_planned_are_those_that_peft_adapts(kind):
+    model = models()[kind]
+    ends = ["experts.gate_up_proj", "experts.down_proj"]
+    planned, layers = expert_targets(model, ends), targets(model)
+    ids = {id(weight) for weight in planned.values()}
+    adapted = add_adapters(model, LoRA(rank=2, target_parameters=ends))
+    found = list(filter(is_expert_adapter, adapter_layers(adapted)))
+    assert {id(layer.get_param()) for layer in found} == ids
+    assert len(found) == len(planned) > 0
+    assert len(list(adapter_layers(adapted))) == len(planned) + len(layers)
 
 
 def test_names_that_peft_takes():

@@ -263,9 +263,14 @@ def test_lora():
     assert worst_difference(got, want) < 1e-6
 
 
-def test_lora_on_the_head_takes_whole_logits():
+def test_lora_on_the_head_takes_whole_logits_where_each_module_is_gathered_alone():
+    """As ZeRO-3 does."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj", "lm_head"]))
+    scorer, reason = choose_head(Scorer(), model)
+    assert scorer.head_chunk_size == 512, reason
+    for weight in model.parameters():
+        weight.ds_id = 0
     scorer, reason = choose_head(Scorer(), model)
     assert scorer.head_chunk_size is None
     assert "several modules" in reason

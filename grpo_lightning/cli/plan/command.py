@@ -133,6 +133,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
         sampling_rows=rows,
         sampling_prompts=in_wave,
         checkpointing=loader.activation_checkpointing,
+        has_float32_head=loader.head_dtype == "float32",
         is_eager=is_eager,
         has_reference=module.objective.needs_reference,
         accumulates=batches.accumulate_grad_batches > 1,

@@ -322,6 +322,9 @@ class MemorySettings:
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
 
+    has_float32_head: bool = False
+    """True if the head computes in float32, whatever the precision of the run (`policy.head_dtype`)."""
+
     offloaded: frozenset[str] = frozenset()
     """States offloaded to the CPU during sampling: "reference", "optimizer"."""
 
@@ -356,7 +359,7 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """
     kept = [*weight_parts(model, settings), *gradient_parts(model, settings), *optimizer_parts(model, settings)]
     kept = [piece for part in kept for piece in offload_part(part, settings.offloaded)]
-    return [*kept, *gathered_parts(model, settings), *autocast_parts(model, settings)]
+    return [*kept, *gathered_parts(model, settings), *autocast_parts(model, settings), *head_parts(model, settings)]
 
 
 def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
@@ -454,6 +457,13 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
         Part("gathered layers", running * width, during, how, is_estimate=True),
         Part("gathered weights", everything * width, SAMPLING, "all, to sample", is_estimate=True),
     ]
+
+
+def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
+    """The float32 copy of 16-bit head weights that every run of a float32 head makes."""
+    width = settings.widths.compute if settings.division.gathers_layers else settings.widths.weights
+    size = 4 * model.vocab_size * model.hidden_size * (settings.has_float32_head and width < 4)
+    return [Part("float32 head", size, UPDATE | SAMPLING, "a copy while the head runs", is_estimate=True)]
 
 
 def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:

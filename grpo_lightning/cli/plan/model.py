@@ -13,7 +13,7 @@ from torch import nn
 
 from grpo_lightning.policy.families import freeze_unused, freeze_vision, is_tower_trained, sees_images
 from grpo_lightning.policy.lora import LoRA, adapter_config
-from grpo_lightning.policy.lora_targets import targets
+from grpo_lightning.policy.lora_targets import expert_targets, saved_modules, targets
 from grpo_lightning.policy.trainable import freeze_first_layers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ModelSizes:
     """Frozen weights in unquantized matrices: autocast makes a 16-bit copy of each in every forward pass."""
 
     num_adapters: int = 0
-    """LoRA weights, all trained."""
+    """LoRA weights, all trained: matrices, DoRA's magnitudes, and copies of layers (`modules_to_save`)."""
 
     has_starting_adapter: bool = False
     """True if the reference is a copy of the initial adapter."""
@@ -200,9 +200,17 @@ def intermediate_size(config: Any) -> int:
 
 def count_adapters(model: Any, lora: LoRA) -> int:
     """Count the weights of LoRA adapters. An initial adapter has its own layers and ranks."""
+    from transformers.pytorch_utils import Conv1D
+
     if lora.adapter is None:
-        layers: list[Any] = list(targets(model, lora.target_modules).values())
-        return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
+        saved = saved_modules(model, lora.modules_to_save)
+        layers: list[Any] = list(targets(model, lora.target_modules, saved).values())
+        rows = [layer.weight.shape[1 if isinstance(layer, Conv1D) else 0] for layer in layers]
+        copies = sum(count(module.parameters()) for module in saved.values())
+        experts = expert_targets(model, lora.target_parameters, saved).values()
+        matrices = sum(sum(layer.weight.shape) for layer in layers)
+        matrices += sum(len(weight) * sum(weight.shape[1:]) for weight in experts)
+        return lora.rank * matrices + sum(rows) * lora.use_dora + copies
     from peft import get_peft_model
 
     config = adapter_config(lora.adapter)

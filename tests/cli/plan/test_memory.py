@@ -100,6 +100,24 @@ def test_widths(precision, dtype, expected):
     assert precision_of(precision, dtype) == expected
 
 
+@pytest.mark.parametrize(
+    ("precision", "strategy", "is_copied"),
+    [
+        (FP32, "auto", False),
+        (BF16, "auto", True),
+        (MIXED, "auto", False),
+        (MIXED, "fsdp2", True),
+        (BF16, "zero2", True),
+    ],
+)
+def test_a_float32_head_copies_16_bit_weights(precision, strategy, is_copied):
+    settings = MemorySettings(BATCH, precision, division=division_of(strategy, 2), has_float32_head=True)
+    parts = {part.name: part.num_bytes for part in memory_parts(MODEL, settings)}
+    assert parts.get("float32 head", 0) == 4 * MODEL.vocab_size * MODEL.hidden_size * is_copied
+    settings = dataclasses.replace(settings, has_float32_head=False)
+    assert "float32 head" not in {part.name for part in memory_parts(MODEL, settings)}
+
+
 def test_unknown_widths_are_refused():
     with pytest.raises(ValueError, match="'transformer-engine' is unknown to plan; known: 32-true, bf16-true"):
         precision_of("transformer-engine", "float32")

@@ -123,15 +123,34 @@ def test_adapters_are_those_of_the_run(family, names):
     assert found.num_adapters == count(weight for weight in real.parameters() if weight.requires_grad)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_are_those_of_the_run(family):
+    lora = LoRA(rank=3, target_parameters=["experts.down_proj", "experts.gate_up_proj"])
+    real = add_adapters(tiny_model(family), lora)
+    found = sizes(tiny_model(family).config, lora=lora)
+    assert found.num_adapters == count(weight for weight in real.parameters() if weight.requires_grad)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_magnitudes_and_copies_are_those_of_the_run(family):
+    model = tiny_model(family, tie_word_embeddings=False)
+    lora = LoRA(rank=3, use_dora=True, modules_to_save=["lm_head", "h.1.mlp" if family == "gpt2" else "k_proj"])
+    found, plain = (sizes(model.config, lora=each) for each in (lora, LoRA(rank=3)))
+    real = add_adapters(tiny_model(family, tie_word_embeddings=False), lora)
+    assert found.num_adapters == count(weight for weight in real.parameters() if weight.requires_grad)
+    assert found.num_weights == plain.num_weights == count(model.parameters())
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
         {"target_modules": ["k_proj"], "layers_to_transform": [0], "use_dora": True},
         {"target_modules": ["k_proj"], "init_lora_weights": "pissa"},
     ],
-    ids=["head", "ranks", "dora", "pissa"],
+    ids=["head", "copies", "ranks", "dora", "pissa"],
 )
 def test_adapters_saved_by_peft_are_counted_as_they_are(tmp_path, settings):
     base = tiny_model("qwen2", tie_word_embeddings=False)

@@ -1,0 +1,76 @@
+"""Modules that compute in another dtype than that of their weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_lightning.policy.hf import base_model
+
+
+def compute_like(module: nn.Module, original: nn.Module) -> None:
+    """Have a module compute as if its weights had the dtype of another module's weights.
+
+    The result is that of the module after `module.to(dtype)`, bit for bit, but the weights keep their own dtype, and
+    gradients reach them: small updates of float32 weights are not lost to rounding.
+
+    Args:
+        module: Changed in place, with its submodules: the `forward` of each module that has weights is replaced.
+        original: A module with the same submodules.
+    """
+    for part, other in zip(module.modules(), original.modules(), strict=True):
+        if any(weight.is_floating_point() for weight in part.parameters(recurse=False)):
+            part.forward = functools.partial(forward_like, part, other)
+
+
+def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward with its weights converted to the dtype of the original's weights."""
+    dtype = next(weight.dtype for weight in original.parameters(recurse=False) if weight.is_floating_point())
+    return forward_in(dtype, module, *args, **kwargs)
+
+
+def use_float32_head(model: nn.Module) -> None:
+    """Have the output head compute the logits in float32, from float32 weights and hidden states, without autocast.
+
+    16-bit weights are converted whenever the head runs, so that tied and sharded weights stay as they are. MiniMax-M1
+    (arXiv:2506.13585, section 3.2) found a 16-bit head to be the main cause of different log-probs in sampling and
+    training.
+
+    Args:
+        model: Changed in place: the `forward` of the head's layers is replaced, including adapters and copies of it.
+
+    Raises:
+        ValueError: If the model does not declare its head, or the head is quantised.
+    """
+    head = base_model(model).get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"policy.head_dtype is 'float32', but {type(base_model(model)).__name__} does not declare its output head "
+            "(get_output_embeddings). Set it to 'auto'."
+        )
+    if any(not weight.is_floating_point() for weight in head.parameters()):
+        raise ValueError("policy.head_dtype is 'float32', but the head's weights are quantised. Set it to 'auto'.")
+    for part in head.modules():
+        if next(part.parameters(recurse=False), None) is not None:
+            part.forward = functools.partial(forward_in_float32, part)
+
+
+def forward_in_float32(module: nn.Module, hidden: Tensor) -> Tensor:
+    """Run a layer's forward in float32: [..., H] to [..., V]."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits: Tensor = forward_in(torch.float32, module, hidden.to(torch.float32))
+    return logits
+
+
+def forward_in(dtype: torch.dtype, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a module's class with the module's own weights converted to a dtype."""
+    converted: Any = copy.copy(module)
+    converted._parameters = {
+        name: weight.to(dtype) if weight is not None and weight.is_floating_point() else weight
+        for name, weight in module._parameters.items()
+    }
+    return type(module).forward(converted, *args, **kwargs)

@@ -1,0 +1,178 @@
+"""Layers that compute in another dtype than that of their weights: copies of layers, and the output head."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_lightning.policy.loading import PolicyLoader
+from grpo_lightning.policy.lora import LoRA
+from grpo_lightning.policy.precision import compute_like, use_float32_head
+from grpo_lightning.policy.reference import frozen_copy, make_reference
+from grpo_lightning.policy.scorer import Scorer
+from grpo_lightning.rollout import sampler
+from tests.marks import only
+from tests.module_runs import fit, make_module
+from tests.policy.adapters import IDS, logits, train
+from tests.policy.scored import loss_and_gradients, ragged_batch, row_weights, worst_difference
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+BF16 = torch.bfloat16
+
+
+def loader(model=None, head_dtype="float32", **settings):
+    return PolicyLoader(
+        model=model or tiny_model("qwen2"), tokenizer=tiny_tokenizer(), head_dtype=head_dtype, **settings
+    )
+
+
+def hidden_states(policy):
+    """What reaches the head, [1, 12, H]."""
+    seen = []
+    hook = policy.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        policy(IDS)
+    hook.remove()
+    return seen[0]
+
+
+def in_bf16():
+    return torch.autocast("cpu", BF16)
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 4), nn.Embedding(9, 4), nn.RMSNorm(6), nn.Sequential(nn.Linear(6, 6))])
+def test_a_wide_layer_computes_as_the_narrow_one(layer):
+    narrow = copy.deepcopy(layer).to(BF16)
+    wide = copy.deepcopy(narrow).to(torch.float32)
+    compute_like(wide, narrow)
+    x = torch.arange(6) if isinstance(layer, nn.Embedding) else torch.randn(3, 6, dtype=BF16)
+    assert torch.equal(wide(x), narrow(x))
+    assert wide(x).dtype == BF16
+    wide(x).float().pow(2).sum().backward()
+    assert {(weight.dtype, weight.grad.dtype) for weight in wide.parameters()} == {(torch.float32, torch.float32)}
+    narrow.to(torch.float32)  # as a strategy may do later
+    x = x if isinstance(layer, nn.Embedding) else x.float()
+    assert torch.equal(wide(x), narrow(x))
+
+
+def test_a_copy_of_such_a_layer_has_its_own_weights():
+    wide = nn.Linear(2, 2)
+    compute_like(wide, nn.Linear(2, 2).to(BF16))
+    other = copy.deepcopy(wide)
+    nn.init.zeros_(other.weight)
+    nn.init.zeros_(other.bias)
+    x = torch.ones(1, 2, dtype=BF16)
+    assert not other(x).any()
+    assert wide(x).any()
+
+
+# --------------------------------------------------------------------------------------------------------- float32 head
+
+
+@pytest.mark.parametrize("family", only(["gemma3"], ["qwen2", "gemma3", "gpt2"]))
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_in_float32_nothing_changes(family, is_tied):
+    want = logits(tiny_model(family, tie_word_embeddings=is_tied))
+    assert torch.equal(logits(loader(tiny_model(family, tie_word_embeddings=is_tied)).load().model), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_logits_are_float32_products_of_the_hidden_states(dtype, is_tied):
+    """Of 16-bit states; everything below the head is as it was."""
+    model = tiny_model("qwen2", dtype=dtype, tie_word_embeddings=is_tied)
+    with in_bf16():
+        states = hidden_states(model)
+        policy = loader(model).load().model
+        assert torch.equal(hidden_states(policy), states)
+        found = logits(policy)
+    assert found.dtype == torch.float32
+    weight = model.get_output_embeddings().weight
+    assert weight.dtype == dtype
+    assert torch.equal(found, states.float() @ weight.float().T)
+
+
+def test_log_probs_under_autocast_are_closer_to_those_of_float32():
+    """The head is wide, as that of a real model: most of the error is its own."""
+    batch = ragged_batch()
+    errors = {}
+    for kind in ("auto", "float32"):
+        model = tiny_model("qwen2")
+        with torch.no_grad():
+            model.lm_head.weight.mul_(4)
+        policy = loader(model, kind).load()
+        exact = policy.scorer(policy.model, batch, temperature=1.0).logprobs
+        with in_bf16():
+            found = policy.scorer(policy.model, batch, temperature=1.0).logprobs
+        errors[kind] = (found - exact).abs().sum().item()
+        assert found.dtype == torch.float32
+    assert errors["float32"] < 0.9 * errors["auto"], errors
+
+
+@pytest.mark.slow
+def test_sampled_log_probs_are_those_of_a_float32_head(monkeypatch):
+    dtypes = set()
+    run = sampler.log_distribution
+
+    def look(processors, history, logits):
+        dtypes.add(logits.dtype)
+        return run(processors, history, logits)
+
+    monkeypatch.setattr(sampler, "log_distribution", look)
+    fit(make_module(policy=loader()), max_steps=1, precision="bf16-mixed")
+    assert dtypes == {torch.float32}
+    dtypes.clear()
+    fit(make_module(policy=loader(head_dtype="auto")), max_steps=1, precision="bf16-mixed")
+    assert BF16 in dtypes
+
+
+@pytest.mark.parametrize("kind", only(["whole"], ["whole", "lora", "copies"]))
+def test_the_reference_has_such_a_head_too(kind):
+    lora = {"lora": LoRA(rank=2), "copies": LoRA(rank=2, modules_to_save=["lm_head"])}.get(kind)
+    settings = loader(tiny_model("qwen2", dtype=BF16), lora=lora)
+    policy = settings.load().model
+    reference = make_reference(policy, settings)
+    began = logits(policy)
+    assert began.dtype == torch.float32
+    train(policy, lr=1.0)
+    assert not torch.equal(logits(policy), began)
+    with reference.scoring(policy) as model:
+        assert torch.equal(logits(model), began)
+
+
+def test_a_frozen_copy_reads_its_own_weights():
+    policy = loader().load().model
+    reference = frozen_copy(policy, shares_frozen=False)
+    with torch.no_grad():
+        policy.lm_head.weight.zero_()
+    assert not logits(policy).any()
+    assert logits(reference).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2, modules_to_save=["lm_head"])])
+def test_both_scoring_paths_give_the_same_gradients(lora):
+    model = loader(lora=lora).load().model
+    batch = ragged_batch()
+    weights = row_weights(batch)
+    _, want = loss_and_gradients(model, batch, Scorer("dense", head_chunk_size=None), weights)
+    _, found = loss_and_gradients(model, batch, Scorer(chunk_size=2, head_chunk_size=5), weights)
+    assert worst_difference(found, want) < 1e-5
+    plain = loader(head_dtype="auto", lora=lora).load().model
+    _, wanted = loss_and_gradients(plain, batch, Scorer("dense", head_chunk_size=None), weights)
+    assert worst_difference(want, wanted) == 0
+
+
+def test_models_without_such_a_head_are_refused(monkeypatch):
+    model = tiny_model("qwen2")
+    monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
+    with pytest.raises(ValueError, match=r"policy.head_dtype is 'float32', but Qwen2ForCausalLM does not declare"):
+        use_float32_head(model)
+    monkeypatch.undo()
+    model.lm_head.weight = nn.Parameter(torch.zeros(120, 64, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="the head's weights are quantised"):
+        use_float32_head(model)
