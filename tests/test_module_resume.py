@@ -385,6 +385,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
         "has_moved": False,
         "moment": None,
         "world_size": 1,
+        "ranks_per_group": 1,
         "is_interrupted": False,
     }
 

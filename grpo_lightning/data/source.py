@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_lightning.core.ranks import in_order_of_prompts
 from grpo_lightning.core.ranks import rank as group_rank
 from grpo_lightning.core.ranks import world_size as group_size
 from grpo_lightning.core.seeding import derived_seed
@@ -104,6 +105,7 @@ class PromptSource:
         self.settled: list[list[int]] = []  # see `settle`; empty if each rank trains on the prompts that it got first
         self.resume_from: dict[str, Any] | None = None
         self.epochs_ahead = 0  # this source's epoch minus the caller's, after a resume
+        self.resumed_cycle: int | None = None  # `cycle` of the run that wrote the loaded state, if that run had others
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
@@ -128,6 +130,11 @@ class PromptSource:
         ranks = group_size() if self.given_world_size is None else self.given_world_size
         return max(1, ranks // self.ranks_per_group)
 
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Number of prompts of a rollout, over all ranks."""
+        return self.batch_size * self.world_size
+
     def __len__(self) -> int:
         """Number of micro-steps per epoch. Raises: TypeError if it is not known."""
         if isinstance(self.prompts, PromptStream):
@@ -137,7 +144,7 @@ class PromptSource:
                 "The number of cycles per epoch is not known, because cycles use further prompts (dynamic_sampling). "
                 "Set trainer.max_steps to say when the run ends."
             )
-        return -(-len(self.prompts) // (self.batch_size * self.world_size)) * self.cycle
+        return -(-len(self.prompts) // self.prompts_per_rollout) * self.cycle
 
     @property
     def sampler(self) -> PromptSource:
@@ -185,7 +192,7 @@ class PromptSource:
             self.begin()
         if not self.position:
             self.cycle_start, self.settled = self.prompts_used, []
-            block, self.prompts_used = self.order.take(self.prompts_used, self.batch_size * self.world_size)
+            block, self.prompts_used = self.order.take(self.prompts_used, self.prompts_per_rollout)
             self.cycle_size = len(block)
             self.cycle_prompts = self.read(block[self.rank :: self.world_size])
             self.look_ahead()
@@ -211,9 +218,9 @@ class PromptSource:
         )
         if self.position:
             self.settled = resume.get("settled", [])
-            self.cycle_size = resume.get("cycle_size", self.batch_size * self.world_size)
+            self.cycle_size = resume.get("cycle_size", self.prompts_per_rollout)
             block, _ = self.order.take(self.cycle_start, self.cycle_size)
-            first = range(min(len(block), self.batch_size * self.world_size))
+            first = range(min(len(block), self.prompts_per_rollout))
             chosen = self.settled[self.rank] if self.settled else first[self.rank :: self.world_size]
             self.cycle_prompts = self.read([block[number] for number in chosen])
         elif self.is_epoch_over():
@@ -286,41 +293,78 @@ class PromptSource:
             "cycle_size": self.cycle_size if self.position else 0,
             "settled": self.settled if self.position else [],
             "shuffle": self.shuffle,
-            "batch_size": self.batch_size,
-            "world_size": self.world_size,
-            "ranks_per_group": self.ranks_per_group,
+            **self._sizes(),
             **self._identity(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        Positions count the prompts of all ranks, so a checkpoint saved between two cycles can be resumed with another
-        number of ranks and another batch size. A checkpoint saved between two epochs can also be resumed with other
-        data. `begin` compares `shuffle` with the checkpoint when the epoch begins.
+        Positions count the prompts of all ranks, so another number of ranks resumes with the same prompts if a rollout
+        has the same number of prompts. Between two cycles, this number may differ too, and a warning names the settings
+        that keep it. A checkpoint saved between two epochs can also be resumed with other data. `begin` compares
+        `shuffle` with the checkpoint when the epoch begins.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
-                `shuffle_buffer`), the seed or `cycle` differs; or if the checkpoint was saved inside a cycle, and the
-                number of ranks or the batch size differs.
+                `shuffle_buffer`) or the seed differs; or if the checkpoint was saved inside a cycle, and the number of
+                prompts per rollout differs, or `cycle` differs by more than the micro-batches per optimizer step.
         """
-        sizes = {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group")}
-        if state.get("position"):
-            changed = [
-                f"{name} was {state.get(name)}, is {now}" for name, now in sizes.items() if state.get(name, now) != now
-            ]
-            if changed:
-                raise ValueError(
-                    f"The checkpoint was saved inside a cycle, whose rollout is divided among the original ranks: "
-                    f"{'; '.join(changed)}. Resume with the original values, or from a checkpoint at the end of a "
-                    "cycle."
-                )
+        sizes, is_inside = self._sizes(), _is_inside(state)
+        was = {name: state.get(name, sizes[name]) for name in sizes}
+        position, rest = divmod(state.get("position", 0) * self.cycle, was["cycle"])
+        changed = [f"cycle was {was['cycle']}, is {self.cycle}"] if rest else []
         now = self._identity()
-        changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
-        if changed and _is_inside(state):
+        changed += [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
+        if changed and is_inside:
             raise ValueError(_other_settings(changed))
-        self.resume_from = state | now | ({} if _is_inside(state) else sizes | {"shuffle": self.shuffle})
+        if was["batch_size"] * was["world_size"] != self.prompts_per_rollout:
+            self._report_rollout_size(was, is_in_cycle=position > 0)
+        settled = in_order_of_prompts(state.get("settled", []))
+        self.resume_from = state | now | sizes | {"position": position}
+        self.resume_from["settled"] = [settled[team :: self.world_size] for team in range(self.world_size)] * bool(
+            settled
+        )
+        if not is_inside:
+            self.resume_from["shuffle"] = self.shuffle
+        self.resumed_cycle = was["cycle"] if was != sizes else None
         self.epochs_ahead = 0
+
+    def _report_rollout_size(self, was: Mapping[str, int], *, is_in_cycle: bool) -> None:
+        """Report that rollouts have another number of prompts than in the checkpoint's run.
+
+        Args:
+            was: `_sizes` of the checkpoint's run.
+            is_in_cycle: True if the checkpoint was saved inside a cycle.
+
+        Raises:
+            ValueError: If `is_in_cycle`.
+        """
+        old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
+        num_ranks = self.world_size * per_group
+        fitting = next(
+            r for r in [per_group, *range(1, num_ranks + 1)] if not num_ranks % r and not old * r % num_ranks
+        )
+        setting = f"set data.batch_size to {old * fitting // num_ranks}"
+        if fitting != per_group:
+            setting += f" and model.ranks_per_group to {fitting}"
+        numbers = (
+            f"{old} prompts per rollout (batch_size {was['batch_size']} x {was['world_size'] * was['ranks_per_group']} "
+            f"rank(s) / ranks_per_group {was['ranks_per_group']}); this run has {new} (batch_size {self.batch_size} x "
+            f"{num_ranks} rank(s) / ranks_per_group {per_group})"
+        )
+        if is_in_cycle:
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle of {numbers}. To resume, {setting}; or resume from a "
+                "checkpoint at the end of a cycle."
+            )
+        if was["world_size"] != self.world_size and group_rank() == 0:
+            log.warning(
+                "The checkpoint was saved with %s. The run continues with the next prompts, but its rollouts and its "
+                "number of optimizer steps per epoch differ from those of the uninterrupted run. To keep them, %s.",
+                numbers,
+                setting,
+            )
 
     @staticmethod
     def after_epoch(state: dict[str, Any]) -> dict[str, Any]:
@@ -337,13 +381,17 @@ class PromptSource:
     def num_batches_after(self, prompts_used: int) -> int:
         """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used; not for streams."""
         assert not isinstance(self.prompts, PromptStream)
-        return -(-(len(self.prompts) - prompts_used) // (self.batch_size * self.world_size)) * self.cycle
+        return -(-(len(self.prompts) - prompts_used) // self.prompts_per_rollout) * self.cycle
+
+    def _sizes(self) -> dict[str, int]:
+        """The settings that divide prompts among ranks and micro-steps."""
+        return {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group", "cycle")}
 
     def _identity(self) -> dict[str, int]:
         """The settings that must be the same as in the checkpoint for its position to be valid."""
         if isinstance(self.prompts, PromptStream):
-            return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed, "cycle": self.cycle}
-        return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
+            return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
+        return {"num_prompts": len(self.prompts), "seed": self.seed}
 
 
 def _is_inside(state: Mapping[str, Any]) -> bool:
