@@ -468,9 +468,12 @@ def test_other_data_are_refused(killed_mid_cycle):
         train(killed_mid_cycle, resume=True, prompts=PROMPTS[:4])
 
 
-def test_another_cycle_is_refused(killed_mid_cycle):
-    with pytest.raises(ValueError, match="cycle was 8, is 4"):
+def test_other_numbers_of_optimizer_steps_are_refused_inside_a_cycle(killed_mid_cycle):
+    was = r"inside a cycle with model.updates_per_rollout 2 and model.num_iterations 2; this run has"
+    with pytest.raises(ValueError, match=f"{was} 2 and 1"):
         train(killed_mid_cycle, resume=True, module=two_updates(num_iterations=1))
+    with pytest.raises(ValueError, match=f"{was} 4 and 1"):
+        train(killed_mid_cycle, resume=True, module=two_updates(updates_per_rollout=4, num_iterations=1))
 
 
 # ------------------------------------------------------------------------------------- what a resumed run goes on with

@@ -310,61 +310,63 @@ class PromptSource:
                 `shuffle_buffer`) or the seed differs; or if the checkpoint was saved inside a cycle, and the number of
                 prompts per rollout differs, or `cycle` differs by more than the micro-batches per optimizer step.
         """
-        sizes, is_inside = self._sizes(), _is_inside(state)
-        was = {name: state.get(name, sizes[name]) for name in sizes}
-        position, rest = divmod(state.get("position", 0) * self.cycle, was["cycle"])
-        changed = [f"cycle was {was['cycle']}, is {self.cycle}"] if rest else []
-        now = self._identity()
-        changed += [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
-        if changed and is_inside:
-            raise ValueError(_other_settings(changed))
-        if was["batch_size"] * was["world_size"] != self.prompts_per_rollout:
-            self._report_rollout_size(was, is_in_cycle=position > 0)
-        settled = in_order_of_prompts(state.get("settled", []))
-        self.resume_from = state | now | sizes | {"position": position}
-        self.resume_from["settled"] = [settled[team :: self.world_size] for team in range(self.world_size)] * bool(
-            settled
-        )
-        if not is_inside:
+        self._check_state(state)
+        sizes, was = self._sizes(), self._sizes_of(state)
+        position = state.get("position", 0) * self.cycle // was["cycle"]
+        if group_rank() == 0 and was["world_size"] != self.world_size and (size := self._other_rollout_size(was)):
+            log.warning(
+                "The checkpoint was saved with %s. The run continues with the next prompts, but its rollouts and its "
+                "number of optimizer steps per epoch differ from those of the uninterrupted run. To keep them, %s.",
+                *size,
+            )
+        self.resume_from = state | self._identity() | sizes | {"position": position}
+        if settled := in_order_of_prompts(state.get("settled", [])):
+            self.resume_from["settled"] = [settled[team :: self.world_size] for team in range(self.world_size)]
+        if not _is_inside(state):
             self.resume_from["shuffle"] = self.shuffle
         self.resumed_cycle = was["cycle"] if was != sizes else None
         self.epochs_ahead = 0
 
-    def _report_rollout_size(self, was: Mapping[str, int], *, is_in_cycle: bool) -> None:
-        """Report that rollouts have another number of prompts than in the checkpoint's run.
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that this source can resume at the position in `state`. Raises: as `load_state_dict`."""
+        if not _is_inside(state):
+            return
+        now, was = self._identity(), self._sizes_of(state)
+        changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
+        if state["position"] * self.cycle % was["cycle"]:
+            changed.append(f"cycle was {was['cycle']}, is {self.cycle}")
+        if changed:
+            raise ValueError(_other_settings(changed))
+        if state["position"] and (size := self._other_rollout_size(was)):
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle of {size[0]}. To resume, {size[1]}; or resume from a "
+                "checkpoint at the end of a cycle."
+            )
+
+    def _other_rollout_size(self, was: Mapping[str, int]) -> tuple[str, str] | None:
+        """Compare the number of prompts per rollout with that of the checkpoint's run; None if it is the same.
 
         Args:
             was: `_sizes` of the checkpoint's run.
-            is_in_cycle: True if the checkpoint was saved inside a cycle.
 
-        Raises:
-            ValueError: If `is_in_cycle`.
+        Returns:
+            Both numbers, and the settings that keep the number of the checkpoint's run.
         """
         old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
+        if old == new:
+            return None
         num_ranks = self.world_size * per_group
-        fitting = next(
-            r for r in [per_group, *range(1, num_ranks + 1)] if not num_ranks % r and not old * r % num_ranks
-        )
+        divisors = [r for r in range(1, num_ranks + 1) if num_ranks % r == 0]
+        fitting = next(r for r in [per_group, *divisors] if old * r % num_ranks == 0)
         setting = f"set data.batch_size to {old * fitting // num_ranks}"
         if fitting != per_group:
             setting += f" and model.ranks_per_group to {fitting}"
-        numbers = (
+        return (
             f"{old} prompts per rollout (batch_size {was['batch_size']} x {was['world_size'] * was['ranks_per_group']} "
             f"rank(s) / ranks_per_group {was['ranks_per_group']}); this run has {new} (batch_size {self.batch_size} x "
-            f"{num_ranks} rank(s) / ranks_per_group {per_group})"
+            f"{num_ranks} rank(s) / ranks_per_group {per_group})",
+            setting,
         )
-        if is_in_cycle:
-            raise ValueError(
-                f"The checkpoint was saved inside a cycle of {numbers}. To resume, {setting}; or resume from a "
-                "checkpoint at the end of a cycle."
-            )
-        if was["world_size"] != self.world_size and group_rank() == 0:
-            log.warning(
-                "The checkpoint was saved with %s. The run continues with the next prompts, but its rollouts and its "
-                "number of optimizer steps per epoch differ from those of the uninterrupted run. To keep them, %s.",
-                numbers,
-                setting,
-            )
 
     @staticmethod
     def after_epoch(state: dict[str, Any]) -> dict[str, Any]:
@@ -386,6 +388,10 @@ class PromptSource:
     def _sizes(self) -> dict[str, int]:
         """The settings that divide prompts among ranks and micro-steps."""
         return {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group", "cycle")}
+
+    def _sizes_of(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """`_sizes` of the source that wrote `state`."""
+        return {name: state.get(name, now) for name, now in self._sizes().items()}
 
     def _identity(self) -> dict[str, int]:
         """The settings that must be the same as in the checkpoint for its position to be valid."""

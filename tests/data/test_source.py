@@ -317,7 +317,7 @@ def test_the_state_after_an_epoch_that_ended_early_is_the_start_of_the_next():
         ({"count": 11}, "num_prompts was 10, is 11"),
         ({"seed": 5}, "seed was 0, is 5"),
         ({"cycle": 3}, "cycle was 2, is 3"),
-        ({"cycle": 3, "seed": 5}, "cycle was 2, is 3; seed was 0, is 5"),
+        ({"cycle": 3, "seed": 5}, "seed was 0, is 5; cycle was 2, is 3"),
     ],
 )
 def test_other_data_or_settings_are_refused(changes, said):

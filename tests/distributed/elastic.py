@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Leg:
 
     prompts_per_rollout: int = PROMPTS_PER_ROLLOUT
     name: str = "run"
+    policy: dict[str, Any] = field(default_factory=dict)
+    """Settings of the policy."""
 
 
 class Ended(Exception):  # noqa: N818 - no error
@@ -99,7 +101,7 @@ def train(folder: Path, leg: Leg) -> Notes:
     has_images, draws_more = "images" in leg.subject, "further" in leg.subject
     reward = capitals if has_images else vowel_share
     module = GRPOLightningModule(
-        PolicyLoader(str(folder / (FAMILY if has_images else "policy"))),
+        PolicyLoader(str(folder / (FAMILY if has_images else "policy")), **leg.policy),
         rewards=[functools.partial(of_some, reward) if draws_more else reward],
         sampling=SamplingParams(max_completion_length=6),
         objective=Objective(beta=0.04),
