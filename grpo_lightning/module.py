@@ -98,7 +98,7 @@ from grpo_lightning.training.metrics import (
     empty_reason,
     num_empty_updates,
 )
-from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, find_prompts, give_images
+from grpo_lightning.training.micro_batches import Cycle, CycleShape, Turn, agree_on_chunks, find_prompts, give_images
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
@@ -209,7 +209,7 @@ class GRPOLightningModule(L.LightningModule):
 
         self.rollout: Rollout | None = None
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle` instead."""
-        self.run = RunState()
+        self.run = RunState(self.teams, num_generations)
         self.is_connected = False
         self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
@@ -705,6 +705,8 @@ class GRPOLightningModule(L.LightningModule):
         checkpoints.restore_data_position(self.run, self.trainer)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
+            if self.run.is_redistributed:
+                agree_on_chunks(self.run.cycle.micro_batches, self.scorer.num_chunks)
         self.run.record(self.trainer)
         loader = self.trainer.train_dataloader
         if self.trainer.overfit_batches and isinstance(loader, PromptSource):  # type: ignore[attr-defined]
@@ -736,7 +738,8 @@ class GRPOLightningModule(L.LightningModule):
         if is_training and "fit_loop" in checkpoint.get("loops", {}):
             set_position(checkpoint["loops"]["fit_loop"])
         path = Path((self._trainer.ckpt_path if self._trainer else None) or "")
-        self.run.load_state_dict(state, path, is_training=is_training)
+        shape, pad_id = (self.cycle_shape, self.tokenizer.pad_token_id) if is_training else (None, 0)
+        self.run.load_state_dict(state, path, shape=shape, pad_id=pad_id)
 
     @property
     def trained_names(self) -> list[str]:

@@ -385,6 +385,7 @@ def test_a_checkpoint_at_a_cycles_end_has_no_rollout(tmp_path):
         "has_moved": False,
         "moment": None,
         "world_size": 1,
+        "ranks_per_group": 1,
         "is_interrupted": False,
     }
 
@@ -467,9 +468,45 @@ def test_other_data_are_refused(killed_mid_cycle):
         train(killed_mid_cycle, resume=True, prompts=PROMPTS[:4])
 
 
-def test_another_cycle_is_refused(killed_mid_cycle):
-    with pytest.raises(ValueError, match="cycle was 8, is 4"):
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_another_number_of_micro_batches_continues_the_pending_cycle(unbroken, tmp_path, accumulate):
+    """As on more ranks, where each has fewer completions. Epochs end where they would have ended."""
+    with pytest.raises(KilledError):
+        train(tmp_path, KillAt(CYCLE + 5))
+    history, checks = History(), []
+
+    class Counts(L.Callback):
+        def on_validation_start(self, trainer, *args):
+            checks.append(trainer.global_step)
+
+        def on_train_epoch_end(self, trainer, *args):
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            assert (progress.current.ready, progress.total.ready % progress.current.ready) == (8 * accumulate, 0)
+
+    module, cycle = two_updates(), 4 * accumulate
+    trainer = make_trainer(
+        callbacks=[history, Counts()], accumulate_grad_batches=accumulate, max_epochs=2, gradient_clip_val=1.0,
+        val_check_interval=cycle, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    source = make_source(module, PROMPTS, batch_size=3, accumulate=accumulate)
+    trainer.fit(module, source, PromptSource(PROMPTS[:1], 1), ckpt_path=newest(tmp_path))
+    want_weights, want_steps = unbroken
+    assert trainer.global_step == RUN // 2
+    assert checks == [8, 12, 16]
+    for name in ("policy/loss", "policy/kl", "policy/grad_norm"):
+        want, got = ([step[name] for step in steps[-6:]] for steps in (want_steps, history.steps))
+        assert got == pytest.approx(want, abs=1e-6, rel=1e-6)
+    for name, weight in weights_of(module).items():
+        torch.testing.assert_close(weight, want_weights[name], atol=1e-5, rtol=0)
+
+
+def test_other_numbers_of_optimizer_steps_are_refused_inside_a_cycle(killed_mid_cycle):
+    was = r"inside a cycle with model.updates_per_rollout 2 and model.num_iterations 2; this run has"
+    with pytest.raises(ValueError, match=f"{was} 2 and 1"):
         train(killed_mid_cycle, resume=True, module=two_updates(num_iterations=1))
+    with pytest.raises(ValueError, match=f"{was} 4 and 1"):
+        train(killed_mid_cycle, resume=True, module=two_updates(updates_per_rollout=4, num_iterations=1))
 
 
 # ------------------------------------------------------------------------------------- what a resumed run goes on with

@@ -25,6 +25,7 @@ from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.messages import quiet_libraries, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.training.checkpoints import check_ranks
 from grpo_lightning.training.signals import GracefulStop, end_launched
 
 if TYPE_CHECKING:
@@ -398,6 +399,14 @@ class GRPOCLI(LightningCLI):
                 self.leave_nothing()
             end_launched(self.trainer, seconds=5)
             raise
+
+    def before_fit(self) -> None:
+        """Refuse, before the weights load, a checkpoint that this number of ranks cannot resume from."""
+        if path := self.config[self.subcommand].get("ckpt_path"):
+            try:
+                check_ranks(self.trainer, Path(path))
+            except ValueError as error:
+                raise ConfigurationError(f"--ckpt_path: {error}") from error
 
     def validate(self, *, verbose: bool = True, **kwargs: Any) -> None:
         """Run `validate`, and print a table. Lightning's own table breaks long names and shows 16 digits."""

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_lightning.core.ranks import in_order_of_prompts
 from grpo_lightning.core.ranks import rank as group_rank
 from grpo_lightning.core.ranks import world_size as group_size
 from grpo_lightning.core.seeding import derived_seed
@@ -104,6 +105,7 @@ class PromptSource:
         self.settled: list[list[int]] = []  # see `settle`; empty if each rank trains on the prompts that it got first
         self.resume_from: dict[str, Any] | None = None
         self.epochs_ahead = 0  # this source's epoch minus the caller's, after a resume
+        self.resumed_cycle: int | None = None  # `cycle` of the run that wrote the loaded state, if that run had others
         self._order: tuple[tuple[int, bool], ListedOrder | StreamOrder] | None = None
 
     @property
@@ -131,6 +133,11 @@ class PromptSource:
         ranks = group_size() if self.given_world_size is None else self.given_world_size
         return max(1, ranks // self.ranks_per_group)
 
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Number of prompts of a rollout, over all ranks."""
+        return self.batch_size * self.world_size
+
     def __len__(self) -> int:
         """Number of micro-steps per epoch. Raises: TypeError if it is not known."""
         if isinstance(self.prompts, PromptStream):
@@ -140,7 +147,7 @@ class PromptSource:
                 "The number of cycles per epoch is not known, because cycles use further prompts (dynamic_sampling). "
                 "Set trainer.max_steps to say when the run ends."
             )
-        return -(-len(self.prompts) // (self.batch_size * self.world_size)) * self.cycle
+        return -(-len(self.prompts) // self.prompts_per_rollout) * self.cycle
 
     @property
     def sampler(self) -> PromptSource:
@@ -187,7 +194,7 @@ class PromptSource:
             self.begin()
         if not self.position:
             self.cycle_start, self.settled = self.prompts_used, []
-            block, self.prompts_used = self.order.take(self.prompts_used, self.batch_size * self.world_size)
+            block, self.prompts_used = self.order.take(self.prompts_used, self.prompts_per_rollout)
             self.cycle_size = len(block)
             self.cycle_prompts = self.read(block[self.rank :: self.world_size])
             self.look_ahead()
@@ -213,9 +220,9 @@ class PromptSource:
         )
         if self.position:
             self.settled = resume.get("settled", [])
-            self.cycle_size = resume.get("cycle_size", self.batch_size * self.world_size)
+            self.cycle_size = resume.get("cycle_size", self.prompts_per_rollout)
             block, _ = self.order.take(self.cycle_start, self.cycle_size)
-            first = range(min(len(block), self.batch_size * self.world_size))
+            first = range(min(len(block), self.prompts_per_rollout))
             chosen = self.settled[self.rank] if self.settled else first[self.rank :: self.world_size]
             self.cycle_prompts = self.read([block[number] for number in chosen])
         elif self.is_epoch_over():
@@ -289,9 +296,7 @@ class PromptSource:
             "cycle_size": self.cycle_size if self.position else 0,
             "settled": self.settled if self.position else [],
             "shuffle": self.shuffle,
-            "batch_size": self.batch_size,
-            "world_size": self.world_size,
-            "ranks_per_group": self.ranks_per_group,
+            **self._sizes(),
             **self._identity(),
         }
 
@@ -302,33 +307,74 @@ class PromptSource:
 
         - between two epochs: all settings, and the data;
         - between two cycles of an epoch: the number of ranks, `ranks_per_group` and the batch size, because the
-          position counts the prompts of all ranks;
-        - inside a cycle: none of these.
+          position counts the prompts of all ranks. If the number of ranks changes the prompts per rollout, a warning
+          names the settings that keep it;
+        - inside a cycle: the same settings, if a rollout still has as many prompts.
 
         `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and the number of prompts (for a stream:
-                `shuffle_buffer`), the seed or `cycle` differs; or if it was saved inside a cycle, and the number of
-                ranks, `ranks_per_group` or the batch size differs.
+                `shuffle_buffer`) or the seed differs; or if it was saved inside a cycle, and the number of prompts per
+                rollout differs, or `cycle` differs by more than the micro-batches per optimizer step.
         """
-        sizes = {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group")}
-        if state.get("position"):
-            changed = [
-                f"{name} was {state.get(name)}, is {now}" for name, now in sizes.items() if state.get(name, now) != now
-            ]
-            if changed:
-                raise ValueError(
-                    f"The checkpoint was saved inside a cycle, whose rollout is divided among the original ranks: "
-                    f"{'; '.join(changed)}. Resume with the original values, or from a checkpoint at the end of a "
-                    "cycle."
-                )
-        now = self._identity()
-        changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
-        if changed and _is_inside(state):
-            raise ValueError(_other_settings(changed))
-        self.resume_from = state | now | ({} if _is_inside(state) else sizes | {"shuffle": self.shuffle})
+        self._check_state(state)
+        sizes, was = self._sizes(), self._sizes_of(state)
+        position = state.get("position", 0) * self.cycle // was["cycle"]
+        if group_rank() == 0 and was["world_size"] != self.world_size and (size := self._other_rollout_size(was)):
+            log.warning(
+                "The checkpoint was saved with %s. The run continues with the next prompts, but its rollouts and its "
+                "number of optimizer steps per epoch differ from those of the uninterrupted run. To keep them, %s.",
+                *size,
+            )
+        self.resume_from = state | self._identity() | sizes | {"position": position}
+        if settled := in_order_of_prompts(state.get("settled", [])):
+            self.resume_from["settled"] = [settled[team :: self.world_size] for team in range(self.world_size)]
+        if not _is_inside(state):
+            self.resume_from["shuffle"] = self.shuffle
+        self.resumed_cycle = was["cycle"] if was != sizes else None
         self.epochs_ahead = 0
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that this source can resume at the position in `state`. Raises: as `load_state_dict`."""
+        if not _is_inside(state):
+            return
+        now, was = self._identity(), self._sizes_of(state)
+        changed = [f"{name} was {state.get(name)}, is {now[name]}" for name in now if state.get(name) != now[name]]
+        if state["position"] * self.cycle % was["cycle"]:
+            changed.append(f"cycle was {was['cycle']}, is {self.cycle}")
+        if changed:
+            raise ValueError(_other_settings(changed))
+        if state["position"] and (size := self._other_rollout_size(was)):
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle of {size[0]}. To resume, {size[1]}; or resume from a "
+                "checkpoint at the end of a cycle."
+            )
+
+    def _other_rollout_size(self, was: Mapping[str, int]) -> tuple[str, str] | None:
+        """Compare the number of prompts per rollout with that of the checkpoint's run; None if it is the same.
+
+        Args:
+            was: `_sizes` of the checkpoint's run.
+
+        Returns:
+            Both numbers, and the settings that keep the number of the checkpoint's run.
+        """
+        old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
+        if old == new:
+            return None
+        num_ranks = self.world_size * per_group
+        divisors = [r for r in range(1, num_ranks + 1) if num_ranks % r == 0]
+        fitting = next(r for r in [per_group, *divisors] if old * r % num_ranks == 0)
+        setting = f"set data.batch_size to {old * fitting // num_ranks}"
+        if fitting != per_group:
+            setting += f" and model.ranks_per_group to {fitting}"
+        return (
+            f"{old} prompts per rollout (batch_size {was['batch_size']} x {was['world_size'] * was['ranks_per_group']} "
+            f"rank(s) / ranks_per_group {was['ranks_per_group']}); this run has {new} (batch_size {self.batch_size} x "
+            f"{num_ranks} rank(s) / ranks_per_group {per_group})",
+            setting,
+        )
 
     @staticmethod
     def after_epoch(state: dict[str, Any]) -> dict[str, Any]:
@@ -345,13 +391,21 @@ class PromptSource:
     def num_batches_after(self, prompts_used: int) -> int:
         """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used; not for streams."""
         assert not isinstance(self.prompts, PromptStream)
-        return -(-(len(self.prompts) - prompts_used) // (self.batch_size * self.world_size)) * self.cycle
+        return -(-(len(self.prompts) - prompts_used) // self.prompts_per_rollout) * self.cycle
+
+    def _sizes(self) -> dict[str, int]:
+        """The settings that divide prompts among ranks and micro-steps."""
+        return {name: getattr(self, name) for name in ("batch_size", "world_size", "ranks_per_group", "cycle")}
+
+    def _sizes_of(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """`_sizes` of the source that wrote `state`."""
+        return {name: state.get(name, now) for name, now in self._sizes().items()}
 
     def _identity(self) -> dict[str, int]:
         """The settings that must be the same as in the checkpoint for its position to be valid."""
         if isinstance(self.prompts, PromptStream):
-            return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed, "cycle": self.cycle}
-        return {"num_prompts": len(self.prompts), "seed": self.seed, "cycle": self.cycle}
+            return {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
+        return {"num_prompts": len(self.prompts), "seed": self.seed}
 
 
 def _is_inside(state: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import shlex
 import shutil
 import tempfile
 import zipfile
@@ -100,6 +101,32 @@ def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
     return content
 
 
+def num_deepspeed_ranks(checkpoint: Path) -> int:
+    """Number of ranks that saved a DeepSpeed folder."""
+    tag = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    return len([*(checkpoint / tag).glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")])
+
+
+UNIVERSAL = "checkpoint_universal", "latest_universal"
+"""Folder of DeepSpeed's universal checkpoint inside a DeepSpeed folder, and the file that names the folder. DeepSpeed's
+tool writes the file last."""
+
+
+def is_universal(checkpoint: Path) -> bool:
+    """True if the DeepSpeed folder also has a universal checkpoint, which any number of ranks can load."""
+    return all((checkpoint / name).exists() for name in UNIVERSAL)
+
+
+def universal_command(checkpoint: Path) -> str:
+    """The command that adds a universal checkpoint to a DeepSpeed folder."""
+    tag = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    folders = [shlex.quote(str(checkpoint / name)) for name in (tag, UNIVERSAL[0])]
+    return (
+        "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+        f"--input_folder {folders[0]} --output_folder {folders[1]}"
+    )
+
+
 def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[str, Tensor]:
     """The policy's weights in a checkpoint, by their names in the policy.
 
@@ -160,8 +187,10 @@ def mark_complete(checkpoint: Path, *, other_files: Sequence[Path] = (), is_inte
 
 
 def unmark_complete(checkpoint: Path) -> None:
-    """Remove the completeness mark of a folder that is about to be overwritten."""
-    (checkpoint / MARK).unlink(missing_ok=True)
+    """Remove the completeness mark of a folder that is about to be overwritten, and its universal checkpoint."""
+    for name in (MARK, UNIVERSAL[1]):
+        (checkpoint / name).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint / UNIVERSAL[0], ignore_errors=True)
 
 
 def why_incomplete(checkpoint: Path) -> str | None:

@@ -23,7 +23,15 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from grpo_lightning.core import ranks
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.schedules import Schedule
-from grpo_lightning.training.checkpoint_files import RankFiles, mark_complete, unmark_complete, why_incomplete
+from grpo_lightning.training.checkpoint_files import (
+    RankFiles,
+    is_universal,
+    mark_complete,
+    num_deepspeed_ranks,
+    universal_command,
+    unmark_complete,
+    why_incomplete,
+)
 from grpo_lightning.training.lightning_internals import remember_saved_step, restore_position
 from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.strategies import can_read
@@ -265,6 +273,23 @@ def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
     restore_position(trainer)
 
 
+def check_ranks(trainer: L.Trainer, path: Path) -> None:
+    """Check that this run has as many ranks as a DeepSpeed checkpoint needs.
+
+    Raises:
+        ValueError: If the checkpoint is a DeepSpeed folder of another number of ranks without a universal checkpoint;
+            the message has the command that creates it.
+    """
+    if not (path / "latest").is_file() or not can_read(trainer.strategy, "DeepSpeed") or is_universal(path):
+        return
+    if (num_ranks := num_deepspeed_ranks(path)) != trainer.world_size:
+        raise ValueError(
+            f"The DeepSpeed checkpoint {path} was saved by {num_ranks} rank(s), and this run has {trainer.world_size}: "
+            f"merge the optimizer states of the ranks first, by the command\n{universal_command(path)}\n"
+            "Then resume from the same checkpoint."
+        )
+
+
 def refuse_incomplete(trainer: L.Trainer) -> None:
     """Make the strategy's `load_checkpoint` raise ValueError for checkpoints that are incomplete or unreadable.
 
@@ -292,6 +317,8 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
                 f"The checkpoint {path} cannot be used: {why}. Set ckpt_path to an earlier one; auto on the command "
                 "line uses the newest complete one."
             )
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_ranks(trainer, path)
         content = load(checkpoint_path, *args, **kwargs)
         if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
             raise ValueError(

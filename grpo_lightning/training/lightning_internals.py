@@ -130,23 +130,28 @@ def restore_position(trainer: L.Trainer) -> None:
     if loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
         # With `max_steps`, Lightning treats the first micro-step of an epoch as a repeated micro-step.
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
-    else:
-        recount_batches(trainer)
+    recount_batches(trainer)
 
 
 def recount_batches(trainer: L.Trainer) -> None:
-    """Recompute the batch count of a resumed epoch for this run's batch size and number of ranks.
+    """Recompute the counts of micro-steps of a resumed run for its batch size, number of ranks and cycle length.
 
-    Lightning continues from the batch count in the checkpoint. If this run has a different batch size or number of
-    ranks, Lightning would end the epoch too early, with prompts left over, or too late.
+    Lightning continues from the counts in the checkpoint. If this run has other sizes, Lightning would end the epoch
+    too early, with prompts left over, or too late; and it would look for the end of a cycle or of an accumulation
+    window at the wrong micro-step. The number of optimizer steps does not depend on these sizes.
     """
     loader = trainer.train_dataloader
-    if not isinstance(loader, PromptSource) or not loader.has_length or loader.resume_from is None:
+    if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:
         return
-    state = loader.resume_from
-    if state.get("batch_size", 0) * state.get("world_size", 0) in (0, loader.batch_size * loader.world_size):
-        return
+    state, old, new = loader.resume_from, loader.resumed_cycle, loader.cycle
+    position = state["position"]
     batches = trainer.fit_loop.epoch_loop.batch_progress
-    moved = len(loader) - loader.num_batches_after(state["prompts_used"]) - batches.current.ready
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(batches.current, name, getattr(batches.current, name) + moved)
+    total, current = (progress.ready // old * new + position for progress in (batches.total, batches.current))
+    if loader.has_length and batches.current.ready:
+        micro_steps_left = loader.num_batches_after(state["prompts_used"]) + (new - position if position else 0)
+        current = len(loader) - micro_steps_left
+    for progress, count in ((batches.total, total), (batches.current, current)):
+        moved = count - progress.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress, name, getattr(progress, name) + moved)
+    loader.resumed_cycle = None

@@ -122,6 +122,23 @@ class CycleShape:
             )
         return cycle
 
+    def check_resumed(self, *, num_updates: int, num_iterations: int) -> None:
+        """Check that the pending cycle of a checkpoint has as many optimizer steps as a cycle of this run.
+
+        Args:
+            num_updates: `updates_per_rollout` of the checkpoint's run.
+            num_iterations: `num_iterations` of the checkpoint's run.
+
+        Raises:
+            ValueError: If one of the numbers differs.
+        """
+        if (num_updates, num_iterations) != (self.updates_per_rollout, self.num_iterations):
+            raise ValueError(
+                f"The checkpoint was saved inside a cycle with model.updates_per_rollout {num_updates} and "
+                f"model.num_iterations {num_iterations}; this run has {self.updates_per_rollout} and "
+                f"{self.num_iterations}. Resume with the original values, or from a checkpoint at the end of a cycle."
+            )
+
     def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
         """Check that the loader, the current cycle and the trainer are at the same micro-step.
 
@@ -320,10 +337,15 @@ def plan_over_ranks(
     if teams.is_shared and num_generations:
         share = replace(share, first=teams.part(num_generations).start, num_generations=num_generations)
     micro_batches, counts = plan_micro_batches(groups, advantages, share=share, **settings)
+    agree_on_chunks(micro_batches, num_chunks)
+    return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
+
+
+def agree_on_chunks(micro_batches: Sequence[MicroBatch], num_chunks: Callable[[MicroBatch], int]) -> None:
+    """Set `num_chunks` of every micro-batch to the maximum over ranks. Collective: all ranks have equally many."""
     most = ranks.max_over_ranks(torch.tensor([num_chunks(batch) for batch in micro_batches])).tolist()
     for batch, number in zip(micro_batches, most, strict=True):
         batch.num_chunks = number
-    return micro_batches, [StepCounts(*of_all) for of_all in ranks.sum_over_ranks(torch.tensor(counts)).tolist()]
 
 
 def give_images(micro_batches: Sequence[MicroBatch], vision: VisionInputs | None) -> None:

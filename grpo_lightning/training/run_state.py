@@ -6,6 +6,7 @@ updated, the reference.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from grpo_lightning.core import ranks
+from grpo_lightning.core.ranks import Teams
 from grpo_lightning.policy.reference import NO_REFERENCE, RunReference
 from grpo_lightning.training.checkpoint_files import REFERENCE, RankFiles
-from grpo_lightning.training.micro_batches import Cycle
+from grpo_lightning.training.micro_batches import Cycle, CycleShape
+from grpo_lightning.training.redistribution import redistribute, saved_accumulate, saved_share
 
 if TYPE_CHECKING:
     import lightning as L
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,33 @@ class StepEnd:
 
     rollout_index: int
 
+    share: dict[str, int]
+    """Which groups and completions of the rollout this rank has (`saved_share`)."""
+
     def cycle_state(self) -> dict[str, Any] | None:
         """State dict of the pending cycle in checkpoints."""
-        return None if self.cycle is None else self.cycle.state_dict() | {"position": self.position}
+        return None if self.cycle is None else self.cycle.state_dict() | {"position": self.position} | self.share
 
 
 class RunState:
-    """Number of rollouts, the pending cycle, and the reference."""
+    """Number of rollouts, the pending cycle, and the reference.
 
-    def __init__(self) -> None:
+    Args:
+        teams: The ranks that share groups; None if no group is shared.
+        num_generations: G.
+    """
+
+    def __init__(self, teams: Teams | None = None, num_generations: int = 1) -> None:
+        self.teams, self.num_generations = teams or Teams(), num_generations
+
         self.rollout_index = 0
         """Number of sampled rollouts."""
 
         self.cycle: Cycle | None = None
         """The current cycle."""
+
+        self.is_redistributed = False
+        """True if the current cycle was cut again after a checkpoint of another number of ranks or micro-batches."""
 
         self.reference: RunReference | None = None
         """The reference policy, set when the policy is loaded; None if the run has no reference."""
@@ -108,6 +126,7 @@ class RunState:
             cycle=cycle,
             position=cycle.position if cycle else 0,
             rollout_index=self.rollout_index,
+            share=saved_share(self.teams, self.num_generations),
         )
         return self.step_end
 
@@ -137,38 +156,73 @@ class RunState:
             "has_moved": self.has_moved,
             "reference_fingerprint": {} if self.reference is None else self.reference.fingerprint,
             "moment": self.moment(end),
-            "world_size": ranks.world_size(),
             "is_interrupted": self.is_interrupted(trainer),
+            **self._layout,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path, *, is_training: bool) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], checkpoint: Path, *, shape: CycleShape | None = None, pad_id: int = 0
+    ) -> None:
         """Restore the result of `state_dict`.
 
         Args:
             state: The entry of the checkpoint that `state_dict` returned.
             checkpoint: Path of the checkpoint; the rank files are next to it.
-            is_training: False for evaluation, which needs neither the pending cycle nor the reference.
+            shape: Number of updates and micro-batches of a cycle in this run; None for evaluation, which needs neither
+                the pending cycle nor the reference.
+            pad_id: Token id that fills up sequences, if a pending cycle has to be redistributed.
 
         Raises:
-            ValueError: If the checkpoint was saved inside a cycle by a different number of ranks, or if this run's
-                reference differs from that of the checkpoint.
+            ValueError: If this run's reference differs from that of the checkpoint, or if the checkpoint was saved
+                inside a cycle with another number of updates or of epochs over the rollout.
         """
         self.was_interrupted_in_step = state.get("is_interrupted", False)
         self.rollout_index = state["rollout_index"]
-        self.cycle = None
-        if not is_training:
+        self.cycle, self.is_redistributed = None, False
+        if shape is None:
             return
         self._restore_reference(state, checkpoint)
         # If the cycle is missing, the next micro-step that needs the cycle raises an error.
         if state.get("is_pending") and (state["rollout"] or state["moment"]):
-            if state["world_size"] != ranks.world_size():
-                raise ValueError(
-                    f"The checkpoint was saved inside a cycle by {state['world_size']} processes; this run has "
-                    f"{ranks.world_size()}, and pending rollouts cannot be redistributed. Resume with "
-                    f"{state['world_size']} processes, or from a checkpoint saved at the end of a cycle."
-                )
-            own = state["rollout"] or RankFiles(checkpoint).read(state["moment"], ranks.rank())
-            self.cycle = Cycle.from_state_dict(own)
+            self.cycle = self._pending_cycle(state, checkpoint, shape, pad_id)
+
+    def _pending_cycle(self, state: Mapping[str, Any], checkpoint: Path, shape: CycleShape, pad_id: int) -> Cycle:
+        """Read this rank's part of the pending cycle.
+
+        If the number of ranks or of micro-batches has changed, read all parts and cut the cycle again.
+        """
+
+        def read(rank: int) -> dict[str, Any]:
+            of_rank: dict[str, Any] = state["rollout"] or RankFiles(checkpoint).read(state["moment"], rank)
+            return of_rank
+
+        saved, now = ((d["world_size"], d["ranks_per_group"]) for d in (state, self._layout))
+        own = read(ranks.rank() if saved == now else 0)
+        shape.check_resumed(num_updates=len(own["counts"]), num_iterations=own["num_iterations"])
+        if saved == now and saved_accumulate(own) == shape.accumulate_grad_batches:
+            return Cycle.from_state_dict(own)
+        if ranks.rank() == 0:
+            log.info(
+                "The checkpoint was saved inside a cycle by %d rank(s), %d micro-batches per optimizer step: its "
+                "rollout is redistributed over %d rank(s), %d micro-batches per step.",
+                saved[0],
+                saved_accumulate(own),
+                now[0],
+                shape.accumulate_grad_batches,
+            )
+        self.is_redistributed = True
+        return redistribute(
+            [read(rank) for rank in range(saved[0])],
+            shape,
+            teams=self.teams,
+            num_generations=self.num_generations,
+            pad_id=pad_id,
+        )
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        """How the groups of a rollout are assigned to ranks."""
+        return {"world_size": ranks.world_size(), "ranks_per_group": self.teams.ranks_per_group}
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Restore the reference if it was updated; else check that this run has made the same reference."""

@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lightning.core import ranks
 from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
-from grpo_lightning.training.checkpoint_files import open_checkpoint
+from grpo_lightning.training.checkpoint_files import num_deepspeed_ranks, open_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -189,15 +189,20 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint_path: Any,
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """As in Lightning, but evaluation can also load a checkpoint that is a stage 3 folder or a single file.
+        """As in Lightning, but evaluation can also load a stage 3 folder or a single file, training a universal checkpoint.
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
-        master weights without an optimizer.
+        master weights without an optimizer. Each rank saves its shard of the optimizer states. If another number of
+        ranks resumes, DeepSpeed has to load the folder into which its own tool has merged the shards, its universal
+        checkpoint (`checkpoint_files.universal_command`).
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         is_folder = Path(checkpoint_path).is_dir()
         if is_training or self.load_full_weights or (is_folder and not self.zero_stage_3):
+            config: Any = self.deepspeed_engine._config
+            has_other_ranks = is_folder and num_deepspeed_ranks(Path(checkpoint_path)) != self.world_size
+            config.load_universal_checkpoint = is_training and has_other_ranks
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         content: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.schedules import Cosine
+from grpo_lightning.training.checkpoint_files import mark_complete
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -495,6 +496,27 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(recipe, capsys):
     said = failure(capsys, "fit", "--config", name, "--ckpt_path=runs/recipe/version_0")
     assert "runs/recipe/version_0 has no checkpoint that can be used." in said
     assert f"{path}: it is incomplete" in said
+
+
+def test_a_deepspeed_folder_of_other_ranks_is_refused_before_the_weights_load(recipe, capsys):
+    """The error has the command that merges the states of its ranks."""
+    folder = Path("of two.ckpt")
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "latest").write_text("checkpoint")
+    for rank in (0, 1):
+        (folder / "checkpoint" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    mark_complete(folder)
+    flags = ["fit", "--config", recipe(policy="no/such/policy"), "--trainer.strategy=zero2", f"--ckpt_path={folder}"]
+    said = failure(capsys, *flags)
+    assert "was saved by 2 rank(s), and this run has 1" in said
+    assert (
+        "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder 'of two.ckpt/checkpoint' "
+        "--output_folder 'of two.ckpt/checkpoint_universal'"
+    ) in said
+    assert not Path("runs").exists() or not [*Path("runs").rglob("version_*")]
+    (folder / "checkpoint_universal").mkdir()
+    (folder / "latest_universal").touch()
+    assert "no/such/policy" in failure(capsys, *flags), "the universal checkpoint serves"
 
 
 def test_a_checkpoint_that_is_not_there_is_named(recipe, capsys):

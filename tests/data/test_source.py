@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 
 import datasets
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from grpo_lightning.core.ranks import in_order_of_prompts
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
 from grpo_lightning.data.orders import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
@@ -314,8 +316,8 @@ def test_the_state_after_an_epoch_that_ended_early_is_the_start_of_the_next():
     [
         ({"count": 11}, "num_prompts was 10, is 11"),
         ({"seed": 5}, "seed was 0, is 5"),
-        ({"cycle": 4}, "cycle was 2, is 4"),
-        ({"cycle": 4, "seed": 5}, "seed was 0, is 5; cycle was 2, is 4"),
+        ({"cycle": 3}, "cycle was 2, is 3"),
+        ({"cycle": 3, "seed": 5}, "seed was 0, is 5; cycle was 2, is 3"),
     ],
 )
 def test_other_data_or_settings_are_refused(changes, said):
@@ -327,26 +329,118 @@ def test_other_data_or_settings_are_refused(changes, said):
     assert len(list(other)) == len(other), "a refused state must leave nothing behind"
 
 
-def test_another_number_of_ranks_is_refused_inside_a_cycle_only():
+def of_all_ranks(count, prompts_per_rollout, num_ranks, ranks_per_group=1, **options):
+    """The source of every rank."""
+    size = prompts_per_rollout * ranks_per_group // num_ranks
+    settings = {"world_size": num_ranks, "ranks_per_group": ranks_per_group, "seed": 3} | options
+    return [source_of(count, size, rank=rank, **settings) for rank in range(num_ranks)]
+
+
+def rows_of(sources, *, start=0, epochs=2, taken=None):
+    """Every micro-step of all ranks: epoch, the prompts in the order of the data, position. Members of a team agree."""
+    steps = zip(*(run(source, start=start, epochs=epochs) for source in sources), strict=True)
+    for step in itertools.islice(steps, taken):
+        num_teams = sources[0].world_size
+        for rank, (_, prompts, _) in enumerate(step):
+            assert prompts == step[rank % num_teams][1]
+        (place,) = {(epoch, position) for epoch, _, position in step}
+        yield place, in_order_of_prompts([prompts for _, prompts, _ in step[:num_teams]])
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.data())
+@settings(max_examples=120)
+def test_another_number_of_ranks_resumes_with_the_same_rows(count, cycle, factor, shuffle, data):
+    """From any micro-step, with any division of ranks into teams, and other micro-batches per optimizer step."""
+    sizes = [(ranks, shared) for ranks in (1, 2, 3, 4, 6) for shared in (1, 2, 3) if ranks % shared == 0]
+    prompts = data.draw(st.sampled_from([1, 2, 4, 6, 12]))
+    allowed = [(ranks, shared) for ranks, shared in sizes if prompts % (ranks // shared) == 0]
+    before, after, last = (data.draw(st.sampled_from(allowed)) for _ in range(3))
+    whole = list(rows_of(of_all_ranks(count, prompts, 1, cycle=cycle, shuffle=shuffle)))
+    first, second = sorted(data.draw(st.integers(1, len(whole))) for _ in range(2))
+    sources = of_all_ranks(count, prompts, *before, cycle=cycle, shuffle=shuffle)
+    assert list(rows_of(sources, taken=first)) == whole[:first]
+    states = [source.state_dict() for source in sources]
+    assert all(state == states[0] for state in states)
+
+    # A micro-step becomes `factor` micro-steps.
+    wider = of_all_ranks(count, prompts, *after, cycle=cycle * factor, shuffle=shuffle)
+    for source in wider:
+        source.load_state_dict(states[0])
+    taken = (second - first) * factor
+    rows = list(rows_of(wider, start=states[0]["epoch"], taken=taken))
+    assert [prompts for _, prompts in rows[::factor]] == [prompts for _, prompts in whole[first:second]]
+    assert [position for (_, position), _ in rows] == [
+        position * factor + i for (_, position), _ in whole[first:second] for i in range(factor)
+    ]
+    if second > first:
+        states = [wider[0].state_dict()]
+    narrow = of_all_ranks(count, prompts, *last, cycle=cycle, shuffle=shuffle)
+    for source in narrow:
+        source.load_state_dict(states[0])
+    assert list(rows_of(narrow, start=states[0]["epoch"])) == whole[second:]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 6])
+def test_further_prompts_of_a_cycle_are_divided_among_another_number_of_ranks(num_ranks):
+    """Prompts 0, 2 and 5 of the rollout were replaced, by prompts 6 and 8, and 7 that teaches nothing either."""
+    options = {"shuffle": False, "cycle": 2, "draws_more": True}
+    sources = of_all_ranks(20, 6, 2, **options)
+    for rank, source in enumerate(sources):
+        next(iter(source)).use()
+        source.more(3, [[0, 1], [2]][rank])
+        chosen = [[6, 2, 4], [1, 3, 8]]
+        source.settle(chosen, [source.prompts[place] for place in chosen[rank]])
+    resumed = of_all_ranks(20, 6, num_ranks, **options)
+    for source in resumed:
+        source.load_state_dict(sources[0].state_dict())
+    rows = list(rows_of(resumed, taken=2))
+    assert rows == [
+        ((0, 1), ["p6", "p1", "p2", "p3", "p4", "p8"]),
+        ((0, 0), ["p9", "p10", "p11", "p12", "p13", "p14"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "batch_size", "ranks_per_group", "said"),
+    [
+        (1, 4, 1, r"this run has 4 .* set data\.batch_size to 6;"),
+        (2, 6, 1, r"this run has 12 .* set data\.batch_size to 3;"),
+        (4, 2, 1, r"this run has 8 .* set data\.batch_size to 3 and model\.ranks_per_group to 2;"),
+        (6, 2, 2, r"this run has 6"),
+        (6, 1, 2, r"this run has 3 .* set data\.batch_size to 2;"),
+        (5, 1, 1, r"this run has 5 .* set data\.batch_size to 6 and model\.ranks_per_group to 5;"),
+    ],
+)
+def test_another_number_of_prompts_per_rollout_is_refused_inside_a_cycle(
+    num_ranks, batch_size, ranks_per_group, said, caplog
+):
+    """Between two cycles, a warning names the same settings. They are accepted."""
+
     def stopped(micro_steps):
-        source = source_of(12, 1, cycle=2, rank=0, world_size=2)
+        source = source_of(36, 3, cycle=2, rank=0, world_size=2)
         for _ in itertools.islice(source, micro_steps):
             pass
         return source.state_dict()
 
-    for changes, said in (
-        ({"world_size": 1}, "world_size was 2, is 1"),
-        ({"world_size": 1, "batch_size": 2}, "batch_size was 1, is 2; world_size was 2, is 1"),
-    ):
-        with pytest.raises(ValueError, match=f"inside a cycle.*{said}. Resume .* at the end of a cycle"):
-            source_of(12, **({"batch_size": 1, "cycle": 2} | changes)).load_state_dict(stopped(3))
-    shares = []
-    for rank in range(3):
-        source = source_of(12, 1, cycle=2, rank=rank, world_size=3)
-        source.load_state_dict(stopped(4))
-        shares.append([prompts for prompts, position in epoch_of(source) if position == 0])
-    rest = [prompt for turn in zip(*shares, strict=True) for prompts in turn for prompt in prompts]
-    assert rest == epoch_of(source_of(12, 12))[0][0][4:], "4 of 12 were used"
+    def resume(state, size, shared):
+        source = source_of(36, size, cycle=2, rank=0, world_size=num_ranks, ranks_per_group=shared)
+        source.load_state_dict(state)
+        return source
+
+    if batch_size * num_ranks // ranks_per_group == 6:
+        resume(stopped(3), batch_size, ranks_per_group)
+        return
+    was = r"inside a cycle of 6 prompts per rollout \(batch_size 3 x 2 rank\(s\) / ranks_per_group 1\)"
+    with pytest.raises(ValueError, match=f"{was}; {said}") as refusal:
+        resume(stopped(3), batch_size, ranks_per_group)
+    advice = re.search(r"batch_size to (\d+)(?: and model.ranks_per_group to (\d+))?;", str(refusal.value))
+    resume(stopped(3), int(advice[1]), int(advice[2] or ranks_per_group))
+    with caplog.at_level(logging.WARNING):
+        resumed = resume(stopped(4), batch_size, ranks_per_group)
+    warned = re.search(said.replace(";", r"\."), caplog.text)
+    # With the same number of ranks, another batch size is no accident.
+    assert (warned is None) == (num_ranks // ranks_per_group == 2)
+    assert next(iter(resumed)).prompts[0].content == epoch_of(source_of(36, 36))[0][0][12]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,7 +5,13 @@ import zipfile
 import pytest
 import torch
 
-from grpo_lightning.training.checkpoint_files import RankFiles, mark_complete, unmark_complete, why_incomplete
+from grpo_lightning.training.checkpoint_files import (
+    RankFiles,
+    is_universal,
+    mark_complete,
+    unmark_complete,
+    why_incomplete,
+)
 
 
 def folder_of_two(tmp_path):
@@ -25,6 +31,20 @@ def test_a_folder_is_incomplete_until_it_is_marked(tmp_path):
     assert why_incomplete(folder) is None
     unmark_complete(folder)
     assert "has no complete.json" in why_incomplete(folder)
+
+
+def test_a_folder_that_is_written_again_loses_its_universal_checkpoint(tmp_path):
+    """DeepSpeed would otherwise resume from the earlier one."""
+    folder = folder_of_two(tmp_path)
+    (folder / "latest").write_text("inner")
+    assert not is_universal(folder)
+    (folder / "checkpoint_universal" / "zero").mkdir(parents=True)
+    assert not is_universal(folder), "its last file is not written yet"
+    (folder / "latest_universal").write_text("checkpoint_universal")
+    assert is_universal(folder)
+    unmark_complete(folder)
+    assert not is_universal(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["inner", "latest", "meta.pt"]
 
 
 @pytest.mark.parametrize(

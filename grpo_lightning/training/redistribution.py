@@ -1,0 +1,167 @@
+"""Redistribute a pending cycle over another number of ranks, after a checkpoint was saved inside the cycle.
+
+The completions of the rollout are assigned to ranks as in a run that began with this number of ranks, see `Teams`:
+
+    group g belongs to team g mod (W / R);   completion c of the group to the member that has c in its part of the G
+
+W is the number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its advantage
+and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of all ranks,
+so loss and gradient of every step are unchanged, apart from the order in which floats are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from grpo_lightning.core.ranks import Teams
+from grpo_lightning.core.types import Completion, MicroBatch
+from grpo_lightning.objective import StepCounts
+from grpo_lightning.training.micro_batches import (
+    CompletionRow,
+    Cycle,
+    CycleShape,
+    collate,
+    idle_micro_batch,
+    split_update,
+)
+
+
+@dataclass
+class SavedRow(CompletionRow):
+    """A completion of a saved micro-batch; `group` and `number` count from 0 over all ranks."""
+
+    prompt_key: int | str = ""
+    """`Prompt.key` of its prompt; empty for a text-only policy."""
+
+    old_logprobs: Tensor | None = None
+    """[T]"""
+
+    selected: Tensor | None = None
+    """[T] bool"""
+
+
+def saved_share(teams: Teams, num_generations: int) -> dict[str, int]:
+    """Return the entries of a rank's saved cycle that tell which groups and completions of the rollout it has.
+
+    The i-th group of the rank has the index `first_group + i * group_step` over all ranks, and the i-th completion that
+    the rank has of a group is completion `first_completion + i` of the group.
+    """
+    first = teams.part(num_generations).start
+    return {"first_group": teams.team, "group_step": teams.num_teams, "first_completion": first}
+
+
+def redistribute(
+    saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, num_generations: int, pad_id: int
+) -> Cycle:
+    """Cut a pending cycle again, for this run's number of ranks and micro-batches.
+
+    Args:
+        saved: The saved cycle of every rank of the checkpoint: `Cycle.state_dict`, with `saved_share`.
+        shape: Number of updates and micro-batches of a cycle in this run.
+        teams: This run's ranks.
+        num_generations: G.
+        pad_id: Token id that fills up sequences; any id, because padding is masked.
+
+    Returns:
+        This rank's part of the cycle. `MicroBatch.num_chunks`, on which ranks have to agree, is not set.
+
+    Raises:
+        ValueError: If micro-batches do not tell which completions they contain, which only those of an overridden
+            `split_rollout` may not.
+    """
+    part, updates = teams.part(num_generations), [list[SavedRow]() for _ in saved[0]["counts"]]
+    stop = math.inf if part.stop == num_generations else part.stop  # more than G if `num_generations` was lowered
+    has_images = False
+    for cycle in saved:
+        for index, fields in enumerate(cycle["micro_batches"]):
+            has_images |= bool(fields["prompt_keys"])
+            for row in saved_rows(MicroBatch(**fields), cycle):
+                if row.group % teams.num_teams == teams.team and part.start <= row.number < stop:
+                    row.group, row.number = row.group // teams.num_teams, row.number - part.start
+                    updates[index // saved_accumulate(cycle)].append(row)
+    rows = [row for update in updates for row in update]
+    micro_batches = []
+    for update in updates:
+        update.sort(key=lambda row: (row.group, row.number))
+        parts: list[list[SavedRow]] = split_update(update, shape.accumulate_grad_batches)  # type: ignore[arg-type, assignment]
+        micro_batches += [
+            collate_saved(part, pad_id) if part else idle_micro_batch([[row] for row in rows[:1]], pad_id)
+            for part in parts
+        ]
+    if has_images:
+        keys: dict[int, int | str] = {row.group: row.prompt_key for row in rows} | {-1: ""}
+        for batch in micro_batches:
+            batch.prompt_keys = [keys[group] for group in batch.groups]
+    return Cycle(
+        micro_batches,
+        [StepCounts(*counts) for counts in saved[0]["counts"]],
+        saved[0]["num_iterations"],
+        saved[0]["position"] // saved_accumulate(saved[0]) * shape.accumulate_grad_batches,
+    )
+
+
+def saved_accumulate(cycle: Mapping[str, Any]) -> int:
+    """Micro-batches per update of a saved cycle."""
+    return len(cycle["micro_batches"]) // len(cycle["counts"])
+
+
+def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow]:
+    """Yield the completions of a saved micro-batch, except placeholders, with their indices over all ranks."""
+    if len(batch.groups) != len(batch.prompt_ids) or len(batch.numbers) != len(batch.completion_ids):
+        raise ValueError(
+            "The checkpoint was saved inside a cycle by another number of ranks, and the micro-batches of "
+            "`split_rollout` do not tell which completions they contain (`MicroBatch.groups` and `numbers`), so they "
+            "cannot be redistributed. Set both in `split_rollout`, or resume with the original number of ranks."
+        )
+    prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+    keys = batch.prompt_keys or [""] * len(prompts)
+    for row, (prompt, number) in enumerate(zip(batch.prompt_index.tolist(), batch.numbers, strict=True)):
+        if number < 0:
+            continue
+        length = int(batch.attention_mask[row].sum())
+
+        def values(of_all: Tensor | None, row: int = row, length: int = length) -> Tensor | None:
+            return None if of_all is None else of_all[row, :length]
+
+        reference = values(batch.ref_logprobs)
+        yield SavedRow(
+            group=share["first_group"] + batch.groups[prompt] * share["group_step"],
+            prompt_ids=prompts[prompt],
+            completion=Completion(
+                token_ids=batch.completion_ids[row, :length].tolist(),
+                logprobs=batch.rollout_logprobs[row, :length].tolist(),
+                finish_reason="stop",
+                mask=batch.completion_mask[row, :length].tolist(),
+                ref_logprobs=None if reference is None else reference.tolist(),
+            ),
+            advantage=float(batch.advantages[row]),
+            number=share["first_completion"] + number,
+            prompt_key=keys[prompt],
+            old_logprobs=values(batch.old_logprobs),
+            selected=values(batch.selected),
+        )
+
+
+def collate_saved(rows: Sequence[SavedRow], pad_id: int) -> MicroBatch:
+    """Collate saved completions into a micro-batch, with their old log-probs."""
+    batch = collate([*rows], pad_id)
+    batch.old_logprobs = padded([row.old_logprobs for row in rows], batch.completion_ids.shape[1])
+    batch.selected = padded([row.selected for row in rows], batch.completion_ids.shape[1])
+    return batch
+
+
+def padded(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
+    """Stack rows [T] of different lengths, filled up with 0 (False): [B, `width`]; None if the rows are None."""
+    known = [row for row in rows if row is not None]
+    if not known:
+        return None
+    assert len(known) == len(rows), "all completions of an update have old log-probs, or none has"
+    stacked = known[0].new_zeros(len(rows), width)
+    for place, row in zip(stacked, known, strict=True):
+        place[: len(row)] = row
+    return stacked

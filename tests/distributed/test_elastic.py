@@ -1,0 +1,111 @@
+"""A run that resumes on another number of ranks continues with the same prompts, completions and losses."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed import harness, vision
+from tests.distributed.elastic import Leg, run_legs
+from tests.distributed.resume import FAMILY
+from tests.distributed.steps import save_policy
+from tests.marks import SLOW
+
+METRICS = ("policy/loss", "policy/kl", "policy/grad_norm", "lr", "epoch")
+
+
+def compare(folder, *legs, tolerance=1e-6):
+    """Run the legs, and a run on one rank that nothing interrupts; compare them."""
+    save(folder, legs[0].subject)
+    compare_runs(run_legs(folder, *legs), unbroken(folder, legs[0]), tolerance=tolerance)
+
+
+def save(folder, subject="text"):
+    """The policy that all runs start from."""
+    if "images" in subject:
+        vision.save_policy(folder, FAMILY)
+    else:
+        save_policy(folder)
+
+
+def unbroken(folder, leg):
+    """The run on one rank."""
+    return run_legs(folder, Leg(1, subject=leg.subject, policy=leg.policy, name="unbroken"))[0]
+
+
+def compare_runs(got, want, *, tolerance=1e-6, metrics=METRICS):
+    """The same rows, completions and losses by optimizer step, and the same weights."""
+    assert [leg.get("error") for leg in [*got, want]] == [None] * (len(got) + 1)
+    assert [rollout for leg in got for rollout in leg["rollouts"]] == want["rollouts"]
+    steps = {number: values for leg in got for number, values in leg["steps"].items()}
+    assert steps.keys() == want["steps"].keys()
+    for number, values in want["steps"].items():
+        of_step = {name: values[name] for name in metrics if name in values}
+        assert {name: steps[number][name] for name in of_step} == pytest.approx(
+            of_step, rel=tolerance, abs=tolerance
+        ), number
+    for name, weight in want["weights"].items():
+        torch.testing.assert_close(got[-1]["weights"][name], weight, atol=10 * tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param([Leg(1, 3), Leg(2, 9), Leg(1)], id="inside cycles"),
+        pytest.param([Leg(1, 4), Leg(2, 12), Leg(1)], id="between cycles, in the middle of an epoch", marks=SLOW),
+        pytest.param([Leg(2, 3), Leg(2, 9, ranks_per_group=2), Leg(1)], id="shared groups", marks=SLOW),
+        pytest.param(
+            [Leg(1, 3), Leg(2, 8, accumulate=1), Leg(1, 10, accumulate=4), Leg(1)], id="micro-batches", marks=SLOW
+        ),
+    ],
+)
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path, legs):
+    compare(tmp_path, *legs)
+
+
+@SLOW
+@pytest.mark.parametrize("subject", ["further text", "images", "further images"])
+def test_replaced_prompts_and_images_are_those_of_the_unbroken_run(tmp_path, subject):
+    legs = [Leg(1, 3), Leg(2, 9), Leg(2, 11, ranks_per_group=2), Leg(1)]
+    # The rounding of a vision model's gradients differs more between numbers of ranks, and AdamW amplifies it.
+    tolerance = 1e-5 if "images" in subject else 1e-6
+    compare(tmp_path, *(replace(leg, subject=subject) for leg in legs), tolerance=tolerance)
+
+
+@SLOW
+@pytest.mark.parametrize("stops", [(3, 9), (4, 12)], ids=["inside cycles", "between cycles"])
+def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, stops):
+    legs = [Leg(2, stops[0]), Leg(1, stops[1]), Leg(2)]
+    compare(tmp_path, *(replace(leg, strategy="fsdp2") for leg in legs))
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("strategy", "before", "after", "policy"),
+    [
+        pytest.param("zero1", 1, 2, {}, id="zero1, 1 -> 2"),
+        pytest.param("zero2", 2, 1, {}, id="zero2, 2 -> 1"),
+        pytest.param("zero3", 2, 1, {"freeze_layers": 1}, id="zero3, 2 -> 1, frozen layer"),
+        pytest.param("zero3", 1, 2, {}, id="zero3, 1 -> 2"),
+    ],
+)
+def test_zero_resumes_on_another_number_of_ranks_after_the_command_that_it_names(
+    tmp_path, strategy, before, after, policy
+):
+    save(tmp_path)
+    legs = [Leg(before, 3, strategy, policy=policy), Leg(after, strategy=strategy, policy=policy)]
+    first, refused = run_legs(tmp_path, *legs)
+    said = r"was saved by (\d) rank\(s\), and this run has (\d): merge .* by the command\n(.*)\nThen resume"
+    saved, this, command = re.search(said, refused["error"]).groups()
+    assert (int(saved), int(this)) == (before, after)
+    program, *arguments = shlex.split(command)
+    assert program == "python"
+    subprocess.run([sys.executable, *arguments], check=True, env=os.environ | harness.FOR_ALL, cwd=tmp_path)
+    (resumed,) = run_legs(tmp_path, legs[1])
+    # In the step after a resume, DeepSpeed has no gradient norm to log.
+    compare_runs([first, resumed], unbroken(tmp_path, legs[0]), metrics=[*set(METRICS) - {"policy/grad_norm"}])
