@@ -18,7 +18,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -319,7 +318,8 @@ class GRPOLightningModule(L.LightningModule):
     def update(self, turn: Turn) -> Tensor:
         """Compute the loss of one micro-batch, scaled for Lightning's mean over micro-batches and ranks."""
         batch = turn.batch
-        with self.dropout(self.micro_step):
+        position = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
             tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
             batch.old_logprobs = tokens.logprobs.detach()
@@ -337,15 +337,6 @@ class GRPOLightningModule(L.LightningModule):
         return terms.loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle
-
-    @property
-    def micro_step(self) -> int:
-        """Number of the current micro-step of the run."""
-        return int(self.trainer.fit_loop.epoch_loop.total_batch_idx)
-
-    def dropout(self, micro_step: int) -> AbstractContextManager[None]:
-        """Context with the adapter dropout of a micro-step."""
-        return seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), micro_step)
 
     @property
     def actor(self) -> Actor:
@@ -445,14 +436,10 @@ class GRPOLightningModule(L.LightningModule):
             return select_tokens(self.actor, self.objective, turn.update, seed=derived_seed(*step, "selection"))
 
     def score_others(self, turn: Turn) -> list[TokenScores]:
-        """Score all micro-batches of the update that begins but the first, with the dropout of their own update."""
-        actor, position = self.actor, self.micro_step
-        scores = []
+        """Score all micro-batches of the update that begins but the first, for the routing of their tokens."""
+        actor = self.actor
         with torch.no_grad(), self.phase("routing"):
-            for number, batch in enumerate(turn.update[1:], start=1):
-                with self.dropout(position + number):
-                    scores.append(actor.token_logprobs(batch))
-        return scores
+            return [actor.token_logprobs(batch) for batch in turn.update[1:]]
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
         """Add the reference's log-probs to the completions that lack them; do nothing if there is no reference."""

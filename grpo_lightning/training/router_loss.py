@@ -6,6 +6,7 @@ f and P are means over all tokens of the optimizer step, of all its micro-batche
 once per completion. P is a sum over tokens, which accumulates over micro-batches, but the gradient of the first
 micro-batch needs the f of all. So before the first micro-batch, the others run through the policy once more, without
 gradients; the first forward pass that is trained on completes f. With one micro-batch per step, there is no such pass.
+Passes without gradients have no adapter dropout (`policy.lora.dropout`), so with dropout f is exact only up to it.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_the_check_of_a_model_refuses_logits_that_are_not_those_of_its_tokens():
     check_routers(Scorer(), model, routers)
     check_routers(Scorer(), model, dataclasses.replace(routers, places=routers.places[:1]))
     twice = Routers((*routers.places, (nn.Linear(2, 2), 0)), 2)
-    with pytest.raises(UnsupportedRoutersError, match="5 routers returned logits .* in 4 calls"):
+    with pytest.raises(UnsupportedRoutersError, match=r"5 routers returned logits .* in 4 calls"):
         check_routers(Scorer(), model, twice)
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, out: (out[0][:3], *out[1:]))
     with pytest.raises(UnsupportedRoutersError, match=r"logits of \[\(3, 4\), .* for"):
