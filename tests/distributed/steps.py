@@ -7,6 +7,7 @@ one device to rounding, or something is wrong.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class Case:
     lr: float = 1.0
     objective: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    model: str = "policy"
+    """Folder of the policy."""
     sync: dict[str, Any] | None = None
     is_scored_by_model: bool = False
     """Whether a reward model says what is better."""
@@ -184,6 +187,31 @@ CASES: dict[str, Case] = {
         prompts=["one", "equal 2", "long three"], ranks_per_group=2, policy={"lora": LORA}, steps=2, lr=0.01
     ),
     "shared groups, reward model": Case(is_scored_by_model=True, ranks_per_group=2, steps=2, accumulate=2),
+    "experts": Case(
+        prompts=["short one", "long two", "three", "4"],
+        model="experts",
+        objective={"beta": 0.0, "router_aux_loss_coef": 1.0},
+        policy={"chunk_size": 3},
+        accumulate=2,
+        updates=2,
+        lr=0.1,
+    ),
+    "experts, a rank without prompts": Case(
+        prompts=["lonely"],
+        model="experts",
+        objective={"beta": 0.0, "router_aux_loss_coef": 1.0},
+        policy={"activation_checkpointing": "layers"},
+        accumulate=2,
+        lr=0.1,
+    ),
+    "experts, shared groups": Case(
+        model="experts",
+        objective={"beta": 0.0, "router_aux_loss_coef": 1.0},
+        policy={"activation_checkpointing": "chunks", "chunk_size": 2},
+        ranks_per_group=2,
+        accumulate=2,
+        lr=0.1,
+    ),
     "lora, fewer prompts": Case(
         prompts=["one", "long two", "3"], policy={"lora": LORA}, steps=2, accumulate=2, lr=0.01
     ),
@@ -195,7 +223,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
     world_size = 1 if strategy == "one" else 2
     ranks_per_group = min(world_size, case.ranks_per_group)
     module = GRPOLightningModule(
-        PolicyLoader(str(folder / "policy"), **case.policy),
+        PolicyLoader(str(folder / case.model), **case.policy),
         rewards=[RewardModel(folder / "classifier", batch_size=3) if case.is_scored_by_model else small_letters],
         engine=ByPrompt(),
         sampling=SamplingParams(max_completion_length=LONGEST),
@@ -292,16 +320,20 @@ def whole_weights(module: Any) -> dict[str, Tensor]:
 
 
 def save_policy(folder: Path) -> None:
-    """The policy that all runs start from."""
+    """The policies that all runs start from."""
     tiny_model("qwen2", **SMALL).save_pretrained(folder / "policy")
+    tiny_model("qwen3_moe", **SMALL).save_pretrained(folder / "experts")
     tiny_classifier("llama", **SMALL).save_pretrained(folder / "classifier")
-    for name in ("policy", "classifier"):
+    for name in ("policy", "experts", "classifier"):
         tiny_tokenizer().save_pretrained(folder / name)
 
 
 def main(strategy: str, folder: str, *names: str) -> None:
     """Run the cases, all of them if none is named, and save what came out on each rank."""
     torch.set_num_threads(1)
+    # ZeRO-3 replaces constructors while a model is built, and then puts back what a class was created with: experts that
+    # are first imported in a run would lack what transformers' decorator adds to theirs in the next run of the process.
+    importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     for name in names or CASES:
         sys.stderr.write(f"case {name}\n")  # a rank that fails says where
         result = run(CASES[name], strategy, Path(folder))
