@@ -331,8 +331,8 @@ def save_policy(folder: Path) -> None:
 def main(strategy: str, folder: str, *names: str) -> None:
     """Run the cases, all of them if none is named, and save what came out on each rank."""
     torch.set_num_threads(1)
-    # ZeRO-3 replaces constructors while a model is built, and then puts back what a class was created with. Experts that
-    # are imported meanwhile lose what transformers' decorator adds to their constructor, in the process's next run.
+    # ZeRO-3 replaces constructors while a model is built, and then puts back those that classes were created with.
+    # Experts that are imported meanwhile lose what transformers' decorator adds, in the process's next run.
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     for name in names or CASES:
         sys.stderr.write(f"case {name}\n")  # a rank that fails says where

@@ -53,7 +53,7 @@ def test_ones_own_config_stays_as_it_is_and_gets_what_validation_asks_for():
 
 
 def test_stage_3_has_no_leaf_modules_unless_asked_for():
-    """A block of experts runs for the prompts and for every chunk; with leaf modules, ZeRO-3 allows one run per step."""
+    """A block of experts runs for the prompts and for every chunk; ZeRO-3 allows a leaf module one run per step."""
     for stage, own, expected in ((3, {}, {"classes": []}), (3, {"names": ["mlp"]}, {"names": ["mlp"]}), (2, {}, None)):
         config = {"zero_optimization": {"stage": stage} | ({"leaf_module": own} if own else {})}
         set_no_leaf_modules(config)
